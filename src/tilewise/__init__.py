@@ -1,0 +1,30 @@
+"""tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
+
+from .api import Explanation, attention, explain, merge
+from .layout import Varlen
+from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
+from .problem import Unsupported
+from .score import Alibi, Bias, Score, SoftCap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Alibi",
+    "Bias",
+    "Causal",
+    "Dense",
+    "Documents",
+    "Explanation",
+    "Full",
+    "Mask",
+    "Padding",
+    "Prefix",
+    "Score",
+    "SoftCap",
+    "Unsupported",
+    "Varlen",
+    "Window",
+    "attention",
+    "explain",
+    "merge",
+]

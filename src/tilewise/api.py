@@ -1,0 +1,251 @@
+"""What users call: attention(), merge(), explain()."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, overload, Literal
+
+import torch
+from torch import Tensor
+
+from .backend import ORDER, load
+from .layout import Varlen
+from .mask import Full, Mask
+from .operator import attend
+from .problem import PRECISIONS, Operands, Problem, Recipe, Spec, check_number, describe_fake
+from .score import Alibi, Score
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = Full(),
+    score: Score | Sequence[Score] = (),
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    layout: Varlen | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """softmax(scale * Q K^T) V, exactly, in memory linear in the length (Dao et al. 2022, 2023).
+
+    Args:
+        q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D).
+        k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
+        v: (B, N, H_k, D_v). Head sizes from 1 to 256. With `layout`, (T', H_k, D_v).
+        mask: a Mask; `&` composes. A row that sees no key gives o = 0, lse = -inf and gradients of 0.
+        score: a Score or a sequence, applied left to right to the scaled logits, before the mask.
+        scale: what the logits are multiplied by, >= 0; default D ** -0.5.
+        sink: (H,) logits that join the softmax's denominator, fp32 or q's type; differentiable.
+        dropout: probability in [0, 1) with which an entry of P is dropped.
+        seed: int or scalar int64 tensor on q's device; None draws one from torch's generator.
+        layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
+        precision: for fp32 inputs, at least this accuracy: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
+            None asks for a class by torch.get_float32_matmul_precision().
+        deterministic: bitwise repeatable gradients (o, dk and dv always are).
+        return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
+        backend: None chooses; "triton" or "cpu" forces.
+
+    Returns:
+        o (B, M, H, D_v) in q's type, contiguous; with return_lse, (o, lse).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what it got and what is allowed.
+        Unsupported: no back end, or not the one asked for, takes the call.
+        RuntimeError: forward-mode differentiation, or differentiating a gradient.
+    """
+    x, recipe, longest = _gather(q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend)
+    drawn = _seed(seed, x.q, recipe.dropout)
+    o, lse = attend(x, drawn, recipe, longest)
+    return (o, lse) if return_lse else o
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One result from partial ones over disjoint keys; differentiable in every o and lse.
+
+    Args:
+        parts: (o, lse) pairs as `attention(..., return_lse=True)` gives them, of one shape. A part with lse = -inf
+            vanishes. Give the sink to one part only.
+
+    Returns:
+        o (in the parts' type) and lse, as if attention had seen all keys at once: lse = log(sum(exp(lse_p))),
+        o = sum(exp(lse_p - lse) * o_p).
+
+    Raises:
+        TypeError, ValueError: no part, or parts that do not fit together.
+    """
+    parts = [tuple(part) for part in parts]  # type: ignore[misc]
+    if not parts:
+        raise ValueError("merge: parts is empty; give at least one (o, lse) pair")
+    for index, part in enumerate(parts):
+        if len(part) != 2 or not all(isinstance(t, Tensor) for t in part):
+            raise TypeError(
+                f"merge: part {index} must be a pair of tensors (o, lse); call attention with return_lse=True"
+            )
+        o, lse = part
+        packed = o.ndim == 3
+        rows = tuple(o.shape[:-1]) if packed else (o.shape[0], o.shape[1], o.shape[2]) if o.ndim == 4 else None
+        if rows is None or tuple(lse.shape) != ((rows[1], rows[0]) if packed else (rows[0], rows[2], rows[1])):
+            raise ValueError(
+                f"merge: part {index} has o {tuple(o.shape)} and lse {tuple(lse.shape)}; they must be (B, M, H, D) and "
+                "(B, H, M), or packed (T, H, D) and (H, T)"
+            )
+        if o.shape != parts[0][0].shape or o.dtype != parts[0][0].dtype or o.device != parts[0][0].device:
+            raise ValueError(f"merge: part {index} differs from part 0 in shape, type or device; make them equal")
+    lses = torch.stack([lse for _, lse in parts])  # (parts, B, H, M)
+    m = lses.detach().amax(0)
+    m = m.masked_fill(m == -torch.inf, 0.0)
+    weights = torch.exp(lses - m)
+    l = weights.sum(0)
+    empty = l == 0.0
+    # both wheres keep the gradient of an empty row at zero instead of inf * 0
+    lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1.0, l)))
+    weights = (weights / torch.where(empty, 1.0, l)).transpose(-1, -2).unsqueeze(-1)  # (parts, B, M, H, 1)
+    o = reduce(torch.add, (w * o.to(w.dtype) for w, (o, _) in zip(weights, parts, strict=True)))
+    return o.to(parts[0][0].dtype), lse
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which back end would run a call, with which tiles, and why each other one would not. Prints as a table."""
+
+    backend: str | None
+    tiles: str
+    refusals: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"{'back end':<10}{'verdict'}"]
+        for name, reasons in self.refusals.items():
+            if name == self.backend:
+                lines.append(f"{name:<10}runs this: {self.tiles}")
+            elif reasons:
+                lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
+            else:
+                lines.append(f"{name:<10}could run this, comes later")
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Any) -> Explanation:
+    """What `attention` with these arguments would run, without running it.
+
+    Args:
+        q, k, v, options: as for `attention`; the tensors may be on the meta device.
+        device: None takes q's; a name ("cpu", "sm_90", "gfx942", …) asks about a card that is not here.
+
+    Returns:
+        An Explanation with .backend (None if all refuse), .tiles and .refusals; print it.
+
+    Raises:
+        TypeError, ValueError: as for `attention`.
+    """
+    names = ("mask", "score", "scale", "sink", "dropout", "layout", "precision", "deterministic", "backend")
+    defaults = (Full(), (), None, None, 0.0, None, None, False, None)
+    unknown = set(options) - {*names, "seed", "return_lse"}
+    if unknown:
+        raise TypeError(f"explain: unknown argument {', '.join(sorted(unknown))}; it takes what attention takes")
+    arguments = [options.get(name, default) for name, default in zip(names, defaults, strict=True)]
+    x, recipe, longest = _gather(q, k, v, *arguments)
+    problem = _hypothetical(x, recipe, longest, device)
+    refusals = {name: load(name).why_not(problem) for name in ORDER}
+    candidates = [recipe.backend] if recipe.backend else list(ORDER)
+    chosen = next((name for name in candidates if not refusals[name]), None)
+    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", refusals)
+
+
+def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
+    from .problem import target_of  # noqa: PLC0415
+
+    matmul = torch.get_float32_matmul_precision() if x.q.dtype == torch.float32 and not recipe.precision else None
+    target = device or target_of(x.q.device)
+    if target == "meta":
+        raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
+    return describe_fake(x, recipe, longest)._replace(target=target, matmul=matmul)
+
+
+def _gather(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    score: Score | Sequence[Score],
+    scale: float | None,
+    sink: Tensor | None,
+    dropout: float,
+    layout: Varlen | None,
+    precision: str | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Operands, Recipe, tuple[int, int]]:
+    """All tensors of a call in order, what was chosen, and the longest lengths of packed sequences."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask must be a Mask such as tilewise.Causal(), got {mask!r}; wrap a bool tensor in Dense(...)"
+        )
+    changes = (score,) if isinstance(score, Score) else tuple(score)
+    for change in changes:
+        if not isinstance(change, Score):
+            raise TypeError(f"score must hold Scores such as SoftCap(50.0), got {change!r}; wrap a tensor in Bias(...)")
+        if isinstance(change, Alibi) and change.slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "Alibi: slopes require a gradient, which Alibi does not have; detach them, or write the slopes as a "
+                "Bias, which has one"
+            )
+    if layout is not None and not isinstance(layout, Varlen):
+        raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
+    if scale is not None:
+        scale = check_number("scale", scale, "finite and >= 0", 0.0, float("inf"))
+    dropout = check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if backend is not None and backend not in ORDER:
+        raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
+    if sink is not None and not isinstance(sink, Tensor):
+        raise TypeError(f"sink must be a tensor of shape (H,), got {type(sink).__name__}")
+    if torch.is_autocast_enabled(q.device.type):
+        kind = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t.to(kind) if t.dtype == torch.float32 else t for t in (q, k, v))
+    parts = mask.parts
+    extra = [t for value in (*parts, *changes) for t in value.tensors]
+    extra += [] if sink is None else [sink]
+    extra += [] if layout is None else [layout.cu_q, layout.cu_k]
+    recipe = Recipe(
+        tuple([part.plain for part in parts]),
+        tuple([change.plain for change in changes]),
+        sink is not None,
+        layout is not None,
+        scale,
+        dropout,
+        precision,
+        bool(deterministic),
+        backend,
+    )
+    return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
+    """Dropout's seed as a scalar int64 tensor on q's device; drawn, never read back."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
+            )
+        if seed.device != q.device:
+            raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}")
+    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit 64 bits, got {seed}")
+    if dropout == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=q.device)

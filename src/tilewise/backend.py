@@ -1,0 +1,80 @@
+"""Back ends: the protocol, the ordered registry, and the choice with every refusal's reasons."""
+
+import importlib
+from functools import cache, lru_cache
+from typing import Protocol
+
+from torch import Tensor
+
+from .problem import Grads, Operands, Problem, Saved, Unsupported
+
+ORDER = ("triton", "cpu")
+"""The first with nothing against a problem runs it."""
+
+
+class Backend(Protocol):
+    """What a back end is. Each folder's __init__ holds one as `backend`."""
+
+    name: str
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Reasons against; empty: can run. Pure: no allocation, no device work."""
+        ...
+
+    def tiles(self, problem: Problem) -> str:
+        """The tiles and kernels it would use, for people."""
+        ...
+
+    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        """o and lse, freshly written."""
+        ...
+
+    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        """Gradients of sum(o * do) + sum(lse * dlse); either may be None. Extras in problem.wanted get theirs."""
+        ...
+
+
+class Missing:
+    """Stands in for a back end whose requirements are not installed."""
+
+    def __init__(self, name: str, error: ImportError) -> None:
+        self.name, self.error = name, error
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return [f"it needs a package that cannot be imported ({self.error}); pip install 'tilewise[{self.name}]'"]
+
+
+@cache
+def load(name: str) -> Backend:
+    """The back end of that name, imported on first use."""
+    try:
+        return importlib.import_module(f"{__package__}.{name}").backend
+    except ImportError as error:
+        return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called
+
+
+@lru_cache(4096)
+def refusals(problem: Problem) -> dict[str, list[str]]:
+    """Every back end with its reasons against the problem, in order of preference."""
+    return {name: load(name).why_not(problem) for name in ORDER}
+
+
+@lru_cache(4096)
+def select(problem: Problem) -> Backend:
+    """The back end asked for, or the first with nothing against the problem.
+
+    Raises Unsupported with the reasons: of the one that was asked for, or of all.
+    """
+    asked = problem.recipe.backend
+    if asked is None:
+        reasons = refusals(problem)
+        chosen = next((name for name, against in reasons.items() if not against), None)
+        remedy = "change the argument named, or move the tensors"
+    else:
+        reasons = {asked: load(asked).why_not(problem)}
+        chosen = None if reasons[asked] else asked
+        remedy = "leave backend out to have one chosen"
+    if chosen is None:
+        lines = "\n".join(f"  {name}: {'; '.join(against)}" for name, against in reasons.items())
+        raise Unsupported(f"no back end takes this call; {remedy}\n{lines}")
+    return load(chosen)

@@ -1,0 +1,43 @@
+"""The CPU back end: PyTorch's own fused kernel where it covers the call, else the tiled algorithm in torch."""
+
+import torch
+from torch import Tensor
+
+from ..problem import Grads, Operands, Problem, Saved
+from . import fused, tiled
+
+
+class Cpu:
+    """Runs every call on CPU tensors. `fuse=False` keeps to the tiled path (for tests and benchmarks)."""
+
+    name = "cpu"
+
+    def __init__(self, fuse: bool = True) -> None:
+        self.fuse = fuse
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Only the device can be wrong: plain fp32 honours every precision."""
+        if problem.target != "cpu":
+            return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
+        return []
+
+    def tiles(self, problem: Problem) -> str:
+        """The path taken, and the tiled path's tile."""
+        if self.fuse and not fused.why_not(problem):
+            return "PyTorch's fused CPU kernel"
+        heads, rows, columns = tiled.choose_tiles(problem)
+        return f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
+
+    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        if self.fuse and not fused.why_not(problem):
+            return fused.forward(problem, x)
+        return tiled.forward(problem, x, seed)
+
+    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        do = torch.zeros_like(saved.o) if do is None else do
+        if self.fuse and dlse is None and not fused.why_not(problem):
+            return fused.backward(problem, x, saved, do)
+        return tiled.backward(problem, x, saved, do, dlse)
+
+
+backend = Cpu()

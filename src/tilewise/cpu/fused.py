@@ -1,0 +1,44 @@
+"""PyTorch's fused CPU kernel, through its aten operator: it also gives lse and the gradients."""
+
+import torch
+
+from ..problem import Grads, Operands, Problem, Saved
+
+aten = torch.ops.aten
+
+
+def why_not(p: Problem) -> list[str]:
+    """What PyTorch's kernel does not cover; empty: it covers the call."""
+    r = p.recipe
+    causal_square = r.mask == (("Causal",),) and p.M == p.N
+    against = {
+        "packed sequences": r.varlen,
+        "this mask": bool(r.mask) and not causal_square,
+        "scores": bool(r.score),
+        "a sink": r.sink,
+        "dropout": r.dropout > 0.0,
+        "fewer key heads": p.H != p.H_k,
+        "another head size for v": p.D != p.D_v,
+        "no queries or keys": 0 in (p.B, p.M, p.N),
+        # its bf16 runs at the speed of fp32; tiles of exact bf16 products run at twice that
+        "bf16 at the speed of bf16": p.dtype == torch.bfloat16,
+    }
+    return [what for what, lacking in against.items() if lacking]
+
+
+def forward(p: Problem, x: Operands) -> Saved:
+    q, k, v = (t.transpose(1, 2) for t in x[:3])
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, bool(p.recipe.mask), scale=p.scale)
+    return Saved(o.transpose(1, 2).contiguous(), lse.to(_lse_type(p)).contiguous(), None)
+
+
+def backward(p: Problem, x: Operands, saved: Saved, do: torch.Tensor) -> Grads:
+    q, k, v, o, do = (t.transpose(1, 2) for t in (*x[:3], saved.o, do))
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, saved.lse, 0.0, bool(p.recipe.mask), scale=p.scale
+    )
+    return Grads(*(g.transpose(1, 2).contiguous() for g in grads), ())
+
+
+def _lse_type(p: Problem) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32

@@ -1,0 +1,325 @@
+"""The tiled algorithm in torch: FlashAttention-2's loops, one sequence and a few heads at a time.
+
+Query tiles outside and key tiles inside in the forward; key tiles outside in the backward. Each product covers several
+key heads at once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows, columns).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask
+from ..problem import Grads, Operands, Problem, Saved
+from ..reference import dropout_keep, sink_gradient
+from ..score import Bias, Score
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+COLUMNS = 256
+BUDGET = 1 << 19
+"""Entries of one S tile: 2 MB of fp32, about what the cores' second-level caches hold."""
+
+
+class Sequence(NamedTuple):
+    """One batch entry: its operands as (heads, length, size) in the type computed in, and its own mask and scores."""
+
+    b: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    masks: list[Mask]
+    scores: list[Score]
+    rows: slice
+    """Where its queries are: in the batch (index b) or in the packed rows."""
+    columns: slice
+
+
+class Tile(NamedTuple):
+    """Rows i0:i1 and columns j0:j1 of some heads' S; `keep` masks it, None if every entry is seen."""
+
+    h: slice
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+    keep: Tensor | None
+
+
+def choose_tiles(p: Problem) -> tuple[int, int, int]:
+    """Key heads, queries and keys of one tile."""
+    group = p.H // p.H_k
+    rows = max(16, min(256, BUDGET // (COLUMNS * group)))
+    return max(1, BUDGET // (group * rows * COLUMNS)), rows, COLUMNS
+
+
+def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+    kind = _compute_type(p)
+    o = torch.empty(*x.q.shape[:-1], p.D_v, dtype=x.q.dtype)
+    lse = torch.empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
+    heads, B_r, _ = choose_tiles(p)
+    sink = p.values(x)[2]
+    with _exact_products(p):
+        for s in _sequences(p, x):
+            for h in range(0, p.H_k, heads):
+                for i0 in range(0, s.q.shape[1], B_r):
+                    _forward_tile(p, s, slice(h, min(h + heads, p.H_k)), i0, (o, lse), sink, seed)
+    return Saved(o, lse, seed)
+
+
+def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
+    """One query tile against every key tile it sees; writes its rows of o and lse."""
+    i1 = min(i0 + choose_tiles(p)[1], s.q.shape[1])
+    h = _query_heads(p, h_k)
+    q = _stack(s.q[h, i0:i1], h_k)  # (heads, G * rows, D)
+    acc = q.new_zeros(*q.shape[:2], p.D_v)
+    m = q.new_full((*q.shape[:2], 1), -torch.inf)
+    l = q.new_zeros(*q.shape[:2], 1)
+    for tile in _visits(s, h, i0, i1, s.k.shape[1]):
+        j = slice(tile.j0, tile.j1)
+        S = _scores(p, s, tile, q, s.k[h_k, j])[0]
+        m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)  # a row without keys so far: exp2(-inf - 0) = 0
+        P = S.sub_(m_safe).exp2_()
+        alpha = torch.exp2(m - m_safe)
+        l = l * alpha + P.sum(-1, keepdim=True)
+        m = m_new
+        if seed is not None:
+            P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
+        acc = acc.mul_(alpha).baddbmm_(P, s.v[h_k, j])
+    if sink is not None:
+        s_sink = (sink[h].to(m.dtype) * LOG2E).view(acc.shape[0], -1, 1, 1)
+        s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)
+        m_new = torch.maximum(m, s_sink)
+        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        alpha = torch.exp2(m - m_safe)
+        l = l * alpha + torch.exp2(s_sink - m_safe)
+        acc, m = acc.mul_(alpha), m_new
+    acc.div_(l.masked_fill(l == 0.0, 1.0))
+    o, lse = outputs
+    _rows(p, o, s.b, s.rows)[i0:i1, h] = acc.view(-1, i1 - i0, p.D_v).transpose(0, 1).to(o.dtype)
+    L = (m + torch.log2(l)) * LN2
+    _lse_rows(p, lse, s.b, s.rows)[h, i0:i1] = L.view(-1, i1 - i0)
+
+
+def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None) -> Grads:
+    kind = _compute_type(p)
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in x[:3])
+    delta = (do.to(kind) * saved.o.to(kind)).sum(-1).transpose(-1, -2)  # (B, H, M) or (H, T)
+    if dlse is not None:
+        delta = delta - dlse
+    extra: list[Tensor | None] = [
+        torch.zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
+    ]
+    heads = choose_tiles(p)[0]
+    with _exact_products(p):
+        for s in _sequences(p, x):
+            do_s = _rows(p, do, s.b, s.rows).transpose(0, 1).to(kind).contiguous()
+            L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
+            delta_s = _lse_rows(p, delta, s.b, s.rows)
+            dq_s = torch.zeros(s.q.shape, dtype=kind)
+            dk_s, dv_s = torch.empty(s.k.shape, dtype=kind), torch.empty(s.v.shape, dtype=kind)
+            for h in range(0, p.H_k, heads):
+                h_k = slice(h, min(h + heads, p.H_k))
+                for j0 in range(0, s.k.shape[1], COLUMNS):
+                    _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
+            for whole, part, rows in ((dq, dq_s, s.rows), (dk, dk_s, s.columns), (dv, dv_s, s.columns)):
+                _rows(p, whole, s.b, rows).copy_(part.transpose(0, 1))
+    _zero_outside_sequences(p, x, dq, dk, dv)
+    if p.recipe.sink:
+        index = len(x.extra) - (3 if p.recipe.varlen else 1)
+        if p.wanted[index]:
+            extra[index] = sink_gradient(x.extra[index], saved.lse.to(kind), delta)
+    typed = [None if g is None else g.to(t.dtype) for g, t in zip(extra, x.extra, strict=True)]
+    return Grads(dq, dk, dv, tuple(typed))
+
+
+def _backward_tile(p, s, h_k, j0, given, outputs):
+    """One key tile against every query tile that sees it: its rows of dk and dv, and its share of dq and dbias."""
+    do, L, delta, seed = given
+    dq, dk, dv, extra = outputs
+    h = _query_heads(p, h_k)
+    B_r = choose_tiles(p)[1]
+    j1 = min(j0 + COLUMNS, s.k.shape[1])
+    k, v = s.k[h_k, j0:j1], s.v[h_k, j0:j1]
+    dk_tile, dv_tile = torch.zeros_like(k), torch.zeros_like(v)
+    for i0 in range(0, s.q.shape[1], B_r):
+        i1 = min(i0 + B_r, s.q.shape[1])
+        tile = _look(s, h, i0, i1, j0, j1)
+        if tile is None:
+            continue
+        q, do_i = _stack(s.q[h, i0:i1], h_k), _stack(do[h, i0:i1], h_k)
+        S, stages = _scores(p, s, tile, q, k)
+        P = S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)).exp2_()
+        dP = torch.bmm(do_i, v.mT)
+        P_kept = P
+        if seed is not None:
+            Z = _dropout_factor(p, s, tile, seed).view(P.shape)
+            P_kept, dP = P * Z, dP.mul_(Z)
+        dv_tile.baddbmm_(P_kept.mT, do_i)
+        dS = dP.sub_(delta[h, i0:i1].reshape(*q.shape[:2], 1)).mul_(P)
+        dS = _through_scores(p, s, tile, dS, stages, extra)
+        dq_view = dq[h, i0:i1]
+        dq_view += torch.bmm(dS, k).view(dq_view.shape).mul_(p.scale)
+        dk_tile.baddbmm_(dS.mT, q, alpha=p.scale)
+    dk[h_k, j0:j1], dv[h_k, j0:j1] = dk_tile, dv_tile
+
+
+def _scores(p, s, tile, q, k):
+    """S of a tile in base-2 units, masked, and the logits that entered each score (natural units)."""
+    c = p.scale if s.scores else p.scale * LOG2E
+    S = torch.baddbmm(q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1]), q, k.mT, beta=0, alpha=c)
+    stages = []
+    if s.scores:
+        i, j, shift = _indices(s, tile)
+        by_head = S.view(1, -1, tile.i1 - tile.i0, tile.j1 - tile.j0)  # (1, H, rows, columns)
+        for score in s.scores:
+            stages.append(by_head)
+            by_head = _of_heads(score, tile.h).apply(by_head, i, j, shift)
+        S = (by_head * LOG2E).view(S.shape)
+    if tile.keep is not None:
+        S.view(-1, tile.i1 - tile.i0, tile.j1 - tile.j0).masked_fill_(~tile.keep, -torch.inf)
+    return S, stages
+
+
+def _through_scores(p, s, tile, dS, stages, extra):
+    """The gradient of the scaled logits from that of S; every wanted bias gets its share on the way."""
+    if not s.scores:
+        return dS
+    i, j, shift = _indices(s, tile)
+    by_head = dS.view(1, -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
+    index = sum(len(mask.captures) for mask in s.masks) + sum(len(score.captures) for score in s.scores)
+    for score, S_in in zip(reversed(s.scores), reversed(stages), strict=True):
+        index -= len(score.captures)
+        if isinstance(score, Bias) and extra[index] is not None:
+            target = _bias_tile(extra[index], s.b, tile)
+            target += by_head.sum_to_size(target.shape)
+        by_head = _of_heads(score, tile.h).pull(by_head, S_in, i, j, shift)
+    return by_head.view(dS.shape)
+
+
+def _bias_tile(bias, b, tile):
+    """The part of a tensor that broadcasts to (B, H, M, N) which a tile touches, as a 4-D view."""
+    bias = bias[(None,) * (4 - bias.ndim)]
+    wanted = (slice(b, b + 1), tile.h, slice(tile.i0, tile.i1), slice(tile.j0, tile.j1))
+    return bias[tuple(part if size > 1 else slice(0, 1) for part, size in zip(wanted, bias.shape, strict=True))]
+
+
+def _of_heads(score, h):
+    """A score for some heads only: its captured tensors cut along the head dimension."""
+    if not score.captures:
+        return score
+    (tensor,) = score.tensors
+    if isinstance(score, Bias):
+        cut = tensor[..., h, :, :] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else tensor
+    else:
+        cut = tensor[..., h]
+    return score.rebuild(score.plain[1:], (cut,))
+
+
+def _sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
+    """Every batch entry or packed sequence that has a query or a key."""
+    kind = _compute_type(p)
+    masks, scores, _ = p.values(x)
+    ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:]) if p.recipe.varlen else ((), ())
+    for b in range(p.B):
+        rows = slice(ends_q[b], ends_q[b + 1]) if p.recipe.varlen else slice(0, p.M)
+        columns = slice(ends_k[b], ends_k[b + 1]) if p.recipe.varlen else slice(0, p.N)
+        of_b = [
+            _rows(p, t, b, part).transpose(0, 1).to(kind).contiguous()
+            for t, part in zip(x[:3], (rows, columns, columns), strict=True)
+        ]
+        yield Sequence(b, *of_b, [m.at(b) for m in masks], [c.at(b) for c in scores], rows, columns)
+
+
+def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
+    """The key tiles that rows i0:i1 see."""
+    for j0 in range(0, N, COLUMNS):
+        tile = _look(s, h, i0, i1, j0, min(j0 + COLUMNS, N))
+        if tile is not None:
+            yield tile
+
+
+def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | None:
+    """One tile with what its mask keeps, or None if that is nothing."""
+    shift = s.k.shape[1] - s.q.shape[1]
+    first, last = i0 + shift, i1 - 1 + shift
+    full = True
+    for mask in s.masks:
+        if mask.interval:
+            (lo, hi), (lo_last, hi_last) = mask.keys(first), mask.keys(last)
+            if j1 <= lo or hi_last <= j0:
+                return None
+            full = full and bool(lo_last <= j0) and bool(j1 <= hi)
+        else:
+            full = False
+    if full:
+        return Tile(h, i0, i1, j0, j1, None)
+    i, j = torch.arange(first, last + 1)[:, None], torch.arange(j0, j1)[None, :]
+    keep = torch.ones((), dtype=torch.bool)
+    for mask in s.masks:
+        keep = keep & mask.keep(i, j, shift)
+    if keep.ndim == 4:  # (1, 1 or H, rows, columns)
+        keep = keep[0] if keep.shape[1] == 1 else keep[0, h]
+    if not bool(keep.any()):
+        return None
+    return Tile(h, i0, i1, j0, j1, None if bool(keep.all()) else keep)
+
+
+def _indices(s, tile):
+    shift = s.k.shape[1] - s.q.shape[1]
+    i = torch.arange(tile.i0, tile.i1)[:, None] + shift
+    return i, torch.arange(tile.j0, tile.j1)[None, :], shift
+
+
+def _dropout_factor(p, s, tile, seed):
+    """Z: 0 where dropped, 1 / (1 - p) where kept; (H, rows, columns)."""
+    row = s.b * p.H + torch.arange(p.H)[tile.h, None, None]
+    i, j = torch.arange(tile.i0, tile.i1)[:, None], torch.arange(tile.j0, tile.j1)[None, :]
+    keep = dropout_keep(int(seed), row, i, j, p.recipe.dropout)
+    return keep.to(_compute_type(p)).div_(1.0 - p.recipe.dropout)
+
+
+def _stack(rows: Tensor, h_k: slice) -> Tensor:
+    """(H, rows, D) to (key heads, G * rows, D)."""
+    return rows.reshape(h_k.stop - h_k.start, -1, rows.shape[-1])
+
+
+def _query_heads(p: Problem, h_k: slice) -> slice:
+    group = p.H // p.H_k
+    return slice(h_k.start * group, h_k.stop * group)
+
+
+def _rows(p: Problem, t: Tensor, b: int, rows: slice) -> Tensor:
+    """The (length, heads, size) view of one batch entry."""
+    return t[rows] if p.recipe.varlen else t[b]
+
+
+def _lse_rows(p: Problem, t: Tensor, b: int, rows: slice) -> Tensor:
+    """The (heads, length) view of one batch entry."""
+    return t[:, rows] if p.recipe.varlen else t[b]
+
+
+def _zero_outside_sequences(p: Problem, x: Operands, *grads: Tensor) -> None:
+    if p.recipe.varlen and p.B == 0:
+        for grad in grads:
+            grad.zero_()
+
+
+def _compute_type(p: Problem) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def _exact_products(p: Problem) -> Iterator[None]:
+    """fp32 products as they are. bf16 inputs, widened to fp32, lose nothing in oneDNN's bf16 products with fp32 sums,
+    which are twice as fast; P and dS are rounded to bf16 on the way in, as on every matrix unit."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if p.dtype == torch.bfloat16 else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

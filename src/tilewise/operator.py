@@ -1,0 +1,213 @@
+"""The one file that knows torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
+
+Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
+see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and go
+through one autograd.Function, which costs a third of the time on the host. `attend` decides.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from .backend import select
+from .problem import Grads, Operands, Recipe, Saved, check_contents, describe, describe_fake
+
+CHECK = os.environ.get("TILEWISE_CHECK") == "1"
+Longest = tuple[int, int]
+
+
+def attend(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
+    """o and lse, differentiable, by whichever road suits the caller."""
+    _refuse_forward_mode(x)
+    if torch.compiler.is_compiling() or _intercepted(x.q):
+        return torch.ops.tilewise.attention(*x[:3], list(x.extra), seed, recipe.encode(), *longest)
+    return _Eager.apply(recipe, longest, seed, *x[:3], *x.extra)
+
+
+def _intercepted(q: Tensor) -> bool:
+    """Whether a mode, a transform or a tensor subclass wants to see operators."""
+    return (
+        type(q) not in (Tensor, torch.nn.Parameter)
+        or q.is_meta
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _refuse_forward_mode(x: Operands) -> None:
+    # register_autograd answers forward-mode AD with zeros; silence would be worse than an error
+    if forward_ad._current_level >= 0:
+        for tensor in (*x[:3], *x.extra):
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError(
+                    "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+                )
+
+
+def _forward(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
+    problem = describe(x, recipe, longest)
+    if CHECK or not x.q.is_cuda:
+        check_contents(problem, x)
+    return select(problem).forward(problem, x, seed)
+
+
+def _backward(
+    x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None, call: tuple[Recipe, Longest, tuple[bool, ...]]
+) -> Grads:
+    problem = describe(x, *call)
+    return select(problem).backward(problem, x, saved, do, dlse)
+
+
+class _Eager(torch.autograd.Function):
+    """The light road: no dispatcher between autograd and the back end."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
+        x = Operands(*tensors[:3], tensors[3:])
+        saved = _forward(x, seed, recipe, longest)
+        ctx.call = recipe, longest
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        return saved.o, saved.lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
+        *tensors, o, lse, seed = ctx.saved_tensors
+        recipe, longest = ctx.call
+        wanted = ctx.needs_input_grad[6:]
+        if do is None and dlse is None:
+            return (None,) * (3 + len(tensors))
+        if torch.is_grad_enabled():  # create_graph=True: the operator's own derivative is the error that says so
+            grads = torch.ops.tilewise.attention_backward(
+                do, dlse, *tensors[:3], tensors[3:], seed, o, lse, recipe.encode(), *longest, list(wanted)
+            )
+            return None, None, None, *_spread(grads, wanted)
+        x = Operands(*tensors[:3], tuple(tensors[3:]))
+        grads = _backward(x, Saved(o, lse, seed), do, dlse, (recipe, longest, wanted))
+        return None, None, None, *grads[:3], *grads.extra
+
+
+@torch.library.custom_op("tilewise::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: Sequence[Tensor],
+    seed: Tensor | None,
+    recipe: str,
+    max_q: int,
+    max_k: int,
+) -> tuple[Tensor, Tensor]:
+    """o and lse of a recipe, as one operator."""
+    return _forward(Operands(q, k, v, tuple(extra)), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
+
+
+@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
+def attention_backward_op(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: Sequence[Tensor],
+    seed: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    recipe: str,
+    max_q: int,
+    max_k: int,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """dq, dk, dv, then the gradients of the wanted extras."""
+    x = Operands(q, k, v, tuple(extra))
+    call = Recipe.decode(recipe), (max_q, max_k), tuple(wanted)
+    grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
+    return [*grads[:3], *(g for g in grads.extra if g is not None)]
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int) -> Any:
+    p = describe_fake(Operands(q, k, v, tuple(extra)), Recipe.decode(recipe), (max_q, max_k))
+    rows = (p.H, q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
+    o = q.new_empty((*q.shape[:-1], p.D_v))
+    return o, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@attention_backward_op.register_fake
+def _(
+    do: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, o: Any, lse: Any, recipe: str,
+    max_q: int, max_k: int, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    learned = [t for t, want in zip(extra, wanted, strict=True) if want]
+    return [t.new_empty(t.shape) for t in (q, k, v, *learned)]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, extra, seed, recipe, max_q, max_k = inputs
+    ctx.call = recipe, max_q, max_k
+    ctx.save_for_backward(q, k, v, *extra, seed, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    q, k, v, *extra, seed, o, lse = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[3] or [False] * len(extra)
+    if do is None and dlse is None:
+        return None, None, None, [None] * len(extra), None, None, None, None
+    grads = torch.ops.tilewise.attention_backward(do, dlse, q, k, v, extra, seed, o, lse, *ctx.call, list(wanted))
+    dq, dk, dv, *learned = _spread(grads, wanted)
+    return dq, dk, dv, learned, None, None, None, None
+
+
+def _spread(grads: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The operator's list with None put back where an extra wants no gradient."""
+    learned = iter(grads[3:])
+    return [*grads[:3], *(next(learned) if want else None for want in wanted)]
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "tilewise has no double backward: the gradients of attention cannot be differentiated again; "
+        "use torch's math attention (SDPBackend.MATH) where second derivatives are needed"
+    )
+
+
+attention_op.register_autograd(_differentiate, setup_context=_setup)
+attention_backward_op.register_autograd(_refuse_double_backward)
+
+
+@attention_op.register_vmap
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Folds the mapped dimension into the batch where every tensor can follow, else maps one call at a time."""
+    calls = [_pick(args, in_dims, index) for index in range(info.batch_size)]
+    outputs = [torch.ops.tilewise.attention(*call) for call in calls]
+    return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
+
+
+def _pick(args: Any, dims: Any, index: int) -> Any:
+    if isinstance(args, (list, tuple)) and isinstance(dims, (list, tuple)):
+        return [_pick(a, d, index) for a, d in zip(args, dims, strict=True)]
+    return args if dims is None else args.select(dims, index)
+
+
+@register_flop_formula(torch.ops.tilewise.attention, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _pairs(q, k) * 2 * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)
+def _backward_flops(
+    do: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    return _pairs(q, k) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _pairs(q: Tensor, k: Tensor) -> int:
+    """Entries of all score matrices, as if nothing were masked; a packed batch counts as one sequence."""
+    batch = q.shape[0] if q.ndim == 4 else 1
+    return batch * q.shape[-2] * q.shape[-3] * k.shape[-3]

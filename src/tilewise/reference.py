@@ -1,0 +1,183 @@
+"""Exact attention and its hand-derived gradients in plain torch: the specification.
+
+Everything else in this package is tested against these few lines, and these lines against
+`torch.autograd.gradcheck`. Nothing here is tiled, fused or fast. Call it with fp64 tensors to get the truth.
+
+Shapes: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v), H a multiple of H_k; S, P (B, H, M, N).
+A mask is any object with `dense(M, N)`, a score any object with `apply`, `pull` and `reduce` (see mask.py and score.py).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PHILOX_ROUNDS = 10
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+
+
+class Gradients(NamedTuple):
+    """Gradients in the order of the inputs; `scores` has one entry (or None) per score, `sink` is None without one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: tuple[Tensor | None, ...]
+    sink: Tensor | None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    score: tuple[Any, ...] = (),
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """O = dropout(P) V and L = log(sum(exp S)), with P = exp(S - L); a row that sees nothing gives O = 0, L = -inf.
+
+    Returns o (B, M, H, D_v) and lse (B, H, M), natural log, sink included, before dropout.
+    """
+    S, P, L = _probabilities(q, k, mask, score, scale, sink)[-3:]
+    Z = _dropout_factor(S.shape, dropout, seed, S)
+    return torch.einsum("bhmn,bnhd->bmhd", P * Z, _repeat(v, q)), L
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    mask: Any = None,
+    score: tuple[Any, ...] = (),
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Gradients:
+    """The gradients of sum(o * do) + sum(lse * dlse) with respect to q, k, v, every learnable score, and the sink.
+
+    dS = P * (dP - delta), delta = rowsum(dO * O) - dL (Dao et al. 2022, appendix B.4; dL adds the gradient of lse).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    *stages, S, P, L = _probabilities(q, k, mask, score, scale, sink)
+    Z = _dropout_factor(S.shape, dropout, seed, S)
+    o = torch.einsum("bhmn,bnhd->bmhd", P * Z, _repeat(v, q))
+    delta = (do * o).sum(-1).transpose(1, 2)  # (B, H, M)
+    if dlse is not None:
+        delta = delta - dlse
+    dv = torch.einsum("bhmn,bmhd->bnhd", P * Z, do)
+    dP = torch.einsum("bmhd,bnhd->bhmn", do, _repeat(v, q)) * Z
+    dS = P * (dP - delta[..., None])
+    i, j, shift = _indices(q, k)
+    d_scores: list[Tensor | None] = []
+    for change, S_in in zip(reversed(score), reversed(stages), strict=True):
+        d_scores.insert(0, change.reduce(dS))
+        dS = change.pull(dS, S_in, i, j, shift)
+    dq = torch.einsum("bhmn,bnhd->bmhd", dS, _repeat(k, q)) * scale
+    dk = torch.einsum("bhmn,bmhd->bnhd", dS, q) * scale
+    d_sink = None if sink is None else sink_gradient(sink, L, delta)
+    return Gradients(dq, _sum_groups(dk, k), _sum_groups(dv, v), tuple(d_scores), d_sink)
+
+
+def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
+    """The sink is a key with value 0: dS = P_sink * (0 - delta), summed over rows. L, delta (..., H, M), sink (H,)."""
+    P_sink = torch.exp(sink.to(L.dtype)[:, None] - L).nan_to_num(nan=0.0)  # nan: a sink of -inf in a row without keys
+    return -(P_sink * delta).sum(-1).reshape(-1, sink.shape[0]).sum(0)
+
+
+def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -> Tensor:
+    """Whether entry (i, j) of score matrix `row` = b * H + h survives; int64 tensors that broadcast together.
+
+    The decision depends on (seed, row, i, j) alone. Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and
+    high 32 bits, with counter (j', i', row, 0), where i' and j' are i and j with bit 3 taken out; word 2 * bit3(i) + bit3(j)
+    decides, and the entry is dropped if it is under floor(dropout * 2^32). So one counter's four words serve (i, j),
+    (i, j + 8), (i + 8, j) and (i + 8, j + 8): a thread of a tensor-core accumulator holds all four, also transposed.
+    """
+    words = philox((_without_bit_3(j), _without_bit_3(i), row, torch.zeros_like(row)), seed)
+    i_high, j_high = (i >> 3) & 1 == 1, (j >> 3) & 1 == 1
+    word = torch.where(i_high, torch.where(j_high, words[3], words[2]), torch.where(j_high, words[1], words[0]))
+    return word >= dropout_threshold(dropout)
+
+
+def dropout_threshold(dropout: float) -> int:
+    """The 32-bit words under this number drop their entry."""
+    return min(math.floor(dropout * 2.0**32), WORD)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10: four 32-bit words, held in int64 tensors, from a 4-word counter and a 64-bit key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(PHILOX_ROUNDS):
+        high_0, low_0 = _multiply(c0, PHILOX_MULTIPLIERS[0])
+        high_1, low_1 = _multiply(c2, PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + PHILOX_WEYL[0]) & WORD, (k1 + PHILOX_WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _probabilities(q, k, mask, score, scale, sink):
+    """The logits that entered each score, then S after all of them and the mask, P and L."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    S = torch.einsum("bmhd,bnhd->bhmn", q, _repeat(k, q)) * scale
+    i, j, shift = _indices(q, k)
+    stages = []
+    for change in score:
+        stages.append(S)
+        S = change.apply(S, i, j, shift)
+    if mask is not None:
+        S = S.masked_fill(~mask.dense(q.shape[1], k.shape[1]), -torch.inf)
+    joined = S if sink is None else torch.cat([S, sink[:, None, None].to(S).expand(*S.shape[:3], 1)], -1)
+    m = joined.amax(-1, keepdim=True) if joined.shape[-1] else joined.new_full((*joined.shape[:3], 1), -torch.inf)
+    m = m.masked_fill(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0
+    l = torch.exp(joined - m).sum(-1, keepdim=True)
+    L = m + torch.log(l)
+    P = torch.exp(S - m) / l.masked_fill(l == 0.0, 1.0)
+    return *stages, S, P, L.squeeze(-1)
+
+
+def _indices(q, k):
+    """Row index shifted by N - M (bottom-right aligned), column index, and that shift."""
+    M, N = q.shape[1], k.shape[1]
+    i = torch.arange(M, device=q.device)[:, None] + (N - M)
+    return i, torch.arange(N, device=q.device)[None, :], N - M
+
+
+def _dropout_factor(shape, dropout, seed, like):
+    """Z of the paper: 0 where dropped, 1 / (1 - p) where kept; (B, H, M, N), or 1 without dropout."""
+    if dropout == 0.0:
+        return 1.0
+    B, H, M, N = shape
+    row = torch.arange(B * H, device=like.device).view(B, H, 1, 1)
+    i, j = torch.arange(M, device=like.device)[:, None], torch.arange(N, device=like.device)[None, :]
+    return dropout_keep(seed, row, i, j, dropout).to(like.dtype) / (1.0 - dropout)
+
+
+def _repeat(x, q):
+    """Each key head serves H / H_k query heads in a row."""
+    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+def _sum_groups(dx, x):
+    return dx.unflatten(2, (x.shape[2], -1)).sum(3)
+
+
+def _without_bit_3(x):
+    return (x >> 4) << 3 | (x & 7)
+
+
+def _multiply(x, multiplier):
+    """High and low 32 bits of a 32-bit by 32-bit product: 64-bit signed arithmetic would overflow, so x goes by halves."""
+    low = (x & 0xFFFF) * multiplier
+    high = (x >> 16) * multiplier + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

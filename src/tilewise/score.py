@@ -1,0 +1,107 @@
+"""Score values: changes of the scaled logits, applied left to right, before the mask.
+
+A score is a pair, so that nobody can forget the gradient: `apply` maps the logits S that enter to those that leave, and
+`pull` maps the gradient of what leaves back to what entered. The kernels' pair is named by `device` in tile/scores.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .mask import Value, constant, slice_batch, tile_of
+
+
+class Score(Value):
+    """Base of all scores."""
+
+    learns: ClassVar[bool] = False
+    """Whether the captured tensor has a gradient."""
+
+    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        """The logits that leave, for S (B, H, rows, columns), row indices i shifted by `shift` = N - M, columns j."""
+        raise NotImplementedError
+
+    def pull(self, dS: Tensor, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        """The gradient with respect to S, the logits that entered, from that of the logits that left."""
+        return dS
+
+    def reduce(self, dS: Tensor) -> Tensor | None:
+        """The gradient of the captured tensor from that of the logits that left, (B, H, M, N); None if it has none."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class SoftCap(Score):
+    """cap * tanh(S / cap): logits stay within +-cap (Gemma 2)."""
+
+    cap: float
+    device = "softcap"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
+            raise TypeError(f"SoftCap: cap is {self.cap!r}; it must be a number > 0")
+        if not (self.cap > 0 and math.isfinite(self.cap)):
+            raise ValueError(f"SoftCap: cap is {self.cap}; it must be finite and > 0; leave the score out for no cap")
+        object.__setattr__(self, "cap", constant(float(self.cap)))
+
+    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return self.cap * torch.tanh(S / self.cap)
+
+    def pull(self, dS: Tensor, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return dS * (1.0 - torch.tanh(S / self.cap) ** 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(Score):
+    """S - slope * abs(i + N - M - j) (Press et al. 2021); slopes (H,) or (B, H), without gradient."""
+
+    slopes: Tensor
+    device = "alibi"
+    captures = ("slopes",)
+
+    def __post_init__(self) -> None:
+        _check_floating("Alibi: slopes", self.slopes)
+        if self.slopes.ndim not in (1, 2):
+            raise ValueError(f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}")
+
+    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
+        return S - slopes * (i - j).abs()
+
+    def _slice(self, tensor: Tensor, b: int) -> Tensor:
+        return tensor[b : b + 1] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Score):
+    """S + bias, broadcast to (B, H, M, N), any floating type, with its gradient."""
+
+    bias: Tensor
+    device = "bias"
+    captures = ("bias",)
+    varlen = False
+    learns = True
+
+    def __post_init__(self) -> None:
+        _check_floating("Bias: bias", self.bias)
+        if self.bias.ndim > 4:
+            raise ValueError(f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions")
+
+    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return S + tile_of(self.bias, i[:, 0] - shift, j[0]).to(S.dtype)
+
+    def reduce(self, dS: Tensor) -> Tensor:
+        return dS.sum_to_size(self.bias.shape)
+
+    def _slice(self, tensor: Tensor, b: int) -> Tensor:
+        return slice_batch(tensor, b)
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a floating tensor, got {type(tensor).__name__}")
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}; convert it with .to(...)")
