@@ -1,3 +1,72 @@
-"""The portable back end: Triton kernels for every GPU that Triton reaches."""
+"""The portable back end: Triton kernels for every GPU that Triton reaches, and its interpreter on the CPU."""
 
-raise ImportError("being written")
+import torch
+import triton
+from torch import Tensor
+
+from ..problem import Grads, Operands, Problem, Saved, Spec
+from . import launch
+from .tiles import AMPERE, HOPPER, OTHERS
+
+TARGETS = (*HOPPER, *AMPERE, *OTHERS)
+
+
+class Portable:
+    """Forward and backward for every variant, on every chip in tiles.py."""
+
+    name = "triton"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Device, type and precision."""
+        against = _against_target(problem)
+        if problem.dtype == torch.float64:
+            against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
+        if problem.dtype == torch.bfloat16 and problem.target in ("sm_70", "sm_72", "sm_75"):
+            against.append(f"{problem.target} has no bf16; use fp16 or fp32")
+        if not against and problem.dtype == torch.float32 and launch.precision(problem) is None:
+            against.append(
+                f"precision {problem.recipe.precision!r} is not available on {problem.target}; "
+                "take 'bf16x6' or 'ieee', which are at least as accurate"
+            )
+        return against
+
+    def tiles(self, problem: Problem) -> str:
+        """The three kernels' tiles."""
+        plan = launch.plan(problem)
+        rows = (("forward", plan.forward), ("dkdv", plan.dkdv), ("dq", plan.dq))
+        text = "; ".join(f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages" for name, t in rows)
+        return text if problem.dtype != torch.float32 else f"{text}; products in {plan.constants['PRECISION']}"
+
+    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        if problem.target == "cpu":
+            saved = launch.forward(*_widened(problem, x), seed)
+            return saved._replace(o=saved.o.to(problem.dtype))
+        return launch.forward(problem, x, seed)
+
+    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        if problem.target == "cpu":
+            wide = saved._replace(o=saved.o.float()), None if do is None else do.float()
+            grads = launch.backward(*_widened(problem, x), *wide, dlse)
+            return Grads(*(g.to(problem.dtype) for g in grads[:3]), grads.extra)
+        return launch.backward(problem, x, saved, do, dlse)
+
+
+def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
+    """The call in fp32: the interpreter does not multiply bf16."""
+    q, k, v = (t.float() for t in x[:3])
+    return p._replace(q=Spec.of(q), k=Spec.of(k), v=Spec.of(v)), Operands(q, k, v, x.extra)
+
+
+def _against_target(problem: Problem) -> list[str]:
+    if problem.target == "cpu":
+        if not triton.knobs.runtime.interpret:
+            return ["CPU tensors run here only in Triton's interpreter; set TRITON_INTERPRET=1, or move them with .cuda()"]
+        if problem.recipe.backend != "triton":
+            return ["the interpreter is slow, so it runs only when asked for with backend='triton'"]
+        return []
+    if problem.target not in TARGETS:
+        return [f"{problem.target} is not a chip that Triton reaches; it takes {', '.join(TARGETS)}"]
+    return []
+
+
+backend = Portable()

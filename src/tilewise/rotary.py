@@ -1,0 +1,321 @@
+"""Rotary embedding (RoFormer, Su et al. 2021): positions enter attention as rotations of pairs of dimensions.
+
+A rotation's gradient is the rotation back, so one operator, `tilewise::rotary`, is its own derivative, of any order.
+It takes a list of tensors: q and k turn in one launch. On a GPU it is the kernel in tile/rotary.py; elsewhere, and
+where Triton is missing, the same in a few lines of torch.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .operator import CHECK, _intercepted
+from .problem import FLOATING_TYPES
+
+
+class Turn(NamedTuple):
+    """How far each row turns: by the tables' row for its position, which is its index plus an offset."""
+
+    cos: Tensor
+    sin: Tensor
+    offsets: Tensor | None
+    cu_seqlens: Tensor | None
+    offset: int
+    interleaved: bool
+    inverse: bool = False
+
+
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Turns the pair (x_0, x_1) to (x_0 cos - x_1 sin, x_1 cos + x_0 sin) (RoFormer, Su et al. 2021).
+
+    Args:
+        x: (B, S, H, D), any strides; fp16, bf16, fp32 or fp64. With `cu_seqlens`, (T, H, D). Differentiable.
+        cos: (positions, R / 2), R at most D; any floating type. Dimensions past R are copied. No gradient.
+        sin: as cos.
+        interleaved: pairs are neighbours (0, 1), (2, 3), … (GPT-J); else (0, R / 2), (1, R / 2 + 1), … (GPT-NeoX).
+        offsets: added to each row's index within its sequence: an int, or an int32 or int64 tensor (B,).
+        cu_seqlens: int32 (B + 1,), from 0 to T, never decreasing: sequence b owns rows cu[b] to cu[b + 1].
+
+    Returns:
+        A new contiguous tensor of x's shape and type. It is computed in fp32, in fp64 if x is fp64.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it. Positions outside the tables and bad
+            cu_seqlens are found where no synchronisation is needed, and with TILEWISE_CHECK=1; else they are clamped.
+        RuntimeError: forward-mode differentiation.
+    """
+    return _rotate({"x": x}, cos, sin, interleaved, offsets, cu_seqlens)[0]
+
+
+def rotary_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rotary` of q and of k in one launch, forward and backward.
+
+    Args:
+        q: (B, S, H, D), any strides; fp16, bf16, fp32 or fp64. With `cu_seqlens`, (T, H, D). Differentiable.
+        k: (B, S, H_k, D), with `cu_seqlens` (T, H_k, D): q's type, device, length and head size; its own heads.
+        cos, sin, interleaved, offsets, cu_seqlens: as for `rotary`.
+
+    Returns:
+        New contiguous tensors, q's and k's rotations.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `rotary`.
+    """
+    q, k = _rotate({"q": q, "k": k}, cos, sin, interleaved, offsets, cu_seqlens)
+    return q, k
+
+
+def _rotate(
+    xs: dict[str, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+) -> list[Tensor]:
+    """Checks the arguments, then turns all xs."""
+    x = _check_operands(xs, packed=cu_seqlens is not None)
+    _check_tables(x, cos, sin)
+    _check_places(x, offsets, cu_seqlens)
+    per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
+    turn = Turn(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
+    _check_shapes(x, turn)
+    _refuse_forward_mode(xs)
+    return _apply(list(xs.values()), turn)
+
+
+def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
+    """All xs turned, differentiable: by the operator for whoever watches operators, else by the lighter road."""
+    if torch.compiler.is_compiling() or _intercepted(xs[0]):
+        return torch.ops.tilewise.rotary(xs, *turn)
+    return list(_Eager.apply(turn, *xs))
+
+
+def _run(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
+    if CHECK or not xs[0].is_cuda:
+        _check_contents(xs[0], turn)
+    return _by_kernel(xs, turn) if xs[0].is_cuda and _launcher() else [_in_torch(x, turn) for x in xs]
+
+
+def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn) -> list[Tensor | None]:
+    """The gradients of those xs that want one, in one call."""
+    present = [want and dy is not None for want, dy in zip(wanted, dys, strict=True)]
+    given = [dy for dy, here in zip(dys, present, strict=True) if dy is not None and here]
+    dxs = iter(_apply(given, turn._replace(inverse=not turn.inverse)) if given else ())
+    return [next(dxs) if here else None for here in present]
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, turn: Turn, *xs: Tensor) -> Any:
+        ctx.save_for_backward(*turn[:4])
+        ctx.plain = turn[4:]
+        ctx.set_materialize_grads(False)
+        return tuple(_run(xs, turn))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:  # type: ignore[override]
+        return None, *_turn_back(dys, ctx.needs_input_grad[1:], Turn(*ctx.saved_tensors, *ctx.plain))
+
+
+@torch.library.custom_op("tilewise::rotary", mutates_args=())
+def rotary_op(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    inverse: bool,
+) -> list[Tensor]:
+    """Every x turned, or turned back, as one operator."""
+    return _run(xs, Turn(cos, sin, offsets, cu_seqlens, offset, interleaved, inverse))
+
+
+@rotary_op.register_fake
+def _(xs: Sequence[Tensor], *turn: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in xs]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, *turn = inputs
+    ctx.save_for_backward(*turn[:4])
+    ctx.plain = turn[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dys: Sequence[Tensor | None]) -> Any:
+    return _turn_back(dys, ctx.needs_input_grad[0], Turn(*ctx.saved_tensors, *ctx.plain)), *(None,) * 7
+
+
+rotary_op.register_autograd(_differentiate, setup_context=_setup)
+
+
+def _in_torch(x: Tensor, turn: Turn) -> Tensor:
+    """The plain form, and the kernel's specification."""
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = positions(x, turn).clamp(0, turn.cos.shape[0] - 1)
+    c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (turn.cos, turn.sin))  # (…, 1, R / 2)
+    s = -s if turn.inverse else s
+    y = x.clone(memory_format=torch.contiguous_format)
+    y_0, y_1 = pairs(y, 2 * turn.cos.shape[1], turn.interleaved)
+    x_0, x_1 = y_0.to(accumulator, copy=True), y_1.to(accumulator, copy=True)
+    y_0.copy_(x_0 * c - x_1 * s)
+    y_1.copy_(x_1 * c + x_0 * s)
+    return y
+
+
+def positions(x: Tensor, turn: Turn) -> Tensor:
+    """Each row's position, int64: (S,) or (B, S); of packed sequences (T,)."""
+    if turn.cu_seqlens is None:
+        i = torch.arange(x.shape[1], device=x.device) + turn.offset
+        return i if turn.offsets is None else i + turn.offsets[:, None]
+    t = torch.arange(x.shape[0], device=x.device)
+    cu = turn.cu_seqlens.long()
+    b = torch.searchsorted(cu[1:], t, right=True).clamp(max=cu.shape[0] - 2)
+    i = t - cu[b] + turn.offset
+    return i if turn.offsets is None else i + turn.offsets[b]
+
+
+def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second of each pair, (…, R / 2)."""
+    return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
+
+
+@cache
+def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | None:
+    """The kernel's launcher, imported on first use; None without Triton."""
+    try:
+        from .tile.rotary import launch  # noqa: PLC0415
+    except ImportError:
+        return None
+    return launch
+
+
+def _by_kernel(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
+    """One launch for all xs. Also runs on CPU tensors in Triton's interpreter, for tests."""
+    launch = _launcher()
+    assert launch is not None
+    ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    if max(y.numel() for y in ys) > 0:
+        launch(xs, ys, turn)
+    return ys
+
+
+def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
+    rank, shape = (3, "(T, heads, head size)") if packed else (4, "(batch, length, heads, head size)")
+    first = next(iter(xs.values()))
+    for name, x in xs.items():
+        _check_tensor(name, x, FLOATING_TYPES, first)
+        if x.ndim != rank:
+            hint = "; packed sequences need cu_seqlens" if x.ndim == 3 else ""
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}{hint}")
+        if x.dtype != first.dtype:
+            raise TypeError(f"q and k must have one type, got {first.dtype} and {x.dtype}; convert one of them")
+        if (*x.shape[:-2], x.shape[-1]) != (*first.shape[:-2], first.shape[-1]):
+            raise ValueError(
+                f"q and k must agree in all but the heads, got {tuple(first.shape)} and {tuple(x.shape)}; "
+                "turn them by two calls of rotary"
+            )
+    return first
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        _check_tensor(name, table, FLOATING_TYPES, x)
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which rotary does not have; pass {name}.detach()")
+        if table.ndim != 2 or table.shape != cos.shape:
+            raise ValueError(f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}")
+    if not 1 <= cos.shape[1] <= x.shape[-1] // 2:
+        raise ValueError(
+            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, one per pair, got {cos.shape[1]}"
+        )
+
+
+def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> None:
+    B = x.shape[0]
+    if cu_seqlens is not None:
+        _check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), x)
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
+            raise ValueError(f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
+        B = cu_seqlens.shape[0] - 1
+    if isinstance(offsets, Tensor):
+        _check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
+        if offsets.ndim != 1 or offsets.shape[0] != B:
+            raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; or pass one int")
+    elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
+        raise TypeError(f"offsets must be an int or an integer tensor of shape (B,), got {offsets!r}")
+    elif offsets < 0:
+        raise ValueError(f"offsets must be >= 0, got {offsets}; positions count from 0")
+
+
+def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be of type {allowed}, got {tensor.dtype}; convert it with .to(...)")
+    if tensor.device != like.device:
+        raise ValueError(f"all tensors must be on {like.device}, got {name} on {tensor.device}; move it with .to(...)")
+
+
+def _check_shapes(x: Tensor, turn: Turn) -> None:
+    """What shapes alone say about positions."""
+    rows = turn.cos.shape[0]
+    if turn.cu_seqlens is not None and turn.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
+        raise ValueError(
+            f"cu_seqlens describes no sequence, but there are {x.shape[0]} rows; pass (0, …, {x.shape[0]})"
+        )
+    longest = x.shape[1] if turn.cu_seqlens is None else 1  # a sequence that has rows has at least one
+    if x.shape[0] > 0 and 0 < longest > rows - turn.offset:
+        last = turn.offset + longest - 1
+        raise ValueError(f"cos and sin have {rows} rows, but positions reach {last}; make the tables longer")
+
+
+def _check_contents(x: Tensor, turn: Turn) -> None:
+    """Checks of what tensors hold; they synchronise with a GPU."""
+    if turn.cu_seqlens is not None:
+        cu, total = turn.cu_seqlens, x.shape[0]
+        if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}"
+            )
+    elif turn.offsets is None:
+        return  # shapes said everything
+    rows = positions(x, turn)
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < turn.cos.shape[0]:
+        raise ValueError(
+            f"positions must lie in [0, {turn.cos.shape[0]}), the rows of cos and sin, but run from {int(rows.min())} "
+            f"to {int(rows.max())}; make the tables longer, or change offsets"
+        )
+
+
+def _refuse_forward_mode(xs: dict[str, Tensor]) -> None:
+    # register_autograd answers forward-mode AD with zeros; silence would be worse than an error
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in xs.values()):
+        raise RuntimeError(
+            "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+        )

@@ -1,0 +1,171 @@
+"""Device side of mask.py. Each mask is three functions.
+
+    keep(b, h, i, j, *captured)     whether row i sees key j, elementwise
+    keys(b, i, *captured)           the interval [lo, hi) of keys that row i sees
+    queries(b, j, *captured)        the interval of rows that see key j
+
+Both ends of `keys` and `queries` never move left as i or j grow, so two rows bound a tile. A mask that is no interval
+gives the whole line; `keep` decides, and the tiles to visit come from a list.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+OPEN = tl.constexpr(1 << 30)
+
+
+class Part(NamedTuple):
+    """One mask: its device functions and what they captured."""
+
+    keep: tl.constexpr
+    keys: tl.constexpr
+    queries: tl.constexpr
+    captured: tuple
+
+
+@triton.jit
+def visible(mask, b, h, i, j):
+    """Whether every part of the mask shows key j to row i; i and j broadcast together."""
+    seen = (i >= -OPEN) & (j >= 0)
+    for p in tl.static_range(len(mask)):
+        seen = seen & mask[p].keep(b, h, i, j, *mask[p].captured)
+    return seen
+
+
+@triton.jit
+def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
+    """Key tiles that rows first..last visit: (lo, full_lo, full_hi, hi); between the middle two nothing is masked."""
+    lo, hi = 0, N
+    full_lo, full_hi = 0, N
+    for p in tl.static_range(len(mask)):
+        a_lo, a_hi = mask[p].keys(b, first, *mask[p].captured)
+        z_lo, z_hi = mask[p].keys(b, last, *mask[p].captured)
+        lo, hi = tl.maximum(lo, a_lo), tl.minimum(hi, z_hi)
+        full_lo, full_hi = tl.maximum(full_lo, z_lo), tl.minimum(full_hi, a_hi)
+    return to_tiles(lo, hi, full_lo, full_hi, B_C)
+
+
+@triton.jit
+def query_tiles(mask, b, first, last, M, shift, B_R: tl.constexpr):
+    """Query tiles that see any of the keys first..last, the same way; `shift` = N - M brings rows back to 0..M."""
+    lo, hi = 0, M
+    full_lo, full_hi = 0, M
+    for p in tl.static_range(len(mask)):
+        a_lo, a_hi = mask[p].queries(b, first, *mask[p].captured)
+        z_lo, z_hi = mask[p].queries(b, last, *mask[p].captured)
+        lo, hi = tl.maximum(lo, a_lo - shift), tl.minimum(hi, z_hi - shift)
+        full_lo, full_hi = tl.maximum(full_lo, z_lo - shift), tl.minimum(full_hi, a_hi - shift)
+    return to_tiles(lo, hi, full_lo, full_hi, B_R)
+
+
+@triton.jit
+def to_tiles(lo, hi, full_lo, full_hi, SIZE: tl.constexpr):
+    """Tiles that touch [lo, hi), and among them those inside [full_lo, full_hi)."""
+    first = lo // SIZE
+    end = tl.maximum(tl.cdiv(tl.maximum(hi, 0), SIZE), first)
+    full = tl.minimum(tl.maximum(tl.cdiv(full_lo, SIZE), first), end)
+    full_end = tl.minimum(tl.maximum(tl.maximum(full_hi, 0) // SIZE, full), end)
+    return first, full, full_end, end
+
+
+@triton.jit
+def causal_keep(b, h, i, j):
+    """j <= i."""
+    return j <= i
+
+
+@triton.jit
+def causal_keys(b, i):
+    """Everything up to i."""
+    return -OPEN, i + 1
+
+
+@triton.jit
+def causal_queries(b, j):
+    """Everything from j on."""
+    return j, OPEN
+
+
+@triton.jit
+def window_keep(b, h, i, j, left, right):
+    """i - left <= j <= i + right."""
+    return (j >= i - left) & (j <= i + right)
+
+
+@triton.jit
+def window_keys(b, i, left, right):
+    """From i - left to i + right."""
+    return i - left, i + right + 1
+
+
+@triton.jit
+def window_queries(b, j, left, right):
+    """From j - right to j + left."""
+    return j - right, j + left + 1
+
+
+@triton.jit
+def prefix_keep(b, h, i, j, lengths):
+    """j < length, or causal."""
+    return (j < tl.load(lengths + b)) | (j <= i)
+
+
+@triton.jit
+def prefix_keys(b, i, lengths):
+    """Up to the prefix or up to i, whichever is further."""
+    return -OPEN, tl.maximum(tl.load(lengths + b).to(tl.int32), i + 1)
+
+
+@triton.jit
+def prefix_queries(b, j, lengths):
+    """All rows for a key of the prefix, then everything from j on."""
+    return tl.where(j < tl.load(lengths + b), -OPEN, j), OPEN
+
+
+@triton.jit
+def padding_keep(b, h, i, j, lengths):
+    """j < length."""
+    return (j < tl.load(lengths + b)) & (i >= -OPEN)
+
+
+@triton.jit
+def padding_keys(b, i, lengths):
+    """Everything up to the length."""
+    return -OPEN, tl.load(lengths + b).to(tl.int32)
+
+
+@triton.jit
+def padding_queries(b, j, lengths):
+    """All rows for a real key, none for a padded one."""
+    return tl.where(j < tl.load(lengths + b), -OPEN, OPEN), OPEN
+
+
+@triton.jit
+def padding_keys_keep(b, h, i, j, real, batch, entry, N):
+    """True where the key is real."""
+    return tl.load(real + b.to(tl.int64) * batch + j * entry, mask=j < N, other=0).to(tl.int1) & (i >= -OPEN)
+
+
+@triton.jit
+def documents_keep(b, h, i, j, q_ids, q_batch, q_entry, k_ids, k_batch, k_entry, M, N):
+    """Equal ids see each other."""
+    row = i - (N - M)
+    rows = tl.load(q_ids + b.to(tl.int64) * q_batch + row * q_entry, mask=(row >= 0) & (row < M), other=0)
+    columns = tl.load(k_ids + b.to(tl.int64) * k_batch + j * k_entry, mask=j < N, other=0)
+    return rows == columns
+
+
+@triton.jit
+def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
+    """What the tensor says."""
+    row = i - (N - M)
+    at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
+    return tl.load(seen + at, mask=(row >= 0) & (row < M) & (j < N), other=0).to(tl.int1)
+
+
+@triton.jit
+def everywhere(b, i):
+    """No interval: the whole line."""
+    return -OPEN, OPEN

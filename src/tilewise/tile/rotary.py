@@ -1,0 +1,184 @@
+"""The rotary kernel: each pair of dimensions turns by the angle of its row's position (Su et al. 2021).
+
+A program takes a block of tokens and a block of heads, so that cosines are read once for all of these heads. The heads
+of all operands stand in one line along the grid's second axis: q and k turn in one launch. The inverse, which is also
+the gradient, is the same kernel with the sines negated.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Heads(NamedTuple):
+    """One operand: X, any strides, and Y, where its rotation goes, contiguous (tokens, H, D)."""
+
+    X: Any
+    Y: Any
+    H: Any
+    stride_b: Any
+    stride_s: Any
+    stride_h: Any
+    stride_d: Any
+
+
+class Tables(NamedTuple):
+    """Cosines and sines, (positions, P), one column per pair, contiguous along it."""
+
+    COS: Any
+    SIN: Any
+    stride_cos: Any
+    stride_sin: Any
+
+
+class Places(NamedTuple):
+    """What is added to a row's index: OFFSETS (B,) or None; and CU (B + 1,), where packed sequences start, or None."""
+
+    OFFSETS: Any
+    CU: Any
+
+
+@triton.jit
+def sequence_of(t, CU, B):  # (B_T,)
+    """The packed sequence that token t lies in: the last b < B with CU[b] <= t, by bisection."""
+    lo = tl.zeros_like(t)
+    hi = lo + (B - 1)
+    span = B
+    while span > 1:
+        mid = (lo + hi) // 2
+        beyond = tl.load(CU + mid + 1) <= t
+        lo = tl.where(beyond, tl.minimum(mid + 1, hi), lo)
+        hi = tl.where(beyond, hi, mid)
+        span = (span + 1) // 2
+    return lo
+
+
+@triton.jit
+def position_of(t, i, b, places, offset, B, positions, inside):  # (B_T,) each
+    """The row of the tables for token t, row i of batch entry b; clamped, so that no table is read out of bounds."""
+    if places.CU is not None:
+        b = sequence_of(t, places.CU, B)
+        i = t - tl.load(places.CU + b)
+    i += offset
+    if places.OFFSETS is not None:
+        i += tl.load(places.OFFSETS + b, mask=inside, other=0)
+    return tl.minimum(tl.maximum(i, 0), positions - 1)
+
+
+@triton.jit
+def load_pairs(X, p, P, stride_d, seen, INTERLEAVED: tl.constexpr):  # X, seen (B_T, B_H, 1), p (B_P,)
+    """The first and the second of each pair, (B_T, B_H, B_P): neighbours if interleaved, else P apart."""
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
+        x = tl.load(X + d * stride_d, mask=seen & (d < 2 * P), other=0.0)
+        return tl.split(tl.reshape(x, [X.shape[0], X.shape[1], p.shape[0], 2]))
+    else:
+        seen = seen & (p < P)[None, None, :]
+        X += p[None, None, :] * stride_d
+        return tl.load(X, mask=seen, other=0.0), tl.load(X + P * stride_d, mask=seen, other=0.0)
+
+
+@triton.jit
+def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
+    """The inverse of load_pairs, into contiguous memory."""
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
+        y = tl.reshape(tl.join(y_0, y_1), [Y.shape[0], Y.shape[1], 2 * p.shape[0]])
+        tl.store(Y + d, y, mask=seen & (d < 2 * P))
+    else:
+        seen = seen & (p < P)[None, None, :]
+        tl.store(Y + p[None, None, :], y_0, mask=seen)
+        tl.store(Y + P + p[None, None, :], y_1, mask=seen)
+
+
+@triton.jit
+def turn_heads(
+    x, first, t, i, b, c, s, inside, p, P, D, INTERLEAVED: tl.constexpr, B_H: tl.constexpr, B_REST: tl.constexpr
+):
+    """Turns the heads from `first` on of a block of tokens, and copies the dimensions that have no angle."""
+    h = first + tl.arange(0, B_H).to(tl.int64)
+    seen = (inside[:, None] & (h < x.H)[None, :])[:, :, None]  # (B_T, B_H, 1)
+    rows = b * x.stride_b + i * x.stride_s
+    X = x.X + (rows[:, None] + h[None, :] * x.stride_h)[:, :, None]
+    Y = x.Y + ((t[:, None] * x.H + h[None, :]) * D)[:, :, None]
+    x_0, x_1 = load_pairs(X, p, P, x.stride_d, seen, INTERLEAVED)  # (B_T, B_H, B_P)
+    x_0, x_1 = x_0.to(c.dtype), x_1.to(c.dtype)
+    y_0 = (x_0 * c - x_1 * s).to(Y.dtype.element_ty)
+    y_1 = (x_1 * c + x_0 * s).to(Y.dtype.element_ty)
+    store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED)
+    if B_REST > 0:
+        d = (2 * P + tl.arange(0, B_REST).to(tl.int64))[None, None, :]
+        rest = seen & (d < D)
+        tl.store(Y + d, tl.load(X + d * x.stride_d, mask=rest), mask=rest)
+
+
+@triton.jit(do_not_specialize=["tokens", "S", "B", "positions", "offset"])
+def rotate(
+    xs, tables, places, tokens, S, B, positions, offset, direction, P, D,
+    INTERLEAVED: tl.constexpr, B_T: tl.constexpr, B_H: tl.constexpr, B_P: tl.constexpr, B_REST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of tokens, blocks of heads of all xs). `direction` is 1.0, or -1.0 for the inverse."""
+    t = tl.program_id(0).to(tl.int64) * B_T + tl.arange(0, B_T)  # (B_T,)
+    inside = t < tokens
+    b = t // S
+    i = t - b * S
+    ACC: tl.constexpr = tl.float64 if xs[0].X.dtype.element_ty == tl.float64 else tl.float32
+    row = position_of(t, i, b, places, offset, B, positions, inside)
+    p = tl.arange(0, B_P).to(tl.int64)
+    angled = inside[:, None] & (p < P)[None, :]
+    c = tl.load(tables.COS + row[:, None] * tables.stride_cos + p[None, :], mask=angled, other=0.0)
+    s = tl.load(tables.SIN + row[:, None] * tables.stride_sin + p[None, :], mask=angled, other=0.0)
+    c = c.to(ACC)[:, None, :]  # (B_T, 1, B_P)
+    s = (s.to(ACC) * direction)[:, None, :]
+    block = tl.program_id(1)
+    for n in tl.static_range(len(xs)):
+        blocks = tl.cdiv(xs[n].H, B_H)
+        if (block >= 0) & (block < blocks):
+            turn_heads(xs[n], block * B_H, t, i, b, c, s, inside, p, P, D, INTERLEAVED, B_H, B_REST)
+        block -= blocks
+
+
+def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
+    """Writes every x turned (a rotary.Turn) to its y, contiguous; at least one of them has elements."""
+    x = xs[0]
+    packed = turn.cu_seqlens is not None
+    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (turn.cos, turn.sin))
+    tokens, P, D = x.shape[:-2].numel(), cos.shape[1], x.shape[-1]
+    B_T, B_H, B_P, B_REST = tiles(max(x.shape[-2] for x in xs), P, D)
+    heads = [
+        Heads(x, y, x.shape[-2], 0 if packed else x.stride(0), *x.stride()[-3:]) for x, y in zip(xs, ys, strict=True)
+    ]
+    grid = triton.cdiv(tokens, B_T), sum(triton.cdiv(x.H, B_H) for x in heads)
+    with torch.cuda.device_of(x) if x.is_cuda else nullcontext():
+        rotate[grid](
+            tuple(heads),
+            Tables(cos, sin, cos.stride(0), sin.stride(0)),
+            Places(turn.offsets, turn.cu_seqlens),
+            tokens,
+            x.shape[-3],
+            turn.cu_seqlens.shape[0] - 1 if packed else x.shape[0],
+            cos.shape[0],
+            turn.offset,
+            -1.0 if turn.inverse else 1.0,
+            P,
+            D,
+            INTERLEAVED=turn.interleaved,
+            B_T=B_T,
+            B_H=B_H,
+            B_P=B_P,
+            B_REST=B_REST,
+        )
+
+
+@cache
+def tiles(H: int, P: int, D: int) -> tuple[int, int, int, int]:
+    """Tokens, heads, pairs and unturned dimensions of a tile: powers of two, about 4096 elements, 32 a thread."""
+    B_H = min(8, triton.next_power_of_2(H))
+    B_T = max(1, 4096 // (B_H * triton.next_power_of_2(D)))
+    return B_T, B_H, triton.next_power_of_2(P), triton.next_power_of_2(D - 2 * P) if D > 2 * P else 0

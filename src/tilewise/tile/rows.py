@@ -1,0 +1,50 @@
+"""Where rows live: the address of a row, and the rows of a batch entry."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """One operand, (batch, length, heads, size) by its strides; `batch` is 0 for packed sequences."""
+
+    ptr: object
+    batch: object
+    row: object
+    head: object
+    entry: object
+
+
+class Packed(NamedTuple):
+    """The cu_seqlens of packed sequences and the number of rows that q and k have in all."""
+
+    cu_q: object
+    cu_k: object
+    total_q: object
+    total_k: object
+
+
+@triton.jit
+def rows_of(packed, b, M, N):
+    """First row and length of batch entry b's queries, then of its keys. Bad cu_seqlens stay inside the tensors."""
+    if packed is None:
+        return 0, M, 0, N
+    else:
+        q0, m = clamped(packed.cu_q, b, packed.total_q)
+        k0, n = clamped(packed.cu_k, b, packed.total_k)
+        return q0, m, k0, n
+
+
+@triton.jit
+def clamped(cu, b, total):
+    """Start and length of sequence b, inside [0, total)."""
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu + b + 1), start), total)
+    return start, end - start
+
+
+@triton.jit
+def origin(X, b, h, row):
+    """Address of row `row` of head h of batch entry b; 64-bit."""
+    return X.ptr + (b.to(tl.int64) * X.batch + h.to(tl.int64) * X.head + tl.cast(row, tl.int64) * X.row)

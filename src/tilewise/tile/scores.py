@@ -1,0 +1,91 @@
+"""Device side of score.py. Each score is a pair.
+
+    fn(S, b, h, i, j, *captured)            the logits that leave
+    grad(dS, S, b, h, i, j, *captured)      the gradient with respect to S, the logits that entered
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Part(NamedTuple):
+    """One score: its device pair and what it captured."""
+
+    fn: tl.constexpr
+    grad: tl.constexpr
+    captured: tuple
+
+
+@triton.jit
+def through(scores, S, b, h, i, j, COUNT: tl.constexpr):
+    """The logits after the first COUNT scores."""
+    for p in tl.static_range(COUNT):
+        S = scores[p].fn(S, b, h, i, j, *scores[p].captured)
+    return S
+
+
+@triton.jit
+def back(scores, dS, S, b, h, i, j, STOP: tl.constexpr):
+    """The gradient of the logits that entered score STOP, from that of the last; S entered the first."""
+    for p in tl.static_range(len(scores) - STOP):
+        S_in = through(scores, S, b, h, i, j, len(scores) - 1 - p)
+        dS = scores[len(scores) - 1 - p].grad(dS, S_in, b, h, i, j, *scores[len(scores) - 1 - p].captured)
+    return dS
+
+
+@triton.jit
+def unchanged(dS, S, b, h, i, j, *captured):
+    """The gradient of adding something."""
+    return dS
+
+
+@triton.jit
+def scale_fn(S, b, h, i, j, scale):
+    """The softmax scale, where scores follow; otherwise it is folded into the exponent."""
+    return S * scale
+
+
+@triton.jit
+def scale_grad(dS, S, b, h, i, j, scale):
+    """d(S scale)/dS."""
+    return dS * scale
+
+
+@triton.jit
+def tanh(x):
+    """To 2 units in the last place: the exponential form cancels near 0, a series takes over there."""
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2 |x|)
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    series = 1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * (-0.0539682540 + x2 * (0.0218694885 - x2 * 0.0088632355))))
+    return tl.where(x2 < 0.0625, x * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def softcap_fn(S, b, h, i, j, cap):
+    """cap tanh(S / cap)."""
+    return cap * tanh(S / cap)
+
+
+@triton.jit
+def softcap_grad(dS, S, b, h, i, j, cap):
+    """1 - tanh^2."""
+    t = tanh(S / cap)
+    return dS * (1.0 - t * t)
+
+
+@triton.jit
+def alibi_fn(S, b, h, i, j, slopes, batch, head):
+    """S - slope |i - j|."""
+    slope = tl.load(slopes + b * batch + h * head).to(tl.float32)
+    return S - slope * tl.abs(i - j).to(tl.float32)
+
+
+@triton.jit
+def bias_fn(S, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+    """S + bias."""
+    row = i - (N - M)
+    at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
+    return S + tl.load(bias + at, mask=(row >= 0) & (row < M) & (j < N), other=0.0).to(tl.float32)
