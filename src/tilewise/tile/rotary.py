@@ -79,9 +79,12 @@ def load_pairs(X, p, P, stride_d, seen, INTERLEAVED: tl.constexpr):  # X, seen (
         x = tl.load(X + d * stride_d, mask=seen & (d < 2 * P), other=0.0)
         return tl.split(tl.reshape(x, [X.shape[0], X.shape[1], p.shape[0], 2]))
     else:
-        seen = seen & (p < P)[None, None, :]
-        X += p[None, None, :] * stride_d
-        return tl.load(X, mask=seen, other=0.0), tl.load(X + P * stride_d, mask=seen, other=0.0)
+        p = p[None, None, :]
+        seen = seen & (p < P)
+        return (
+            tl.load(X + p * stride_d, mask=seen, other=0.0),
+            tl.load(X + (p + P) * stride_d, mask=seen, other=0.0),
+        )
 
 
 @triton.jit
@@ -92,9 +95,10 @@ def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
         y = tl.reshape(tl.join(y_0, y_1), [Y.shape[0], Y.shape[1], 2 * p.shape[0]])
         tl.store(Y + d, y, mask=seen & (d < 2 * P))
     else:
-        seen = seen & (p < P)[None, None, :]
-        tl.store(Y + p[None, None, :], y_0, mask=seen)
-        tl.store(Y + P + p[None, None, :], y_1, mask=seen)
+        p = p[None, None, :]
+        seen = seen & (p < P)
+        tl.store(Y + p, y_0, mask=seen)
+        tl.store(Y + p + P, y_1, mask=seen)
 
 
 @triton.jit
