@@ -1,7 +1,7 @@
 """Device side of score.py. Each score is a pair.
 
-    fn(S, b, h, i, j, *captured)            the logits that leave
-    grad(dS, S, b, h, i, j, *captured)      the gradient with respect to S, the logits that entered
+fn(S, b, h, i, j, *captured)            the logits that leave
+grad(dS, S, b, h, i, j, *captured)      the gradient with respect to S, the logits that entered
 """
 
 from typing import NamedTuple
@@ -59,7 +59,9 @@ def tanh(x):
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2 |x|)
     far = (1.0 - e) / (1.0 + e)
     x2 = x * x
-    series = 1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * (-0.0539682540 + x2 * (0.0218694885 - x2 * 0.0088632355))))
+    series = 1.0 + x2 * (
+        -0.3333333333 + x2 * (0.1333333333 + x2 * (-0.0539682540 + x2 * (0.0218694885 - x2 * 0.0088632355)))
+    )
     return tl.where(x2 < 0.0625, x * series, tl.where(x < 0.0, -far, far))
 
 

@@ -60,7 +60,9 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
 def _against_target(problem: Problem) -> list[str]:
     if problem.target == "cpu":
         if not triton.knobs.runtime.interpret:
-            return ["CPU tensors run here only in Triton's interpreter; set TRITON_INTERPRET=1, or move them with .cuda()"]
+            return [
+                "CPU tensors run here only in Triton's interpreter; set TRITON_INTERPRET=1, or move them with .cuda()"
+            ]
         if problem.recipe.backend != "triton":
             return ["the interpreter is slow, so it runs only when asked for with backend='triton'"]
         return []

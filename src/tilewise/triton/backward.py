@@ -40,9 +40,7 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
 
 
 @triton.jit
-def scores_gradient(
-    S, dP, L, D, where, values, c, i0, i_in, j0, j_in, STOP: tl.constexpr, MASKED: tl.constexpr
-):
+def scores_gradient(S, dP, L, D, where, values, c, i0, i_in, j0, j_in, STOP: tl.constexpr, MASKED: tl.constexpr):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T.
 
     i_in, j_in are positions inside the tile and broadcast together either way round, so S may be transposed.

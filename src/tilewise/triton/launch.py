@@ -1,5 +1,6 @@
 """Launches: from a problem and its operands to kernel arguments. Nothing here decides anything about numbers."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .forward import forward as forward_kernel
 from .tiles import DKDV, DQ, FORWARD, Tiles, choose
 
 TINY = 2.0**-126
+DELTA_ROWS = 64
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that programs running side by side may share: what stays in a data-centre chip's L2."""
 
@@ -68,121 +70,151 @@ def precision(p: Problem) -> str | None:
     return p.precision(("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32"))
 
 
+class Launch(NamedTuple):
+    """One kernel with its arguments: ready to run, or to compile for a chip that is not here."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def run(self) -> None:
+        """Starts the kernel, if it has anything to do."""
+        if self.programs:
+            self.kernel[(self.programs,)](*self.arguments, **self.constants)
+
+    def compile(self) -> Any:
+        """The compiled kernel for the active driver's target, without a GPU."""
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+
+
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse in one launch (and one before it if tiles are listed)."""
-    o = torch.empty((*x.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
-    lse = torch.empty(_row_shape(p), dtype=torch.float32, device=x.q.device)
-    if o.numel() == 0:
-        return Saved(o, lse, seed)
-    pl = plan(p)
-    parts, changes, sink = device_values(p, x)
-    tiles = triton.cdiv(p.M, pl.forward.B_r)
-    heads = p.B * p.H
-    if heads * tiles == 0:
-        return Saved(o.zero_(), lse.fill_(-torch.inf), seed)
-    forward_kernel[(heads * tiles,)](
-        *(_rows(p, t) for t in (*x[:3], o)), _row_values(p, lse), packed(p, x), sink, parts, changes,
-        _dropout(p, seed), visits(p, pl.forward, parts, x.q.device, by_key=False),
-        pl.c, p.M, p.N, p.H, heads, pl.section, tiles, **pl.constants, **_meta(pl.forward),
-    )  # fmt: skip
-    return Saved(o, lse, seed)
+    """o and lse."""
+    saved = empty_saved(p, x, seed)
+    for launch in forward_launches(p, x, saved):
+        launch.run()
+    return saved
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-    """Delta, dK and dV, dQ, and what extras want."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-    extra: list[Tensor | None] = [
-        torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None
-        for t, want in zip(x.extra, p.wanted, strict=True)
-    ]
-    sums = torch.empty_like(saved.lse)
-    pl = plan(p)
-    parts, changes, _ = device_values(p, x)
+    """dq, dk, dv, and what extras want."""
+    grads = empty_grads(p, x)
     if do is None:
         do = torch.zeros((), dtype=p.dtype, device=x.q.device).expand(saved.o.shape)
-    where = packed(p, x)
-    _delta(p, saved.o, do, dlse, sums, where)
-    given = (*(_rows(p, t) for t in (*x[:3], do)), _row_values(p, saved.lse), _row_values(p, sums))
-    dropped = _dropout(p, saved.seed)
-
-    tiles = triton.cdiv(p.N, pl.dkdv.B_c)
-    heads = p.B * p.H_k
-    if heads * tiles:
-        lists = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
-        kernels.dkdv[(heads * tiles,)](
-            *given, _rows(p, dk), _rows(p, dv), where, parts, changes, dropped, lists,
-            pl.c, pl.factor, 1.0, p.M, p.N, p.H_k, heads, pl.section, tiles, **pl.constants, **_meta(pl.dkdv),
-        )  # fmt: skip
-    tiles = triton.cdiv(p.M, pl.dq.B_r)
-    heads = p.B * p.H
-    if heads * tiles:
-        lists = visits(p, pl.dq, parts, x.q.device, by_key=False)
-        kernels.dq[(heads * tiles,)](
-            *given, _rows(p, dq), where, parts, changes, dropped, lists,
-            pl.c, pl.factor, 1.0, p.M, p.N, p.H, heads, pl.section, tiles, **pl.constants, **_meta(pl.dq),
-        )  # fmt: skip
-    _learn(p, x, given, (parts, changes, dropped), extra, saved, sums)
-    typed = [None if g is None else g.to(t.dtype) for g, t in zip(extra, x.extra, strict=True)]
-    return Grads(dq, dk, dv, tuple(typed))
+    delta = torch.empty_like(saved.lse)
+    for launch in backward_launches(p, x, saved, do, dlse, delta, grads):
+        launch.run()
+    extra = list(grads.extra)
+    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    if p.recipe.sink and extra[sink] is not None:
+        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
+    return grads._replace(extra=tuple(extra))
 
 
-def _delta(p: Problem, o: Tensor, do: Tensor, dlse: Tensor | None, sums: Tensor, where: Packed | None) -> None:
-    B_R = 64
-    tiles = triton.cdiv(p.M, B_R)
-    if p.B * p.H * tiles:
-        dL = None if dlse is None else _row_values(p, dlse)
-        kernels.delta[(p.B * p.H * tiles,)](
-            _rows(p, o), _rows(p, do), dL, _row_values(p, sums), where, p.M, p.H, tiles, d_v=p.D_v, B_R=B_R
-        )
+def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+    """Unwritten outputs of a forward."""
+    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
+    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
+    return Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
 
 
-def _learn(
-    p: Problem, x: Operands, given: Any, values: Any, extra: list[Tensor | None], saved: Saved, sums: Tensor
-) -> None:
-    """Fills the gradients of biases and of the sink."""
+def empty_grads(p: Problem, x: Operands) -> Grads:
+    """Unwritten gradients; those of biases with no rows to sum over are zero."""
+    nothing = 0 in (p.B, p.M, p.N)
+    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+    extra = [
+        torch.full(t.shape, 0.0 if nothing else torch.nan, dtype=t.dtype, device=t.device) if want else None
+        for t, want in zip(x.extra, p.wanted, strict=True)
+    ] if p.wanted else [None] * len(x.extra)  # fmt: skip
+    return Grads(q, k, v, tuple(extra))
+
+
+def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
+    """One launch, and one before it if tiles are listed."""
     pl = plan(p)
-    index = 0
-    first_score = len(p.recipe.mask)
-    for position, kind in enumerate(p.kinds):
-        grad = extra[index] if kind.captures else None
-        if grad is not None and grad.numel():
-            # the scale stands before all scores, so score s is entry s + 1 of the kernel's tuple
-            _launch_dbias(p, pl, given, values, grad, position - first_score + 1)
-        index += len(kind.captures)
-    if p.recipe.sink and extra[index] is not None:
-        extra[index] = sink_gradient(x.extra[index], saved.lse, sums)
-
-
-def _launch_dbias(p: Problem, pl: Plan, given: Any, values: Any, grad: Tensor, which: int) -> None:
-    if 0 in (p.B, p.M, p.N):
-        return
-    parts, changes, dropped = values
-    whole = grad[(None,) * (4 - grad.ndim)]
-    batch, heads, rows, columns = whole.shape
-    tiles_r, tiles_c = triton.cdiv(rows, pl.dq.B_r), triton.cdiv(columns, pl.dq.B_c)
-    kernels.dbias[(batch * heads * tiles_r * tiles_c,)](
-        *given, Rows(grad, whole.stride(0), whole.stride(2), whole.stride(1), whole.stride(3)), parts, changes, dropped,
-        pl.c, p.M, p.N, p.H, rows, columns, heads, tiles_r, tiles_c, p.B // batch, p.H // heads,
-        triton.cdiv(p.M, pl.dq.B_r) if rows == 1 else 1, triton.cdiv(p.N, pl.dq.B_c) if columns == 1 else 1,
-        WHICH=which, ONE_ROW=rows == 1, ONE_COLUMN=columns == 1, **pl.constants, **_meta(pl.dq),
+    parts, changes, sink = device_values(p, x)
+    lists, listing = visits(p, pl.forward, parts, x.q.device, by_key=False)
+    yield from listing
+    tiles, heads = triton.cdiv(p.M, pl.forward.B_r), p.B * p.H
+    arguments = (
+        *(rows(p, t) for t in (*x[:3], saved.o)), row_values(p, saved.lse), packed(p, x), sink, parts, changes,
+        dropout(p, saved.seed), lists, pl.c, p.M, p.N, p.H, heads, pl.section, tiles,
     )  # fmt: skip
+    yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)})
 
 
-def visits(p: Problem, tiles: Tiles, parts: Any, device: torch.device, by_key: bool) -> Visits | None:
-    """None for interval masks, else the lists of the tiles that the mask leaves, 4 bytes a tile."""
+def backward_launches(
+    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, delta: Tensor, grads: Grads
+) -> Iterator[Launch]:
+    """Delta; dK and dV; dQ; and one for every bias that wants a gradient."""
+    pl = plan(p)
+    where, dropped = packed(p, x), dropout(p, saved.seed)
+    parts, changes, _ = device_values(p, x)
+
+    tiles, heads = triton.cdiv(p.M, DELTA_ROWS), p.B * p.H
+    dL = None if dlse is None else row_values(p, dlse)
+    arguments = (rows(p, saved.o), rows(p, do), dL, row_values(p, delta), where, p.M, p.H, tiles)
+    yield Launch(kernels.delta, heads * tiles, arguments, {"d_v": p.D_v, "B_R": DELTA_ROWS})
+
+    given = (*(rows(p, t) for t in (*x[:3], do)), row_values(p, saved.lse), row_values(p, delta))
+    values = (where, parts, changes, dropped)
+    lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
+    yield from listing
+    tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
+    sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H_k, heads, pl.section, tiles)
+    arguments = (*given, rows(p, grads.k), rows(p, grads.v), *values, lists, *sizes)
+    yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)})
+
+    lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
+    yield from listing
+    tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
+    sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H, heads, pl.section, tiles)
+    arguments = (*given, rows(p, grads.q), *values, lists, *sizes)
+    yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)})
+
+    index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
+    for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
+        grad = grads.extra[index] if issubclass(kind, Bias) else None
+        if grad is not None:
+            yield _bias_launch(p, given, values[1:], grad, position + 1)  # entry 0 of the kernel's scores is the scale
+        index += len(kind.captures)
+
+
+def _bias_launch(p: Problem, given: Any, values: Any, grad: Tensor, which: int) -> Launch:
+    pl = plan(p)
+    B_r, B_c = pl.dq.B_r, pl.dq.B_c
+    whole = grad[(None,) * (4 - grad.ndim)]
+    batch, heads, length, width = whole.shape
+    tiles_r, tiles_c = triton.cdiv(length, B_r), triton.cdiv(width, B_c)
+    nothing = 0 in (p.B, p.M, p.N)
+    each = (1, 1, 1, 1) if nothing else (
+        p.B // batch, p.H // heads,
+        triton.cdiv(p.M, B_r) if length == 1 else 1, triton.cdiv(p.N, B_c) if width == 1 else 1,
+    )  # fmt: skip
+    stride = whole.stride()
+    arguments = (
+        *given, Rows(grad, stride[0], stride[2], stride[1], stride[3]), *values,
+        pl.c, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
+    )  # fmt: skip
+    constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}
+    return Launch(kernels.dbias, 0 if nothing else batch * heads * tiles_r * tiles_c, arguments, constants)
+
+
+def visits(
+    p: Problem, tiles: Tiles, parts: Any, device: torch.device, by_key: bool
+) -> tuple[Visits | None, list[Launch]]:
+    """None for interval masks, else the lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them."""
     if not plan(p).listed:
-        return None
-    rows, columns = triton.cdiv(p.M, tiles.B_r), triton.cdiv(p.N, tiles.B_c)
-    count, across = (columns, rows) if by_key else (rows, columns)
+        return None, []
+    of_rows, of_columns = triton.cdiv(p.M, tiles.B_r), triton.cdiv(p.N, tiles.B_c)
+    count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
     strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
     made = Visits(lists, *strides, lists.stride(2))
-    if lists.numel():
-        list_tiles[(batch * heads * count,)](
-            made, parts, p.M, p.N, heads, count, across, B_R=tiles.B_r, B_C=tiles.B_c, BY_KEY=by_key
-        )
-    return made
+    constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
+    arguments = (made, parts, p.M, p.N, heads, count, across)
+    return made, [Launch(list_tiles, batch * heads * count, arguments, constants)]
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
@@ -253,20 +285,20 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     return Packed(cu_q.contiguous(), cu_k.contiguous(), x.q.shape[0], x.k.shape[0])
 
 
-def _dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
+def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
     return Dropout(seed, dropout_threshold(p.recipe.dropout), 1.0 / (1.0 - p.recipe.dropout))
 
 
-def _rows(p: Problem, t: Tensor) -> Rows:
+def rows(p: Problem, t: Tensor) -> Rows:
     if p.recipe.varlen:
         row, head, entry = t.stride()
         return Rows(t, 0, row, head, entry)
     return Rows(t, *t.stride())
 
 
-def _row_values(p: Problem, t: Tensor) -> Rows:
+def row_values(p: Problem, t: Tensor) -> Rows:
     """lse, its gradient and delta: one number a row, (B, H, M) or (H, T)."""
     if p.recipe.varlen:
         head, row = t.stride()
@@ -275,9 +307,5 @@ def _row_values(p: Problem, t: Tensor) -> Rows:
     return Rows(t, batch, row, head, 0)
 
 
-def _row_shape(p: Problem) -> tuple[int, ...]:
-    return (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-
-
-def _meta(tiles: Tiles) -> dict[str, int]:
+def meta(tiles: Tiles) -> dict[str, int]:
     return {"B_R": tiles.B_r, "B_C": tiles.B_c, "num_warps": tiles.warps, "num_stages": tiles.stages}
