@@ -12,12 +12,10 @@ from ..tile.rows import origin, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import back, through
 from ..tile.softmax import probabilities
-from .blocks import key_range, list_at, load_rows, offsets, partial_at, query_range, store_rows, tile_at
+from .blocks import Place, block, key_range, list_at, load_rows, partial_at, query_range, store_rows, tile_at
 
 # lengths, and what is counted from them: a new length costs no compile
-NOT_SPECIALIZED = [
-    "L", "D", "packed", "mask", "scores", "dropout", "visits", "one", "M", "N", "H", "heads", "section", "tiles",
-]  # fmt: skip
+NOT_SPECIALIZED = ["L", "D", "packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
 
 
 @triton.jit(do_not_specialize=["D", "dL", "packed", "M", "H", "tiles"])
@@ -29,9 +27,8 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
     i0 = t * B_R
     if i0 >= M:
         return
-    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d_v))
-    o = load_rows(origin(O, b, h, q0), O, offsets(O, B_R, d_v, BLOCK), i0, M, d_v, True).to(tl.float32)
-    do = load_rows(origin(dO, b, h, q0), dO, offsets(dO, B_R, d_v, BLOCK), i0, M, d_v, True).to(tl.float32)
+    o = load_rows(block(O, b, h, q0, B_R, d_v), i0, M, True).to(tl.float32)
+    do = load_rows(block(dO, b, h, q0, B_R, d_v), i0, M, True).to(tl.float32)
     rows = i0 + tl.arange(0, B_R)
     sums = tl.sum(o * do, 1)  # (B_r,)
     if dL is not None:
@@ -40,23 +37,23 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
 
 
 @triton.jit
-def scores_gradient(S, dP, L, D, where, values, c, i0, i_in, j0, j_in, STOP: tl.constexpr, MASKED: tl.constexpr):
+def scores_gradient(S, dP, L, D, place, variant, c, i, j0, j, MASKED: tl.constexpr, STOP: tl.constexpr):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T.
 
-    i_in, j_in are positions inside the tile and broadcast together either way round, so S may be transposed.
+    i and j are positions inside the tile that starts at (i0, j0). They broadcast together either way round, so S may
+    be transposed; L and D broadcast with i.
     """
-    b, h, row, N, shift = where
-    mask, scores, dropout = values
-    i, j = i0 + i_in + shift, j0 + j_in
-    S_out = through(scores, S, b, h, i, j, len(scores))
+    rows, columns = place.i0 + i + place.shift, j0 + j
+    S_out = through(variant.scores, S, place.b, place.h, rows, columns, len(variant.scores))
     if MASKED:
-        S_out = tl.where(visible(mask, b, h, i, j) & (j < N), S_out, float("-inf"))
+        seen = visible(variant.mask, place.b, place.h, rows, columns) & (columns < place.N)
+        S_out = tl.where(seen, S_out, float("-inf"))
     P = probabilities(S_out, L, c)
     P_kept = P
-    if dropout is not None:
-        Z = kept(dropout, row, i0, i_in, j0, j_in)
+    if variant.dropout is not None:
+        Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
-    return P_kept, back(scores, P * (dP - D), S, b, h, i, j, STOP)
+    return P_kept, back(variant.scores, P * (dP - D), S, place.b, place.h, rows, columns, STOP)
 
 
 @triton.jit
@@ -69,150 +66,120 @@ def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dkdv_step(
-    t, dk, dv, k, v, Q, dO, q_start, do_start, l_start, d_start, at_q, at_do, where, values, c, one,
-    S_: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One query tile's share of dK and dV, with S transposed: (B_c, B_r)."""
-    b, h, row, j0, M, N = where
-    B_R: tl.constexpr = at_q.shape[0]
-    B_C: tl.constexpr = k.shape[0]
-    i0 = t * B_R
-    rows = i0 + tl.arange(0, B_R)
-    q = load_rows(q_start, Q, at_q, i0, M, S_[0], MASKED)  # (B_r, d)
-    do = load_rows(do_start, dO, at_do, i0, M, S_[1], MASKED)  # (B_r, d_v)
-    if MASKED:
-        L = tl.load(l_start + rows, mask=rows < M, other=float("inf"))  # exp(S - inf) = 0: rows past the end vanish
-        D = tl.load(d_start + rows, mask=rows < M, other=0.0)
+def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
+    """One number for each of B rows.  # (B,)"""
+    rows = i0 + tl.arange(0, B)
+    if CHECK:
+        return tl.load(start + rows, mask=rows < M, other=other)
     else:
-        L, D = tl.load(l_start + rows), tl.load(d_start + rows)
-    S = tl.dot(k, q.T, input_precision=S_[2])  # (B_c, B_r)
-    dP = tl.dot(v, do.T, input_precision=S_[2])  # (B_c, B_r)
-    P, dS = scores_gradient(
-        S, dP, L[None, :], D[None, :], (b, h, row, N, N - M), values, c,
-        i0, tl.arange(0, B_R)[None, :], j0, tl.arange(0, B_C)[:, None], 0, MASKED,
-    )  # fmt: skip
-    dv = accumulate(dv, P, do, one, S_[2])
-    dk = accumulate(dk, dS, q, one, S_[2])
-    return dk, dv
+        return tl.load(start + rows)
+
+
+@triton.jit
+def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, c, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One query tile's share of dK and dV, with S transposed: (B_c, B_r)."""
+    B_R: tl.constexpr = Q.at.shape[0]
+    q = load_rows(Q, place.i0, place.M, MASKED)  # (B_r, d)
+    do = load_rows(dO, place.i0, place.M, MASKED)  # (B_r, d_v)
+    lse = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: rows past the end vanish
+    sums = load_row_values(D, place.i0, B_R, place.M, 0.0, MASKED)
+    S = tl.dot(k, q.T, input_precision=PRECISION)  # (B_c, B_r)
+    dP = tl.dot(v, do.T, input_precision=PRECISION)  # (B_c, B_r)
+    i, j = tl.arange(0, B_R)[None, :], tl.arange(0, k.shape[0])[:, None]
+    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, c, i, j0, j, MASKED, 0)
+    return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H_k"])
 def dkdv(
-    Q, K, V, dO, L, D, dK, dV, packed, mask, scores, dropout, visits,
-    c, factor, one, M, N, H_k, heads, section, tiles,
+    Q, K, V, dO, L, D, dK, dV, packed, variant, c, factor, one, M, N, H_k, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys: loops over its group of query heads and the query tiles that see it."""
-    bh, reversed_t = assign(tl.program_id(0), tiles, heads, section)
+    matrix, reversed_t = assign(tl.program_id(0), tiles, heads, section)
     t = tiles - 1 - reversed_t  # the first keys are seen by the most queries
-    b, h_k = bh // H_k, bh % H_k
+    b, h_k = matrix // H_k, matrix % H_k
     q0, M, k0, N = rows_of(packed, b, M, N)
     j0 = t * B_C
     if j0 >= N:
         return
-    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
-    BLOCK_V: tl.constexpr = max(16, triton.next_power_of_2(d_v))
-    k = load_rows(origin(K, b, h_k, k0), K, offsets(K, B_C, d, BLOCK), j0, N, d, True)  # (B_c, d)
-    v = load_rows(origin(V, b, h_k, k0), V, offsets(V, B_C, d_v, BLOCK_V), j0, N, d_v, True)  # (B_c, d_v)
-    at_q, at_do = offsets(Q, B_R, d, BLOCK), offsets(dO, B_R, d_v, BLOCK_V)
-    dk = tl.zeros([B_C, BLOCK], tl.float32)
-    dv = tl.zeros([B_C, BLOCK_V], tl.float32)
-    last = tl.minimum(j0 + B_C, N) - 1
+    k = load_rows(block(K, b, h_k, k0, B_C, d), j0, N, True)  # (B_c, d)
+    v = load_rows(block(V, b, h_k, k0, B_C, d_v), j0, N, True)  # (B_c, d_v)
+    dk, dv = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
     for g in range(G):
         h = h_k * G + g
-        row = b * (H_k * G) + h
-        q_start, do_start = origin(Q, b, h, q0), origin(dO, b, h, q0)
-        l_start, d_start = origin(L, b, h, q0), origin(D, b, h, q0)
-        at = list_at(visits, b, h, t)
-        lo, full_lo, full_hi, hi = query_range(visits, at, mask, b, j0, last, M, N - M, B_R)
+        queries, gradients = block(Q, b, h, q0, B_R, d), block(dO, b, h, q0, B_R, d_v)
+        lse, sums = origin(L, b, h, q0), origin(D, b, h, q0)
+        lists = list_at(variant.visits, b, h, t)
+        lo, full_lo, full_hi, hi = query_range(variant, lists, b, j0, M, N, B_R, B_C)
         for x in range(full_lo - lo + hi - full_hi):
+            i0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_R
+            place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                partial_at(visits, at, x, lo, full_lo, full_hi), dk, dv, k, v, Q, dO,
-                q_start, do_start, l_start, d_start, at_q, at_do,
-                (b, h, row, j0, M, N), (mask, scores, dropout), c, one, (d, d_v, PRECISION), True,
+                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, c, one, True, PRECISION
             )  # fmt: skip
         for x in range(full_lo, full_hi):
+            i0 = tile_at(variant.visits, lists, x) * B_R
+            place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                tile_at(visits, at, x), dk, dv, k, v, Q, dO,
-                q_start, do_start, l_start, d_start, at_q, at_do,
-                (b, h, row, j0, M, N), (mask, scores, dropout), c, one, (d, d_v, PRECISION), False,
+                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, c, one, False, PRECISION
             )  # fmt: skip
-    store_rows(origin(dK, b, h_k, k0), dK, offsets(dK, B_C, d, BLOCK), j0, N, dk * factor, d)
-    store_rows(origin(dV, b, h_k, k0), dV, offsets(dV, B_C, d_v, BLOCK_V), j0, N, dv, d_v)
+    store_rows(block(dK, b, h_k, k0, B_C, d), j0, N, dk * factor)
+    store_rows(block(dV, b, h_k, k0, B_C, d_v), j0, N, dv)
 
 
 @triton.jit
-def dq_step(
-    t, dq, q, do, L, D, K, V, k_start, v_start, at_k, at_v, where, values, c, one,
-    S_: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, c, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile's share of dQ."""
-    b, h, row, i0, N, shift = where
-    B_R: tl.constexpr = q.shape[0]
-    B_C: tl.constexpr = at_k.shape[0]
-    j0 = t * B_C
-    k = load_rows(k_start, K, at_k, j0, N, S_[0], MASKED)  # (B_c, d)
-    v = load_rows(v_start, V, at_v, j0, N, S_[1], MASKED)  # (B_c, d_v)
-    S = tl.dot(q, k.T, input_precision=S_[2])  # (B_r, B_c)
-    dP = tl.dot(do, v.T, input_precision=S_[2])  # (B_r, B_c)
-    _, dS = scores_gradient(
-        S, dP, L[:, None], D[:, None], (b, h, row, N, shift), values, c,
-        i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :], 0, MASKED,
-    )  # fmt: skip
-    return accumulate(dq, dS, k, one, S_[2])
+    k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
+    v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
+    S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
+    dP = tl.dot(do, v.T, input_precision=PRECISION)  # (B_r, B_c)
+    i, j = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
+    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, c, i, j0, j, MASKED, 0)
+    return accumulate(acc, dS, k, one, PRECISION)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq(
-    Q, K, V, dO, L, D, dQ, packed, mask, scores, dropout, visits,
-    c, factor, one, M, N, H, heads, section, tiles,
+    Q, K, V, dO, L, D, dQ, packed, variant, c, factor, one, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries: the forward's walk with the gradient in place of the output."""
-    bh, t = assign(tl.program_id(0), tiles, heads, section)
-    b, h = bh // H, bh % H
+    matrix, t = assign(tl.program_id(0), tiles, heads, section)
+    b, h = matrix // H, matrix % H
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
     if i0 >= M:
         return
-    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
-    BLOCK_V: tl.constexpr = max(16, triton.next_power_of_2(d_v))
-    at_q = offsets(Q, B_R, d, BLOCK)
-    q = load_rows(origin(Q, b, h, q0), Q, at_q, i0, M, d, True)  # (B_r, d)
-    do = load_rows(origin(dO, b, h, q0), dO, offsets(dO, B_R, d_v, BLOCK_V), i0, M, d_v, True)  # (B_r, d_v)
-    rows = i0 + tl.arange(0, B_R)
-    lse = tl.load(origin(L, b, h, q0) + rows, mask=rows < M, other=float("inf"))
-    sums = tl.load(origin(D, b, h, q0) + rows, mask=rows < M, other=0.0)
-    k_start, v_start = origin(K, b, h // G, k0), origin(V, b, h // G, k0)
-    at_k, at_v = offsets(K, B_C, d, BLOCK), offsets(V, B_C, d_v, BLOCK_V)
-    acc = tl.zeros([B_R, BLOCK], tl.float32)
-    shift = N - M
-    at = list_at(visits, b, h, t)
-    lo, full_lo, full_hi, hi = key_range(visits, at, mask, b, i0 + shift, tl.minimum(i0 + B_R, M) - 1 + shift, N, B_C)
+    place = Place(b, h, matrix, i0, M, N, N - M)
+    q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
+    do = load_rows(block(dO, b, h, q0, B_R, d_v), i0, M, True)  # (B_r, d_v)
+    lse = load_row_values(origin(L, b, h, q0), i0, B_R, M, float("inf"), True)
+    sums = load_row_values(origin(D, b, h, q0), i0, B_R, M, 0.0, True)
+    keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
+    acc = tl.zeros(q.shape, tl.float32)
+    lists = list_at(variant.visits, b, h, t)
+    lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):
-        acc = dq_step(
-            tile_at(visits, at, x), acc, q, do, lse, sums, K, V, k_start, v_start, at_k, at_v,
-            (b, h, bh, i0, N, shift), (mask, scores, dropout), c, one, (d, d_v, PRECISION), False,
-        )  # fmt: skip
+        j0 = tile_at(variant.visits, lists, x) * B_C
+        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, c, one, False, PRECISION)
     for x in range(full_lo - lo + hi - full_hi):
-        acc = dq_step(
-            partial_at(visits, at, x, lo, full_lo, full_hi), acc, q, do, lse, sums, K, V, k_start, v_start, at_k, at_v,
-            (b, h, bh, i0, N, shift), (mask, scores, dropout), c, one, (d, d_v, PRECISION), True,
-        )  # fmt: skip
-    store_rows(origin(dQ, b, h, q0), dQ, offsets(dQ, B_R, d, BLOCK), i0, M, acc * factor, d)
+        j0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C
+        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, c, one, True, PRECISION)
+    store_rows(block(dQ, b, h, q0, B_R, d), i0, M, acc * factor)
 
 
 @triton.jit(
     do_not_specialize=[
-        "L", "D", "dBias", "mask", "scores", "dropout", "M", "N", "H", "rows", "columns", "heads", "tiles_r", "tiles_c",
+        "L", "D", "dBias", "variant", "M", "N", "H", "rows", "columns", "heads", "tiles_r", "tiles_c",
         "b_each", "h_each", "r_each", "c_each",
     ]
 )  # fmt: skip
 def dbias(
-    Q, K, V, dO, L, D, dBias, mask, scores, dropout, c, M, N, H, rows, columns, heads, tiles_r, tiles_c,
+    Q, K, V, dO, L, D, dBias, variant, c, M, N, H, rows, columns, heads, tiles_r, tiles_c,
     b_each, h_each, r_each, c_each,
     WHICH: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, G: tl.constexpr, d: tl.constexpr,
     d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
@@ -225,31 +192,25 @@ def dbias(
     program = tl.program_id(0)
     t_c, t_r = program % tiles_c, program // tiles_c % tiles_r
     h0, b0 = program // tiles_c // tiles_r % heads, program // tiles_c // tiles_r // heads
-    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
-    BLOCK_V: tl.constexpr = max(16, triton.next_power_of_2(d_v))
-    i_in, j_in = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
+    i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
     acc = tl.zeros([B_R, B_C], tl.float32)
     for x in range(b_each * h_each * r_each * c_each):
         i0, j0 = (t_r + x // c_each % r_each) * B_R, (t_c + x % c_each) * B_C
         h, b = h0 + x // c_each // r_each % h_each, b0 + x // c_each // r_each // h_each
-        q = load_rows(origin(Q, b, h, 0), Q, offsets(Q, B_R, d, BLOCK), i0, M, d, True)  # (B_r, d)
-        do = load_rows(origin(dO, b, h, 0), dO, offsets(dO, B_R, d_v, BLOCK_V), i0, M, d_v, True)  # (B_r, d_v)
-        k = load_rows(origin(K, b, h // G, 0), K, offsets(K, B_C, d, BLOCK), j0, N, d, True)  # (B_c, d)
-        v = load_rows(origin(V, b, h // G, 0), V, offsets(V, B_C, d_v, BLOCK_V), j0, N, d_v, True)  # (B_c, d_v)
-        i = i0 + tl.arange(0, B_R)
-        lse = tl.load(origin(L, b, h, 0) + i, mask=i < M, other=float("inf"))
-        sums = tl.load(origin(D, b, h, 0) + i, mask=i < M, other=0.0)
+        q = load_rows(block(Q, b, h, 0, B_R, d), i0, M, True)  # (B_r, d)
+        do = load_rows(block(dO, b, h, 0, B_R, d_v), i0, M, True)  # (B_r, d_v)
+        k = load_rows(block(K, b, h // G, 0, B_C, d), j0, N, True)  # (B_c, d)
+        v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
+        lse = load_row_values(origin(L, b, h, 0), i0, B_R, M, float("inf"), True)
+        sums = load_row_values(origin(D, b, h, 0), i0, B_R, M, 0.0, True)
         S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
         dP = tl.dot(do, v.T, input_precision=PRECISION)  # (B_r, B_c)
-        _, dS = scores_gradient(
-            S, dP, lse[:, None], sums[:, None], (b, h, b * H + h, N, N - M), (mask, scores, dropout), c,
-            i0, i_in, j0, j_in, WHICH + 1, True,
-        )  # fmt: skip
-        acc += dS
+        place = Place(b, h, b * H + h, i0, M, N, N - M)
+        acc += scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, c, i, j0, j, True, WHICH + 1)[1]
     if ONE_ROW:
         acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
     if ONE_COLUMN:
         acc = tl.broadcast_to(tl.sum(acc, 1, keep_dims=True), acc.shape)
-    i, j = t_r * B_R + i_in, t_c * B_C + j_in
+    i, j = t_r * B_R + i, t_c * B_C + j
     at = origin(dBias, b0, h0, 0) + i.to(tl.int64) * dBias.row + j.to(tl.int64) * dBias.entry
     tl.store(at, acc.to(dBias.ptr.dtype.element_ty), mask=(i < rows) & (j < columns))

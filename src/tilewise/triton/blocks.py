@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..tile.masks import key_tiles, query_tiles, visible
+from ..tile.rows import origin
 
 
 class Visits(NamedTuple):
@@ -17,36 +18,64 @@ class Visits(NamedTuple):
     row: object
 
 
-@triton.jit
-def offsets(X, B: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the entries of B consecutive rows lie from the first; 64-bit.  # (B, BLOCK)"""
-    return tl.arange(0, B).to(tl.int64)[:, None] * X.row + tl.arange(0, BLOCK)[None, :] * X.entry
+class Variant(NamedTuple):
+    """What makes one attention differ from another: values that the kernels call."""
+
+    mask: tuple
+    scores: tuple
+    dropout: object
+    visits: object
+
+
+class Block(NamedTuple):
+    """A block of rows that walks along an operand: its first address, its rows' offsets and which entries exist."""
+
+    start: object
+    at: object
+    row: object
+    exists: object
+
+
+class Place(NamedTuple):
+    """Which tile a program owns: batch entry, head, score matrix b H + h, its first row (or key), lengths, N - M."""
+
+    b: object
+    h: object
+    matrix: object
+    i0: object
+    M: object
+    N: object
+    shift: object
 
 
 @triton.jit
-def load_rows(start, X, at, first, length, D: tl.constexpr, CHECK: tl.constexpr):
-    """Rows first.. of an operand, zero past `length` (if CHECK) and past size D.  # (B, BLOCK)"""
-    ptr = start + tl.cast(first, tl.int64) * X.row + at
-    B: tl.constexpr = at.shape[0]
-    BLOCK: tl.constexpr = at.shape[1]
-    if CHECK:
-        inside = (first + tl.arange(0, B) < length)[:, None]
-        if BLOCK != D:
-            inside = inside & (tl.arange(0, BLOCK) < D)[None, :]
-        return tl.load(ptr, mask=inside, other=0.0)
-    elif BLOCK != D:
-        return tl.load(ptr, mask=(tl.arange(0, BLOCK) < D)[None, :], other=0.0)
+def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
+    """B rows of head h from row `first` on; 64-bit offsets, padded to a power of two.  # (B, BLOCK)"""
+    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
+    entries = tl.arange(0, BLOCK)
+    at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :] * X.entry
+    if BLOCK == d:
+        exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
     else:
-        return tl.load(ptr)
+        exists = (entries < d)[None, :]
+    return Block(origin(X, b, h, first), at, X.row, exists)
 
 
 @triton.jit
-def store_rows(start, X, at, first, length, x, D: tl.constexpr):
-    """Writes the rows below `length` and the entries below D."""
-    B: tl.constexpr = at.shape[0]
-    BLOCK: tl.constexpr = at.shape[1]
-    inside = (first + tl.arange(0, B) < length)[:, None] & (tl.arange(0, BLOCK) < D)[None, :]
-    tl.store(start + tl.cast(first, tl.int64) * X.row + at, x.to(X.ptr.dtype.element_ty), mask=inside)
+def load_rows(X, first, length, CHECK: tl.constexpr):
+    """Rows first.. of a block, zero past `length` (if CHECK) and past the head size.  # (B, BLOCK)"""
+    ptr = X.start + tl.cast(first, tl.int64) * X.row + X.at
+    inside = X.exists
+    if CHECK:
+        inside = inside & (first + tl.arange(0, X.at.shape[0]) < length)[:, None]
+    return tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(X, first, length, x):
+    """Writes the rows below `length` and the entries that exist."""
+    inside = X.exists & (first + tl.arange(0, X.at.shape[0]) < length)[:, None]
+    tl.store(X.start + tl.cast(first, tl.int64) * X.row + X.at, x.to(X.start.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,21 +88,23 @@ def list_at(visits, b, h, t):
 
 
 @triton.jit
-def key_range(visits, at, mask, b, first, last, N, B_C: tl.constexpr):
-    """Positions (lo, full_lo, full_hi, hi) of the key tiles that rows first..last visit."""
-    if visits is None:
-        return key_tiles(mask, b, first, last, N, B_C)
+def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
+    """Positions (lo, full_lo, full_hi, hi) of the key tiles that the rows from i0 on visit."""
+    if variant.visits is None:
+        last = tl.minimum(place.i0 + B_R, place.M) - 1
+        first = place.i0 + place.shift
+        return key_tiles(variant.mask, place.b, first, last + place.shift, place.N, B_C)
     else:
-        return list_range(at)
+        return list_range(lists)
 
 
 @triton.jit
-def query_range(visits, at, mask, b, first, last, M, shift, B_R: tl.constexpr):
-    """Positions of the query tiles that visit keys first..last."""
-    if visits is None:
-        return query_tiles(mask, b, first, last, M, shift, B_R)
+def query_range(variant, lists, b, j0, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
+    """Positions of the query tiles that visit the keys from j0 on."""
+    if variant.visits is None:
+        return query_tiles(variant.mask, b, j0, tl.minimum(j0 + B_C, N) - 1, M, N - M, B_R)
     else:
-        return list_range(at)
+        return list_range(lists)
 
 
 @triton.jit
@@ -99,7 +130,7 @@ def partial_at(visits, at, x, lo, full_lo, full_hi):
     return tile_at(visits, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
-@triton.jit(do_not_specialize=["mask", "M", "N", "heads", "tiles", "across"])
+@triton.jit(do_not_specialize=["visits", "mask", "M", "N", "heads", "tiles", "across"])
 def list_tiles(visits, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr):
     """Writes the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
     program = tl.program_id(0)

@@ -17,7 +17,7 @@ from ..tile.dropout import Dropout
 from ..tile.rows import Packed, Rows
 from ..tile.softmax import LOG2E
 from . import backward as kernels
-from .blocks import Visits, list_tiles
+from .blocks import Variant, Visits, list_tiles
 from .forward import forward as forward_kernel
 from .tiles import DKDV, DQ, FORWARD, Tiles, choose
 
@@ -137,8 +137,8 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), row_values(p, saved.lse), packed(p, x), sink, parts, changes,
-        dropout(p, saved.seed), lists, pl.c, p.M, p.N, p.H, heads, pl.section, tiles,
+        *(rows(p, t) for t in (*x[:3], saved.o)), row_values(p, saved.lse), packed(p, x), sink,
+        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, p.M, p.N, p.H, heads, pl.section, tiles,
     )  # fmt: skip
     yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)})
 
@@ -148,8 +148,9 @@ def backward_launches(
 ) -> Iterator[Launch]:
     """Delta; dK and dV; dQ; and one for every bias that wants a gradient."""
     pl = plan(p)
-    where, dropped = packed(p, x), dropout(p, saved.seed)
+    where = packed(p, x)
     parts, changes, _ = device_values(p, x)
+    variant = Variant(parts, changes, dropout(p, saved.seed), None)
 
     tiles, heads = triton.cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else row_values(p, dlse)
@@ -157,30 +158,29 @@ def backward_launches(
     yield Launch(kernels.delta, heads * tiles, arguments, {"d_v": p.D_v, "B_R": DELTA_ROWS})
 
     given = (*(rows(p, t) for t in (*x[:3], do)), row_values(p, saved.lse), row_values(p, delta))
-    values = (where, parts, changes, dropped)
     lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H_k, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.k), rows(p, grads.v), *values, lists, *sizes)
+    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)})
 
     lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.q), *values, lists, *sizes)
+    arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)})
 
     index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
     for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
         grad = grads.extra[index] if issubclass(kind, Bias) else None
         if grad is not None:
-            yield _bias_launch(p, given, values[1:], grad, position + 1)  # entry 0 of the kernel's scores is the scale
+            yield _bias_launch(p, given, variant, grad, position + 1)  # entry 0 of the kernel's scores is the scale
         index += len(kind.captures)
 
 
-def _bias_launch(p: Problem, given: Any, values: Any, grad: Tensor, which: int) -> Launch:
+def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: int) -> Launch:
     pl = plan(p)
     B_r, B_c = pl.dq.B_r, pl.dq.B_c
     whole = grad[(None,) * (4 - grad.ndim)]
@@ -193,7 +193,7 @@ def _bias_launch(p: Problem, given: Any, values: Any, grad: Tensor, which: int) 
     )  # fmt: skip
     stride = whole.stride()
     arguments = (
-        *given, Rows(grad, stride[0], stride[2], stride[1], stride[3]), *values,
+        *given, Rows(grad, stride[0], stride[2], stride[1], stride[3]), variant,
         pl.c, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
     )  # fmt: skip
     constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}

@@ -26,15 +26,286 @@ constant per row is left out); S_dmask is exact, and not padded to multiples of 
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-import tilewise as tw
+from ... import reference
+from ...api import attention
+from ...layout import Varlen
+from ...mask import Causal, Full, Mask, Window
+from ...problem import Unsupported
+from ...score import Alibi, Score, SoftCap
 
-from . import probabilities
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
-Window = Sequence[int | Tensor]
+Sides = Sequence[int | Tensor]
+Length = int | Tensor
 Result = Any
 """out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (B, M, H, D) over k, v (B, N, H_k, D); arguments and results: see this module."""
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func of q (B, M, H, D) and kv (B, N, 2, H_k, D)."""
+    k, v = _unstack("kv", kv, 2)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func of qkv (B, N, 3, H, D)."""
+    q, k, v = _unstack("qkv", qkv, 3)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """flash_attn_func of packed sequences: q (T, H, D), k and v (T', H_k, D). block_table must be None."""
+    if block_table is not None:
+        raise Unsupported(
+            "flash_attn_varlen_func: block_table is not None, but keys and values in pages are not supported; "
+            "gather the pages into k and v, and leave block_table out"
+        )
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, _number(max_seqlen_q), _number(max_seqlen_k))
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func of q (T, H, D) and kv (T', 2, H_k, D)."""
+    k, v = _unstack("kv", kv, 2)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, _number(max_seqlen_q), _number(max_seqlen_k))
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func of qkv (T, 3, H, D)."""
+    q, k, v = _unstack("qkv", qkv, 3)
+    layout = Varlen(cu_seqlens, cu_seqlens, _number(max_seqlen), _number(max_seqlen))
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> NoReturn:
+    """Raises Unsupported: there is no kernel that appends to a cache."""
+    raise Unsupported(
+        "flash_attn_with_kvcache: no kernel here appends to a key-value cache; turn q and k with tilewise.rotary, "
+        "write k and v into the cache, and call flash_attn_func on the part that is filled, or flash_attn_varlen_func "
+        "if the sequences' lengths differ"
+    )
+
+
+class _Options(NamedTuple):
+    """What a call of any of these functions means to `tilewise.attention`."""
+
+    mask: Mask
+    score: list[Score]
+    scale: float | None
+    deterministic: bool
+
+
+def _options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> _Options:
+    left, right = (None if side < 0 else _number(side) for side in window_size)
+    if causal:
+        mask = Causal() if left is None else Window(left, 0)
+    else:
+        mask = Full() if left is None and right is None else Window(left, right)
+    score: list[Score] = [] if softcap == 0.0 else [SoftCap(softcap)]
+    if alibi_slopes is not None:
+        score.append(Alibi(alibi_slopes))
+    return _Options(mask, score, softmax_scale, deterministic)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: _Options,
+    layout: Varlen | None,
+    dropout: float,
+    return_attn_probs: bool,
+) -> Result:
+    """The call that all functions come down to."""
+    if not return_attn_probs:
+        return attention(q, k, v, **options._asdict(), dropout=dropout, layout=layout)
+    seed = int(torch.randint(-(2**63), 2**63 - 1, ())) if dropout > 0.0 else None
+    o, lse = attention(q, k, v, **options._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
+    if seed is None:
+        return o, lse, q.new_empty(0)
+    whole = _Whole(options, dropout, seed)
+    return o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout)
+
+
+def _unstack(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
+    if x.ndim not in (4, 5) or x.shape[-3] != count:
+        raise ValueError(
+            f"{name} must have shape (B, length, {count}, heads, head size), or packed (T, {count}, heads, head size), "
+            f"got {tuple(x.shape)}"
+        )
+    return x.unbind(-3)
+
+
+def _number(number: int | Tensor) -> int:
+    return int(number) if isinstance(number, Tensor) else number
+
+
+class _Whole(NamedTuple):
+    """Builds the whole matrix P, negated where dropout removed an entry."""
+
+    options: _Options
+    dropout: float
+    seed: int
+
+    @torch.no_grad()
+    def padded(self, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        """(B, H, M, N) in q's type."""
+        P = q.new_zeros(*lse.shape, k.shape[1])
+        for b in range(P.shape[0]):
+            P[b] = self.entry(b, q[b], k[b], lse[b])
+        return P
+
+    @torch.no_grad()
+    def packed(self, q: Tensor, k: Tensor, lse: Tensor, layout: Varlen) -> Tensor:
+        """(B, H, longest M, longest N), each sequence in its upper left corner; lse (H, T)."""
+        starts_q, starts_k = layout.cu_q.tolist(), layout.cu_k.tolist()
+        P = q.new_zeros(len(starts_q) - 1, q.shape[1], *layout.longest())
+        for b in range(P.shape[0]):
+            rows, columns = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+            corner = self.entry(b, q[rows], k[columns], lse[:, rows])
+            P[b, :, : corner.shape[1], : corner.shape[2]] = corner
+        return P
+
+    def entry(self, b: int, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        """Batch entry b alone: (H, M, N) from q (M, H, D), k (N, H_k, D), lse (H, M)."""
+        (M, H, D), N = q.shape, k.shape[0]
+        k = k.repeat_interleave(H // k.shape[1], 1)
+        S = torch.einsum("mhd,nhd->hmn", q.to(lse.dtype), k.to(lse.dtype))[None]
+        S = S * (D**-0.5 if self.options.scale is None else self.options.scale)
+        i, j = torch.arange(M, device=q.device)[:, None], torch.arange(N, device=q.device)[None, :]
+        for change in self.options.score:
+            alone: Any = change.at(b)
+            S = alone.apply(S, i + N - M, j, N - M)
+        hidden = ~self.options.mask.dense(M, N).to(q.device)
+        P = torch.exp(S[0] - lse[:, :, None]).masked_fill(hidden, 0.0)
+        row = b * H + torch.arange(H, device=q.device)[:, None, None]
+        return torch.where(reference.dropout_keep(self.seed, row, i, j, self.dropout), P, -P).to(q.dtype)

@@ -1,0 +1,78 @@
+"""Between padded batches and packed sequences, in plain differentiable torch."""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002, the package's name
+    """Rows `indices` (n,) of input (rows, …): (n, …). A row that is taken twice gets both gradients."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros (first_axis_dim, …), with values (n, …) in the distinct rows `indices` (n,)."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, …) from packed rows (n, …) and their places (n,) in the flattened batch; zeros elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Packs the rows of hidden_states (B, S, …) that attention_mask shows. Synchronises with a GPU.
+
+    Args:
+        hidden_states: (B, S, …).
+        attention_mask: (B, S), bool or integer, nonzero where a row is real.
+        unused_mask: (B, S) or None, nonzero where a row is kept, but not used; it must not overlap attention_mask.
+
+    Returns:
+        The packed rows (n, …); their places (n,) in the flattened batch, int64; cu_seqlens int32 (B + 1,); the longest
+        length; and seqused int32 (B,), how many rows of each sequence attention_mask shows.
+    """
+    used = attention_mask != 0
+    kept = used if unused_mask is None else used | (unused_mask != 0)
+    indices = kept.flatten().nonzero().flatten()
+    lengths = kept.sum(1, dtype=torch.int32)
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return packed, indices, _starts(lengths), _longest(lengths), used.sum(1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Packs rows of which each holds several sequences one after the other. Synchronises with a GPU.
+
+    Args:
+        hidden_states: (B, S, …).
+        attention_mask_in_length: integers (B, S): the lengths of the sequences in each row, in any of its places but
+            in their order, and zeros: [[2, 3, 0, 0, 0, 0]] is 2 positions, then 3, then one of padding.
+
+    Returns:
+        The packed rows (n, …); their places (n,) in the flattened batch, int64; cu_seqlens int32, one sequence per
+        nonzero length; and the longest length.
+    """
+    filled = attention_mask_in_length.sum(1, keepdim=True)  # (B, 1)
+    real = torch.arange(hidden_states.shape[1], device=filled.device) < filled  # (B, S)
+    indices = real.flatten().nonzero().flatten()
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _starts(lengths), _longest(lengths)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0

@@ -1,0 +1,1 @@
+"""Layers of the flash_attn package that models import by name."""

@@ -1,0 +1,173 @@
+"""Rotary embedding as the flash_attn package spells it, over `tilewise.rotary`."""
+
+import torch
+from torch import Tensor
+
+from ....rotary import rotary, rotary_qk
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Turns the first R dimensions of x (B, S, H, D), with cu_seqlens (T, H, D); cos and sin (positions, R / 2).
+
+    With `inplace` x itself is written and returned; torch's rules for writing to a tensor that needs a gradient hold.
+    max_seqlen is not needed here. Otherwise as `tilewise.rotary`.
+    """
+    if not inplace:
+        return rotary(x, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens)
+    turning = x[..., : 2 * cos.shape[-1]]
+    turning.copy_(rotary(turning, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens))
+    return x
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turns q and k in place within qkv, and returns it.
+
+    Args:
+        qkv: (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q.
+        cos, sin: (positions, R / 2), for q, and for k unless it has cos_k, sin_k of its own.
+        interleaved, seqlen_offsets: as for `apply_rotary_emb`.
+        num_heads_q: H_q.
+
+    Raises:
+        ValueError: a shape does not fit; TypeError, ValueError, RuntimeError as `tilewise.rotary`.
+    """
+    q, k = (part[..., : 2 * cos.shape[-1]] for part in _queries_keys(qkv, num_heads_q))
+    if cos_k is None and sin_k is None:
+        turned = rotary_qk(q, k, cos, sin, interleaved=interleaved, offsets=seqlen_offsets)
+    else:
+        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+        turned = (
+            rotary(q, cos, sin, interleaved=interleaved, offsets=seqlen_offsets),
+            rotary(k, cos_k, sin_k, interleaved=interleaved, offsets=seqlen_offsets),
+        )
+    q.copy_(turned[0])
+    k.copy_(turned[1])
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Turns k in place within kv (B, S, 2, H_k, D), and returns it."""
+    if kv.ndim != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv must have shape (B, S, 2, H_k, D), got {tuple(kv.shape)}")
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+    """Views of q and k."""
+    if qkv.ndim == 5 and qkv.shape[2] == 3:
+        return qkv[:, :, 0], qkv[:, :, 1]
+    if qkv.ndim != 4:
+        raise ValueError(
+            f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}"
+        )
+    if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are q's, an even number being left, "
+            f"got {num_heads_q}"
+        )
+    H_k = (qkv.shape[2] - num_heads_q) // 2
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + H_k]
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Keeps the tables for head size `dim` and turns qkv, or q and kv, in place (RoFormer, Su et al. 2021).
+
+    Position p turns pair n by p * base ** (-2 n / dim). With `scale_base` (512 is usual), q is also scaled by
+    zeta ** ((p - middle) / scale_base) and k by its inverse, zeta_n = (2 n + 0.4 dim) / (1.4 dim): XPos (Sun et al.
+    2022). The tables are fp32 whatever the model's type, and grow when a longer sequence comes.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Turns in place, and returns what it was given.
+
+        Args:
+            qkv: as for `apply_rotary_emb_qkv_`; with kv, q alone (B, S, H, D).
+            kv: (B, S, 2, H_k, D), or None.
+            seqlen_offset: an int or a tensor (B,), added to positions; a tensor needs max_seqlen.
+            max_seqlen: how many positions there can be, offsets included.
+            num_heads_q: as for `apply_rotary_emb_qkv_`.
+        """
+        if max_seqlen is None:
+            if isinstance(seqlen_offset, Tensor):
+                raise ValueError("max_seqlen must be given if seqlen_offset is a tensor: the largest position plus one")
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv.device)
+        if kv is None:
+            own = (None, None) if self.scale_base is None else (cos_k, sin_k)
+            return apply_rotary_emb_qkv_(qkv, cos, sin, *own, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _tables_for(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """cos and sin for q, then for k; built anew for another device or more positions."""
+        if self._tables is None or self._tables[0].shape[0] < positions or self._tables[0].device != device:
+            # recomputed, as a model converted to half precision has rounded the buffer
+            angles = torch.outer(torch.arange(positions, device=device).float(), self._frequencies(device))
+            scale = self._scale(positions, device)
+            cos, sin = angles.cos(), angles.sin()
+            self._tables = cos * scale, sin * scale, cos / scale, sin / scale
+        return self._tables
+
+    def _scale(self, positions: int, device: torch.device) -> Tensor:
+        if self.scale_base is None:
+            return torch.ones((), device=device)
+        zeta = (torch.arange(0, self.dim, 2, device=device) + 0.4 * self.dim) / (1.4 * self.dim)
+        power = (torch.arange(positions, device=device) - positions // 2) / self.scale_base
+        return zeta ** power[:, None]
