@@ -27,17 +27,23 @@ def why_not(p: Problem) -> list[str]:
 
 
 def forward(p: Problem, x: Operands) -> Saved:
-    q, k, v = (t.transpose(1, 2) for t in x[:3])
+    q, k, v = (_heads_first(t) for t in x[:3])
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, bool(p.recipe.mask), scale=p.scale)
-    return Saved(o.transpose(1, 2).contiguous(), lse.to(_lse_type(p)).contiguous(), None)
+    lse = lse.to(_lse_type(p)).masked_fill(lse == torch.inf, torch.nan)  # inf - inf, as everywhere else
+    return Saved(o.transpose(1, 2).contiguous(), lse.contiguous(), None)
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: torch.Tensor) -> Grads:
-    q, k, v, o, do = (t.transpose(1, 2) for t in (*x[:3], saved.o, do))
+    q, k, v, o, do = (_heads_first(t) for t in (*x[:3], saved.o, do))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, saved.lse, 0.0, bool(p.recipe.mask), scale=p.scale
     )
     return Grads(*(g.transpose(1, 2).contiguous() for g in grads), ())
+
+
+def _heads_first(t: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) with the entries of a row side by side, which the kernel takes for granted."""
+    return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
 
 
 def _lse_type(p: Problem) -> torch.dtype:
