@@ -1,0 +1,309 @@
+"""The one rule: as accurate as plain torch.
+
+The truth is `tilewise.reference` in fp64. Plain torch is attention written out, in the inputs' own type, with
+autograd's gradients. For o, lse, dq, dk, dv, dbias and dsink alike, the largest error may be a factor times that of
+plain torch, plus two units in the last place of the tensor's largest entry. Where the truth is not finite, neither is
+the result.
+
+Two things make "that of plain torch" a measure rather than luck on tensors of a few hundred numbers. Plain torch sums
+in several orders (rows, keys and head size shuffled, q or the logits scaled, which leaves the truth as it is), and the
+worst counts. And its gradients are taken in both forms, whichever errs more: through the softmax, which keeps P; and
+the paper's, which like every back end computes S again, summing in another order, P = 2^(S log2 e - L log2 e) from it,
+and subtracts delta = rowsum(dO * O).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilewise as tw
+from tilewise import reference
+from tilewise.mask import intersect
+
+from .cases import Call, Case
+
+Results = dict[str, Tensor]
+"""o, lse, dq, dk, dv, and where there are any dbias0, dbias1, … and dsink."""
+
+LOG2E = math.log2(math.e)
+UNITS = 2
+"""In the last place."""
+
+ORDERS = {"tiny": 16, "large": 4}
+"""In which plain torch sums; among many numbers the worst is less a matter of luck."""
+
+OF_LARGEST = {"bf16x3": 2e-5, "tf32": 2e-3}
+"""On a GPU these precisions are measured by the tensor's largest entry."""
+
+
+def run(case: Case, call: Call, backend: str | None) -> Results:
+    """What a back end gives, through the public functions."""
+    leaves, score, sink = _leaves(call)
+    o, lse = tw.attention(
+        leaves["dq"],
+        leaves["dk"],
+        leaves["dv"],
+        score=score,
+        sink=sink,
+        seed=call.seed,
+        return_lse=True,
+        **options(case, call, backend),
+    )
+    return _differentiate(call, leaves, o, lse)
+
+
+def options(case: Case, call: Call, backend: str | None) -> dict[str, Any]:
+    """The arguments of `attention` and `explain` that have no gradient."""
+    return {
+        "mask": call.mask,
+        "scale": case.scale,
+        "dropout": case.dropout,
+        "layout": call.layout,
+        "precision": case.precision,
+        "deterministic": case.deterministic,
+        "backend": backend,
+    }
+
+
+def truth(case: Case, call: Call) -> Results:
+    """The reference in fp64."""
+    if call.layout is None:
+        return _true_results(case, call)
+    parts = [{n: t if n == "dsink" else t[b] for n, t in _true_results(case, c).items()} for b, c in _sequences(call)]
+    if not parts:
+        return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in written_out(case, call)[0].items()}
+    joined = {n: torch.cat([part[n] for part in parts], -1 if n == "lse" else 0) for n in parts[0] if n != "dsink"}
+    return joined | ({"dsink": sum(part["dsink"] for part in parts)} if "dsink" in parts[0] else {})
+
+
+def written_out(case: Case, call: Call, order: int = 0) -> list[Results]:
+    """Plain torch: attention written out in the type of the inputs, with both forms of its gradients."""
+    leaves, score, sink = _leaves(call)
+    live = call._replace(q=leaves["dq"], k=leaves["dk"], v=leaves["dv"], score=score, sink=sink)
+    if call.layout is None:
+        o, lse, paper = _attention_written_out(case, live, order)
+    else:
+        rows = live.q[:0, :, :1]
+        parts = [(rows.expand(-1, -1, call.v.shape[-1]), rows[..., 0].mT, rows.sum())]
+        for b, c in _sequences(live):
+            o, lse, paper = _attention_written_out(case, c, order)
+            parts.append((o[b], lse[b], paper))
+        o, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], -1)
+        paper = torch.stack([part[2] for part in parts]).sum()
+    wanted = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    by_paper = torch.autograd.grad(paper, list(leaves.values()), **wanted)
+    by_autograd = _differentiate(call, leaves, o, lse)
+    return [by_autograd, by_autograd | dict(zip(leaves, by_paper, strict=True))]
+
+
+def plain_errors(case: Case, call: Call, true: Results) -> dict[str, float]:
+    """The largest errors of plain torch, over the orders it sums in and the forms of its gradients."""
+    found = [errors(form, true) for order in range(ORDERS[case.size]) for form in written_out(case, call, order)]
+    return {name: max(error[name] for error in found) for name in true}
+
+
+def memory_efficient(case: Case, call: Call) -> Results:
+    """Torch's memory-efficient kernel on a GPU, where it covers the case; else nothing."""
+    covered = call.q.is_cuda and not (case.lengths or call.score or case.sink or case.dropout or 0 in call.q.shape)
+    if not (covered and case.H_k == case.H and case.D % 8 == 0 and case.values == "normal" and case.N > 0):
+        return {}
+    leaves, *_ = _leaves(call)
+    seen = call.mask.dense(case.M, case.N).to(call.q.device)
+    seen = seen.expand(case.B, case.H, case.M, case.N)
+    if not bool(seen.any(-1).all()):
+        return {}
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        q, k, v = (leaves[name].transpose(1, 2) for name in ("dq", "dk", "dv"))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=case.scale).transpose(1, 2)
+    if case.loss != "o":
+        return {"o": o.detach()}
+    return _differentiate(call._replace(dlse=None), leaves, o, o)
+
+
+def errors(got: Results, true: Results) -> dict[str, float]:
+    """The largest error of each result where the truth is finite."""
+    return {name: _largest((got[name].double() - t)[t.isfinite()]) for name, t in true.items() if name in got}
+
+
+def bounds(case: Case, call: Call, true: Results) -> dict[str, float]:
+    """The largest error that the rule allows in each result."""
+    if call.q.is_cuda and case.precision in OF_LARGEST:
+        return {name: OF_LARGEST[case.precision] * _largest(t[t.isfinite()]) for name, t in true.items()}
+    if case.dtype == torch.float64:  # the truth is as rounded as the result: scale what fp32 does to the same numbers
+        plain = {name: error * 2.0**-29 for name, error in plain_errors(case, _narrowed(call), true).items()}
+    else:
+        plain = plain_errors(case, call, true)
+    if case.precision in ("fp16x3", "tf32x3") and call.q.is_cuda:
+        rival = errors(memory_efficient(case, call), true)
+        plain = {name: max(error, rival.get(name, 0.0)) for name, error in plain.items()}
+        factor = 2.0
+    else:
+        factor = 1.5 if case.dtype == torch.float32 else 2.0
+    types = result_types(call)
+    return {name: factor * plain[name] + UNITS * unit(t, types[name]) for name, t in true.items()}
+
+
+def assert_as_accurate_as_torch(got: Results, true: Results, allowed: dict[str, float]) -> None:
+    """Every result has the truth's shape and non-finite entries, and no error above what is allowed."""
+    assert got.keys() == true.keys()
+    for name, t in true.items():
+        x = got[name]
+        assert x.shape == t.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(t.shape)}"
+        wrong = _kind(x) != _kind(t)
+        assert not wrong.any(), (
+            f"{name} is {x[wrong][:4].tolist()} where the truth is {t[wrong][:4].tolist()}, {int(wrong.sum())} entries"
+        )
+    found = errors(got, true)
+    misses = {name: (error, allowed[name]) for name, error in found.items() if not error <= allowed[name]}
+    told = "; ".join(f"{name} is off by {error:.3g}, allowed {bound:.3g}" for name, (error, bound) in misses.items())
+    assert not misses, told
+
+
+def result_types(call: Call) -> dict[str, torch.dtype]:
+    """The type that each result must have."""
+    exact = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    of_gradients = {name: t.dtype for name, t in _leaves(call)[0].items()}
+    return {"o": call.q.dtype, "lse": exact, **of_gradients}
+
+
+def unit(t: Tensor, dtype: torch.dtype) -> float:
+    """One unit in the last place of the largest finite entry, in a type."""
+    largest = _largest(t[t.isfinite()])
+    return math.ldexp(torch.finfo(dtype).eps, math.frexp(largest)[1] - 1) if largest else 0.0
+
+
+def _leaves(call: Call) -> tuple[Results, tuple[tw.Score, ...], Tensor | None]:
+    """Tensors to differentiate by, under their gradients' names; the scores and the sink made of them."""
+    leaves = {f"d{name}": getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    score = list(call.score)
+    for index, change in enumerate(score):
+        if isinstance(change, tw.Bias):
+            leaves[f"dbias{index}"] = change.bias.detach().requires_grad_()
+            score[index] = tw.Bias(leaves[f"dbias{index}"])
+    if call.sink is not None:
+        leaves["dsink"] = call.sink.detach().requires_grad_()
+    return leaves, tuple(score), leaves.get("dsink")
+
+
+def _differentiate(call: Call, leaves: Results, o: Tensor, lse: Tensor) -> Results:
+    """The results, with the gradients of o * do + lse * dlse."""
+    through = [(out, grad) for out, grad in ((o, call.do), (lse, call.dlse)) if grad is not None]
+    grads = torch.autograd.grad(
+        [out for out, _ in through],
+        list(leaves.values()),
+        [grad.to(out.dtype) for out, grad in through],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def _true_results(case: Case, call: Call) -> Results:
+    q, k, v = (t.double() for t in (call.q, call.k, call.v))
+    sink = None if call.sink is None else call.sink.double()
+    given = {"mask": call.mask, "score": call.score, "scale": case.scale, "sink": sink, "dropout": case.dropout}
+    seed = 0 if call.seed is None else int(call.seed)
+    o, lse = reference.attention(q, k, v, **given, seed=seed)
+    do = torch.zeros_like(o) if call.do is None else call.do.double()
+    dlse = None if call.dlse is None else call.dlse.double()
+    grads = reference.gradients(q, k, v, do, dlse, **given, seed=seed)
+    of_scores = {f"dbias{index}": grad for index, grad in enumerate(grads.scores) if grad is not None}
+    of_sink = {} if grads.sink is None else {"dsink": grads.sink}
+    return {"o": o, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v, **of_scores, **of_sink}
+
+
+def _attention_written_out(case: Case, call: Call, order: int) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, and a number whose gradients are the paper's formula for those of o * do + lse * dlse."""
+    M, N = call.q.shape[1], call.k.shape[1]
+    rows, keys, size_v = (_shuffled(n, order, call.q.device) for n in (M, N, call.v.shape[-1]))
+    q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))  # (B, H, S, D)
+    k, v = (t.repeat_interleave(case.H // case.H_k, 1) for t in (k, v))
+    q, k, v = q[:, :, rows], k[:, :, keys], v[:, :, keys][..., size_v]
+    i, j = rows[:, None], keys[None, :]
+    seen = call.mask.dense(M, N).to(q.device).expand(*q.shape[:2], M, N)[:, :, i, j]
+
+    def logits(order: int) -> Tensor:
+        size = _shuffled(case.D, order, q.device)
+        scale = case.D**-0.5 if case.scale is None else case.scale
+        S = (q[..., size] * scale) @ k[..., size].mT if order % 2 else q[..., size] @ k[..., size].mT * scale
+        for change in call.score:
+            S = change.apply(S, i + (N - M), j, N - M)
+        S = S.masked_fill(~seen, -torch.inf)
+        if call.sink is not None:
+            S = torch.cat([S, call.sink.to(S.dtype)[:, None, None].expand(*S.shape[:3], 1)], -1)
+        return S
+
+    S = logits(order)
+    blind = S.isneginf().all(-1, keepdim=True)
+    P = torch.softmax(S.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    wide = S.to(torch.promote_types(S.dtype, torch.float32))
+    lse = torch.logsumexp(wide.masked_fill(blind, 0.0), -1, keepdim=True) if S.shape[-1] else wide.sum(-1, keepdim=True)
+    again = torch.exp2(logits(order + 1).to(wide.dtype) * LOG2E - lse.detach() * LOG2E).to(S.dtype)
+    kept: Tensor | float = 1.0
+    if call.seed is not None:
+        row = torch.arange(q.shape[0] * case.H, device=q.device).view(q.shape[0], case.H, 1, 1)
+        kept = reference.dropout_keep(int(call.seed), row, i, j, case.dropout) / (1.0 - case.dropout)
+        kept = kept.to(S.dtype)
+    o = P[..., :N] * kept @ v
+    do = torch.zeros_like(o) if call.do is None else call.do.transpose(1, 2)[:, :, rows][..., size_v]
+    delta = (o * do).detach().sum(-1, keepdim=True)
+    if call.dlse is not None:
+        delta = delta - call.dlse[:, :, rows, None].to(delta.dtype)
+    paper = ((again[..., :N] * kept @ v) * do).sum() - (again * delta).sum()
+    lse = lse.masked_fill(blind, -torch.inf).squeeze(-1)
+    back = torch.argsort(rows)
+    return o[:, :, back][..., torch.argsort(size_v)].transpose(1, 2), lse[:, :, back], paper
+
+
+def _shuffled(size: int, order: int, device: torch.device) -> Tensor:
+    """0 to size - 1; in order for order 0."""
+    generator = torch.Generator().manual_seed(order)
+    return (torch.randperm(size, generator=generator) if order else torch.arange(size)).to(device)
+
+
+def _sequences(call: Call) -> Iterator[tuple[int, Call]]:
+    """Each packed sequence b as a dense call, with b entries before it, so that dropout counts it as entry b."""
+    ends_q, ends_k = call.layout.cu_q.tolist(), call.layout.cu_k.tolist()  # type: ignore[union-attr]
+    for b in range(len(ends_q) - 1):
+        rows, columns = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
+        do, dlse = None, None
+        if call.do is not None:
+            do = call.do.new_zeros(b + 1, *call.do[rows].shape)
+            do[b] = call.do[rows]
+        if call.dlse is not None:
+            dlse = call.dlse.new_zeros(b + 1, *call.dlse[:, rows].shape)
+            dlse[b] = call.dlse[:, rows]
+        yield (
+            b,
+            call._replace(
+                q=call.q[rows].expand(b + 1, -1, -1, -1),
+                k=call.k[columns].expand(b + 1, -1, -1, -1),
+                v=call.v[columns].expand(b + 1, -1, -1, -1),
+                mask=intersect(tuple(part.at(b) for part in call.mask.parts)),
+                score=tuple(change.at(b) for change in call.score),
+                do=do,
+                dlse=dlse,
+                layout=None,
+            ),
+        )
+
+
+def _narrowed(call: Call) -> Call:
+    """An fp64 call in fp32."""
+    score = tuple(tw.Bias(c.bias.float()) if isinstance(c, tw.Bias) else c for c in call.score)
+    fields = ("q", "k", "v", "do", "dlse", "sink")
+    given = {name: t.float() for name in fields if (t := getattr(call, name)) is not None}
+    return call._replace(score=score, **given)
+
+
+def _largest(t: Tensor) -> float:
+    return t.double().abs().max().item() if t.numel() else 0.0
+
+
+def _kind(t: Tensor) -> Tensor:
+    """0 for finite numbers, 1 for inf, -1 for -inf, 2 for NaN."""
+    return t.isposinf().int() - t.isneginf().int() + 2 * t.isnan().int()

@@ -1,0 +1,95 @@
+"""Every case on every back end: as accurate as plain torch, and the same bits when run again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backend import load
+
+from . import rule
+from .cases import CASES, Call, Case, make
+
+GPU = torch.cuda.is_available()
+TRITON = "triton" if GPU else "triton-interpreter"
+BACKENDS = ("cpu", "cpu-tiled", TRITON)
+
+
+@contextmanager
+def chosen(backend: str) -> Iterator[str]:
+    """The back end's name for `attention`, and the CPU's set to the path that is meant."""
+    cpu: Any = load("cpu")
+    before, cpu.fuse = cpu.fuse, backend != "cpu-tiled"
+    try:
+        yield backend.partition("-")[0]
+    finally:
+        cpu.fuse = before
+
+
+@lru_cache(4)
+def prepared(case: Case, device: str) -> tuple[Call, rule.Results, dict[str, float]]:
+    """The tensors of a case, its true results, and the errors it may have."""
+    call = make(case, device)
+    true = rule.truth(case, call)
+    return call, true, rule.bounds(case, call, true)
+
+
+def skip_unless_taken(case: Case, backend: str, call: Call) -> None:
+    """Skips with the back end's own reasons if it refuses the case."""
+    name = backend.partition("-")[0]
+    tensors = {"score": call.score, "sink": call.sink}
+    reasons = tw.explain(call.q, call.k, call.v, **tensors, **rule.options(case, call, name)).refusals[name]
+    if reasons:
+        pytest.skip("; ".join(reasons))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
+    record_property("case", case.name)
+    record_property("backend", backend)
+    if backend == "triton-interpreter" and case.size != "tiny":
+        pytest.skip("too large for Triton's interpreter")
+    call, true, allowed = prepared(case, "cuda" if backend == "triton" else "cpu")
+    skip_unless_taken(case, backend, call)
+    with chosen(backend) as name:
+        first = rule.run(case, call, name)
+        again = rule.run(case, call, name)
+    assert {name: t.dtype for name, t in first.items()} == rule.result_types(call)
+    rule.assert_as_accurate_as_torch(first, true, allowed)
+    for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or backend != "triton" else [])):
+        same = torch.equal(first[result].nan_to_num(nan=7.0), again[result].nan_to_num(nan=7.0))
+        assert same, f"{result} differs when run again"
+
+
+def test_fresh_memory_is_poisoned():
+    like = torch.zeros(3, dtype=torch.bfloat16)
+    fresh = (torch.empty(3), torch.empty_like(like), like.new_empty(2), torch.empty_strided((2, 2), (1, 2)))
+    assert all(t.isnan().all() for t in fresh)
+
+
+@pytest.mark.skipif(not GPU, reason="without tensor cores bf16x6 is plain fp32")
+def test_the_bf16x6_forward_is_at_least_as_accurate_as_torch_over_the_list():
+    ratios = []
+    for case in CASES:
+        call, true, _ = prepared(case, "cuda")
+        if (
+            case.dtype != torch.float32
+            or case.precision not in (None, "bf16x6")
+            or case.values not in ("normal", "large")
+        ):
+            continue
+        taken = tw.explain(call.q, call.k, call.v, score=call.score, sink=call.sink, **rule.options(case, call, None))
+        if taken.refusals["triton"]:
+            continue
+        got = rule.errors(rule.run(case, call, None), true)["o"]
+        plain = rule.errors(rule.written_out(case, call)[0], true)["o"]
+        if plain > 0.0:
+            ratios.append(max(got, rule.unit(true["o"], torch.float32) / 2) / plain)
+    assert ratios
+    assert exp(sum(map(log, ratios)) / len(ratios)) <= 1.0

@@ -1,0 +1,70 @@
+"""What tests run under: Triton's interpreter where there is no GPU, fresh memory full of NaN, warnings as errors."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that its default will change
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which tilewise does on first use
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests share, such as conformance.cases
+
+OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
+"""What came out of each (case, back end) of the conformance tests."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--conformance-report", metavar="FILE", help="where to write what ran where, as JSON")
+
+
+def pytest_configure(config):
+    for line in (
+        "error",
+        "ignore:.*does not have a deterministic implementation:UserWarning",  # torch's kernels, compared with on a GPU
+        "ignore:.*encountered in:RuntimeWarning",  # numpy, in Triton's interpreter, on inf and NaN
+        "ignore:All-NaN:RuntimeWarning",
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+        "ignore::DeprecationWarning:triton",
+    ):
+        config.addinivalue_line("filterwarnings", line)
+    if config.option.durations is None:
+        config.option.durations = 10
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers share the cores
+    # Every torch.empty, empty_like, new_empty and resize_ gives NaN (integers: the largest), in C++ as in Python.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def pytest_runtest_logreport(report):
+    run = dict(report.user_properties)
+    if "case" in run and (report.when == "call" or report.outcome != "passed"):
+        reason = report.longrepr[2] if report.outcome == "skipped" else _last_error(report.longreprtext)
+        known = OUTCOMES.setdefault((run["case"], run["backend"]), {"outcome": "passed", "reason": ""})
+        if known["outcome"] != "failed" and report.outcome != "passed":
+            known.update(outcome=report.outcome, reason=reason.removeprefix("Skipped: ").strip())
+
+
+def _last_error(text):
+    lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E ")]
+    return lines[0] if lines else text
+
+
+def pytest_sessionfinish(session):
+    if not OUTCOMES or hasattr(session.config, "workerinput"):
+        return
+    file = session.config.getoption("--conformance-report")
+    path = Path(file) if file else session.config.cache.mkdir("conformance") / "report.json"
+    rows = [{"case": case, "backend": backend, **found} for (case, backend), found in OUTCOMES.items()]
+    path.write_text(json.dumps(rows, indent=1))
