@@ -12,7 +12,7 @@ __all__ = [
 ]
 
 
-def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002, the package's name
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` (n,) of input (rows, …): (n, …). A row that is taken twice gets both gradients."""
     return input.index_select(0, indices)
 

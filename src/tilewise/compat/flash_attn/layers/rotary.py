@@ -157,7 +157,10 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables_for(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """cos and sin for q, then for k; built anew for another device or more positions."""
-        if self._tables is None or self._tables[0].shape[0] < positions or self._tables[0].device != device:
+        kept = None if self._tables is None else self._tables[0]
+        # what inference mode made cannot be saved for a backward
+        stale = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
+        if self._tables is None or kept is None or stale or kept.shape[0] < positions or kept.device != device:
             # recomputed, as a model converted to half precision has rounded the buffer
             angles = torch.outer(torch.arange(positions, device=device).float(), self._frequencies(device))
             scale = self._scale(positions, device)
