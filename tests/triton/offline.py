@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
     shared: int
     """Bytes of shared memory."""
     loop_spills: int
-    """Local loads and stores inside the loops that hold matrix instructions (without any: inside all loops)."""
+    """Local loads and stores inside an innermost loop that holds matrix instructions: the worst such loop."""
     matrix: tuple[str, ...]
     """The kinds of matrix instructions found."""
     registers: int
@@ -62,7 +62,7 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 def use_target(name: str) -> None:
-    """Makes Triton compile for this chip."""
+    """Makes Triton compile for this chip: once per process, since compiled kernels are kept by device."""
     driver.set_active(Driver(gpu_target(name)))
 
 
@@ -92,9 +92,8 @@ def read(name: str, kernel: Any) -> Compiled:
         text = kernel.asm["amdgcn"]
         matrix, local, registers = r"\b(v_mfma|v_wmma)", r"\b(scratch_load|scratch_store|buffer_(?:load|store)\S* .*scratch)", 0
     found = tuple(sorted(set(re.findall(matrix, text))))
-    loops = _loops(text)
-    inner = [body for body in loops if re.search(matrix, body)] or loops
-    spills = max((len(re.findall(local, body)) for body in inner), default=0)
+    loops = [body for body in _innermost_loops(text) if re.search(matrix, body)]
+    spills = max((len(re.findall(local, body)) for body in loops), default=0)
     return Compiled(name, kernel.metadata.shared, spills, found, registers)
 
 
@@ -109,22 +108,22 @@ def _sass(cubin: bytes) -> tuple[str, str]:
         )
 
 
-def _loops(text: str) -> list[str]:
-    """The text between every backward branch and its target."""
+def _innermost_loops(text: str) -> list[str]:
+    """The text between every backward branch and its target, where no other such stretch lies inside."""
     lines = text.splitlines()
     at: dict[str, int] = {}
-    loops = []
+    stretches = []
     for number, line in enumerate(lines):
         if address := re.match(r"\s+/\*([0-9a-f]{4,})\*/", line):
             at[address.group(1).lstrip("0")] = number
         if label := re.match(r"(\.?L\S+):", line):
             at[label.group(1)] = number
         jump = re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)|\bs_c?branch\S* (\.?L\S+)", line)
-        if jump:
-            start = at.get((jump.group(1) or "").lstrip("0") or jump.group(2))
-            if start is not None:
-                loops.append("\n".join(lines[start:number]))
-    return loops
+        start = at.get((jump.group(1) or "").lstrip("0") or jump.group(2)) if jump else None
+        if start is not None:
+            stretches.append((start, number))
+    inner = [(a, b) for a, b in stretches if not any((c, d) != (a, b) and a <= c and d <= b for c, d in stretches)]
+    return ["\n".join(lines[a:b]) for a, b in inner]
 
 
 def main(targets: list[str]) -> None:

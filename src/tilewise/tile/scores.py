@@ -36,12 +36,6 @@ def back(scores, dS, S, b, h, i, j, STOP: tl.constexpr):
 
 
 @triton.jit
-def unchanged(dS, S, b, h, i, j, *captured):
-    """The gradient of adding something."""
-    return dS
-
-
-@triton.jit
 def scale_fn(S, b, h, i, j, scale):
     """The softmax scale, where scores follow; otherwise it is folded into the exponent."""
     return S * scale
@@ -86,8 +80,20 @@ def alibi_fn(S, b, h, i, j, slopes, batch, head):
 
 
 @triton.jit
+def alibi_grad(dS, S, b, h, i, j, slopes, batch, head):
+    """The slope does not depend on S."""
+    return dS
+
+
+@triton.jit
 def bias_fn(S, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
     """S + bias."""
     row = i - (N - M)
     at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
     return S + tl.load(bias + at, mask=(row >= 0) & (row < M) & (j < N), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def bias_grad(dS, S, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+    """The bias does not depend on S."""
+    return dS

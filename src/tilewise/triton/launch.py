@@ -250,8 +250,8 @@ def _mask_part(p: Problem, mask: Any) -> masks.Part:
 
 
 def _score_part(p: Problem, score: Any) -> scores.Part:
-    grad = getattr(scores, f"{score.device}_grad", scores.unchanged)
-    return scores.Part(getattr(scores, f"{score.device}_fn"), grad, _captured(p, score))
+    fn, grad = (getattr(scores, f"{score.device}_{side}") for side in ("fn", "grad"))
+    return scores.Part(fn, grad, _captured(p, score))
 
 
 def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
