@@ -1,0 +1,64 @@
+"""The names that users type: exact and sorted."""
+
+import inspect
+
+import tilewise as tw
+
+NAMES = [
+    "Alibi",
+    "Bias",
+    "Causal",
+    "Dense",
+    "Documents",
+    "Explanation",
+    "Full",
+    "Mask",
+    "Padding",
+    "Prefix",
+    "Score",
+    "SoftCap",
+    "Unsupported",
+    "Varlen",
+    "Window",
+    "attention",
+    "explain",
+    "merge",
+    "rotary",
+    "rotary_qk",
+]
+
+
+def test_all_is_exact_and_sorted():
+    assert tw.__all__ == NAMES
+
+
+def test_every_name_is_there_and_says_what_it_is():
+    for name in NAMES:
+        assert inspect.getdoc(getattr(tw, name)), name
+
+
+def test_attention_has_the_arguments_of_the_design():
+    parameters = inspect.signature(tw.attention).parameters
+    assert list(parameters) == [
+        *("q", "k", "v", "mask", "score", "scale", "sink", "dropout", "seed", "layout"),
+        *("precision", "deterministic", "return_lse", "backend"),
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in "qkv")
+    defaults = {name: p.default for name, p in parameters.items() if name not in ("q", "k", "v", "mask")}
+    assert defaults == {
+        "score": (),
+        "scale": None,
+        "sink": None,
+        "dropout": 0.0,
+        "seed": None,
+        "layout": None,
+        "precision": None,
+        "deterministic": False,
+        "return_lse": False,
+        "backend": None,
+    }
+    assert parameters["mask"].default.parts == ()
+
+
+def test_the_version_is_a_string_of_numbers():
+    assert all(part.isdigit() for part in tw.__version__.split(".")[:2])
