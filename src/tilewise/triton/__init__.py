@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
 from . import launch
-from .tiles import AMPERE, HOPPER, OTHERS
+from .tiles import AMPERE, HOPPER, OTHER
 
-TARGETS = (*HOPPER, *AMPERE, *OTHERS)
+TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
 
 class Portable:
