@@ -96,8 +96,8 @@ def strided(x: Tensor, kind: str) -> Tensor:
 def test_any_strides(form, kind, interleaved):
     cos, sin = tables(6, torch.float32)
     x = strided(random(2, 5, 3, 8, dtype=torch.float32), kind)
-    wide = torch.stack([cos, cos + 1.0], -1)[..., 0]  # a table whose columns are not next to each other
-    y = rotary(x, wide, sin, interleaved=interleaved)
+    sparse, wide = torch.stack([cos, cos + 1.0], -1)[..., 0], torch.cat([sin, cos], 1)[:, :3]  # tables are views, too
+    y = rotary(x, sparse, wide, interleaved=interleaved)
     assert torch.equal(y, rotary(x.contiguous(), cos, sin, interleaved=interleaved))
     assert y.is_contiguous()
     assert y.data_ptr() != x.data_ptr()
@@ -149,6 +149,8 @@ def test_q_and_k_take_one_launch(monkeypatch):
     assert launches == [2]
     (y_q.sum() + y_k.sum()).backward()
     assert launches == [2, 2]
+    sum(y.sum() for y in rotary_qk(q, k.detach(), *tables(8))).backward()
+    assert launches == [2, 2, 2, 1]
 
 
 def test_scores_depend_on_relative_position_only():
@@ -251,21 +253,19 @@ def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
 @pytest.mark.parametrize("dimension", range(4))
 def test_kernel_addresses_beyond_32_bits(dimension, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    strides = [8, 8, 8, 1]
-    strides[dimension] = 2**31 + 8
+    strides, shape = [8, 8, 8, 1], [1, 1, 1, 4]
+    strides[dimension] = 2**30 + 8  # fits 32 bits; three times that does not
+    shape[dimension] = 4
     try:
-        memory = torch.empty(2**31 + 32, dtype=torch.float16, device=DEVICE)  # on a CPU only what is touched exists
+        memory = torch.empty(2**30 * 3 + 64, dtype=torch.float16, device=DEVICE)  # on a CPU only what is touched exists
     except RuntimeError as error:
-        pytest.skip(f"no room for 4 GiB of addresses: {error}")
-    shape = [1, 1, 1, 4] if dimension < 3 else [1, 1, 1, 2]
-    if dimension < 3:
-        shape[dimension] = 2
+        pytest.skip(f"no room for 6 GiB of addresses: {error}")
     x = memory.as_strided(shape, strides)
     x.copy_(random(*shape))
-    cos, sin = tables(2)
-    expected = module._in_torch(x.contiguous(), Turn(cos, sin, None, None, 3, False))
-    (y,) = module._by_kernel([x], Turn(cos, sin, None, None, 3, False))
-    assert torch.equal(y, expected)
+    for R in (2, 4):
+        turn = Turn(*tables(R), None, None, 3, False)
+        (y,) = module._by_kernel([x], turn)
+        assert torch.equal(y, module._in_torch(x.contiguous(), turn))
 
 
 @pytest.mark.skipif(not CUDA, reason="more than 2^31 elements need a GPU's memory")

@@ -206,11 +206,16 @@ def test_varlen_qkvpacked():
 
 def test_dropout_pattern_is_the_one_that_was_used():
     q, k, v = qkv(grad=True)
-    out, lse, S_dmask = flash_attn_func(q, k, v, 0.4, causal=True, softcap=5.0, return_attn_probs=True)
+    slopes = torch.stack([SLOPES, SLOPES * 2])
+    out, lse, S_dmask = flash_attn_func(
+        q, k, v, 0.4, causal=True, softcap=5.0, alibi_slopes=slopes, return_attn_probs=True
+    )  # fmt: skip
     assert S_dmask.shape == (B, H, M, N)
     assert not S_dmask.requires_grad
     S = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(2, 2)) * D**-0.5
-    P = torch.exp(5.0 * torch.tanh(S / 5.0) - lse[..., None]).masked_fill(~allowed(None, 0).dense(M, N), 0.0)
+    i, j = torch.arange(M, device=DEVICE)[:, None] + N - M, torch.arange(N, device=DEVICE)
+    S = 5.0 * torch.tanh(S / 5.0) - slopes[:, :, None, None] * (i - j).abs()
+    P = torch.exp(S - lse[..., None]).masked_fill(~allowed(None, 0).dense(M, N), 0.0)
     assert_near(S_dmask.abs(), P)
     kept = S_dmask > 0
     assert 0.4 < kept.sum() / (P > 0).sum() < 0.8
