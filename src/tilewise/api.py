@@ -12,7 +12,7 @@ from .backend import ORDER, load
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
-from .problem import PRECISIONS, Operands, Problem, Recipe, Spec, check_number, describe_fake
+from .problem import PRECISIONS, Operands, Problem, Recipe, Spec, check_number, describe_fake, matmul_setting
 from .score import Alibi, Score
 
 
@@ -161,7 +161,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
 def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
     from .problem import target_of  # noqa: PLC0415
 
-    matmul = torch.get_float32_matmul_precision() if x.q.dtype == torch.float32 and not recipe.precision else None
+    matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = device or target_of(x.q.device)
     if target == "meta":
         raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')

@@ -212,7 +212,7 @@ _checked = lru_cache(4096)(Problem.check)
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
     """The checked Problem of a call with real tensors; `longest` is max_q and max_k, read only for packed sequences."""
-    matmul = torch.get_float32_matmul_precision() if x.q.dtype == torch.float32 and not recipe.precision else None
+    matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = target_of(x.q.device)
     extra = tuple([Spec.of(t) for t in x.extra])
     return _checked(Problem(recipe, Spec.of(x.q), Spec.of(x.k), Spec.of(x.v), extra, *longest, target, matmul, wanted))
@@ -223,6 +223,14 @@ def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target:
     extra = tuple(Spec.of(t, real=False) for t in x.extra)
     q, k, v = (Spec.of(t, real=False) for t in x[:3])
     return Problem(recipe, q, k, v, extra, *longest, target, None).check()
+
+
+def matmul_setting() -> str:
+    """Torch's setting for fp32 products, "highest", "high" or "medium", whichever of its two interfaces made it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # made through torch.backends.….fp32_precision, in whose words "high" is "tf32"
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 @lru_cache(64)

@@ -5,7 +5,6 @@ key heads at once, with the query heads of a group stacked into rows: q (heads, 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -61,11 +60,10 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     lse = torch.empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
     heads, B_r, _ = choose_tiles(p)
     sink = p.values(x)[2]
-    with _exact_products(p):
-        for s in _sequences(p, x):
-            for h in range(0, p.H_k, heads):
-                for i0 in range(0, s.q.shape[1], B_r):
-                    _forward_tile(p, s, slice(h, min(h + heads, p.H_k)), i0, (o, lse), sink, seed)
+    for s in _sequences(p, x):
+        for h in range(0, p.H_k, heads):
+            for i0 in range(0, s.q.shape[1], B_r):
+                _forward_tile(p, s, slice(h, min(h + heads, p.H_k)), i0, (o, lse), sink, seed)
     return Saved(o, lse, seed)
 
 
@@ -114,19 +112,18 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         torch.zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
     heads = choose_tiles(p)[0]
-    with _exact_products(p):
-        for s in _sequences(p, x):
-            do_s = _rows(p, do, s.b, s.rows).transpose(0, 1).to(kind).contiguous()
-            L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
-            delta_s = _lse_rows(p, delta, s.b, s.rows)
-            dq_s = torch.zeros(s.q.shape, dtype=kind)
-            dk_s, dv_s = torch.empty(s.k.shape, dtype=kind), torch.empty(s.v.shape, dtype=kind)
-            for h in range(0, p.H_k, heads):
-                h_k = slice(h, min(h + heads, p.H_k))
-                for j0 in range(0, s.k.shape[1], COLUMNS):
-                    _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
-            for whole, part, rows in ((dq, dq_s, s.rows), (dk, dk_s, s.columns), (dv, dv_s, s.columns)):
-                _rows(p, whole, s.b, rows).copy_(part.transpose(0, 1))
+    for s in _sequences(p, x):
+        do_s = _rows(p, do, s.b, s.rows).transpose(0, 1).to(kind).contiguous()
+        L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
+        delta_s = _lse_rows(p, delta, s.b, s.rows)
+        dq_s = torch.zeros(s.q.shape, dtype=kind)
+        dk_s, dv_s = torch.empty(s.k.shape, dtype=kind), torch.empty(s.v.shape, dtype=kind)
+        for h in range(0, p.H_k, heads):
+            h_k = slice(h, min(h + heads, p.H_k))
+            for j0 in range(0, s.k.shape[1], COLUMNS):
+                _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
+        for whole, part, rows in ((dq, dq_s, s.rows), (dk, dk_s, s.columns), (dv, dv_s, s.columns)):
+            _rows(p, whole, s.b, rows).copy_(part.transpose(0, 1))
     _zero_outside_sequences(p, x, dq, dk, dv)
     if p.recipe.sink:
         index = len(x.extra) - (3 if p.recipe.varlen else 1)
@@ -310,16 +307,3 @@ def _zero_outside_sequences(p: Problem, x: Operands, *grads: Tensor) -> None:
 
 def _compute_type(p: Problem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-@contextmanager
-def _exact_products(p: Problem) -> Iterator[None]:
-    """fp32 products as they are. bf16 inputs, widened to fp32, lose nothing in oneDNN's bf16 products with fp32 sums,
-    which are twice as fast; P and dS are rounded to bf16 on the way in, as on every matrix unit."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if p.dtype == torch.bfloat16 else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
