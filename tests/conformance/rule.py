@@ -33,7 +33,7 @@ LOG2E = math.log2(math.e)
 UNITS = 2
 """In the last place."""
 
-ORDERS = {"tiny": 16, "large": 4}
+ORDERS = {"tiny": 32, "large": 4}
 """In which plain torch sums; among many numbers the worst is less a matter of luck."""
 
 OF_LARGEST = {"bf16x3": 2e-5, "tf32": 2e-3}

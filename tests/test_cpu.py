@@ -1,0 +1,186 @@
+"""The CPU back end: memory linear in the length, and no trace left in torch's settings."""
+
+import threading
+
+import pytest
+import torch
+from conformance.test_conformance import chosen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tilewise as tw
+from tilewise.backend import load
+from tilewise.problem import Operands, Recipe, describe, matmul_setting
+
+
+class Largest(TorchDispatchMode):
+    """Records the most memory that any tensor made while it is on owns, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.bytes = max([self.bytes, *made])
+        return result
+
+
+def largest_tensor(length, fuse, **options):
+    """The largest tensor of a forward and a backward of the CPU back end itself."""
+    cpu = load("cpu")
+    q, k, v, do = (torch.randn(1, length, 2, 16) for _ in range(4))
+    mask, score = options.pop("mask", tw.Full()), options.pop("score", ())
+    extra = [t for value in (*mask.parts, *score) for t in value.tensors]
+    recipe = Recipe(tuple(part.plain for part in mask.parts), tuple(change.plain for change in score), **options)
+    x = Operands(q, k, v, tuple(extra))
+    seed = torch.tensor(3) if options.get("dropout") else None
+    with chosen("cpu" if fuse else "cpu-tiled"), Largest() as seen:
+        problem = describe(x, recipe, (0, 0), (False,) * len(extra))
+        saved = cpu.forward(problem, x, seed)
+        cpu.backward(problem, x, saved, do, None)
+    return seen.bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": tw.Causal()},
+        {"mask": tw.Causal() & tw.Window(100, 0)},
+        {"score": (tw.SoftCap(2.0),)},
+        {"dropout": 0.1},
+        {"deterministic": True},
+    ],
+    ids=["full", "causal", "window", "softcap", "dropout", "deterministic"],
+)
+def test_the_tiled_path_makes_no_tensor_that_grows_with_the_square(options):
+    tile = 8 << 20  # dropout's random words of one tile, int64, for two heads of 256 x 256 and their parts
+    assert 2 * 2048 * 2048 * 4 >= 4 * tile
+    assert largest_tensor(2048, fuse=False, **options) <= tile
+
+
+def test_the_largest_tensor_is_linear_in_the_length():
+    short, long = (largest_tensor(length, fuse=False, mask=tw.Window(100, 0)) for length in (4096, 16384))
+    assert long <= 4 * short
+
+
+def test_the_fused_path_makes_no_tensor_that_grows_with_the_square():
+    assert largest_tensor(4096, fuse=True) <= 8 << 20
+
+
+def test_hidden_tiles_are_not_visited():
+    """A window's work is linear in the length: as many products as tiles that it touches."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function.overloadpacket in (torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
+            return function(*args, **(kwargs or {}))
+
+    def products(mask):
+        q = torch.randn(1, 4096, 1, 8)
+        x, recipe = Operands(q, q, q, ()), Recipe(tuple(part.plain for part in mask.parts))
+        with chosen("cpu-tiled"), Products() as seen:
+            load("cpu").forward(describe(x, recipe, (0, 0)), x, None)
+        return seen.count
+
+    full, causal, window = (products(mask) for mask in (tw.Full(), tw.Causal(), tw.Causal() & tw.Window(255, 0)))
+    assert full == 2 * 16 * 16
+    assert causal == 2 * 16 * 17 / 2
+    assert window <= 2 * 16 * 2
+
+
+SETTINGS = ("bf16", "ieee", "tf32")
+
+
+@pytest.fixture
+def matmul():
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_matmul_setting_is_put_back(matmul, setting, dtype):
+    matmul.fp32_precision = setting
+    q = torch.randn(1, 8, 2, 8, dtype=dtype, requires_grad=True)
+    tw.attention(q, q, q, mask=tw.Window(3, 0)).sum().backward()
+    assert matmul.fp32_precision == setting
+
+
+def test_the_matmul_setting_is_put_back_after_an_error(matmul, monkeypatch):
+    def fail(*args):
+        raise MemoryError("no more")
+
+    matmul.fp32_precision = "tf32"
+    monkeypatch.setattr("tilewise.cpu.tiled._forward_tile", fail)
+    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(MemoryError, match="no more"):
+        tw.attention(q, q, q)
+    assert matmul.fp32_precision == "tf32"
+
+
+def test_a_users_reduced_precision_does_not_reach_fp32_attention(matmul):
+    q, k, v = (torch.randn(1, 64, 2, 64) for _ in range(3))
+    exact = tw.attention(q, k, v, mask=tw.Window(30, 0))
+    matmul.fp32_precision = "bf16"
+    assert torch.equal(tw.attention(q, k, v, mask=tw.Window(30, 0)), exact)
+
+
+@pytest.mark.parametrize(("setting", "asked"), [("ieee", "highest"), ("tf32", "high"), ("none", "highest")])
+def test_both_of_torchs_interfaces_for_fp32_products_are_read(matmul, setting, asked):
+    on_gpus, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    matmul.fp32_precision = "bf16"  # from here on the older interface raises
+    on_gpus.fp32_precision = setting
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        assert matmul_setting() == asked
+    finally:
+        on_gpus.fp32_precision = before
+
+
+def test_threads_do_not_disturb_each_other():
+    """fp32 and bf16 calls side by side give what they give alone."""
+    calls = [
+        (*(torch.randn(1, 300, 2, 32, dtype=dtype) for _ in range(3)), mask)
+        for dtype in (torch.float32, torch.bfloat16)
+        for mask in (tw.Window(100, 0), tw.Causal())
+    ]
+    alone = [tw.attention(q, k, v, mask=mask) for q, k, v, mask in calls]
+    wrong = []
+
+    def work(index):
+        q, k, v, mask = calls[index]
+        wrong.extend(index for _ in range(15) if not torch.equal(tw.attention(q, k, v, mask=mask), alone[index]))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_both_paths_agree():
+    q, k, v = (torch.randn(2, 40, 2, 16, dtype=torch.float64) for _ in range(3))
+    results = []
+    for path in ("cpu", "cpu-tiled"):
+        with chosen(path):
+            results.append(tw.attention(q, k, v, mask=tw.Causal(), return_lse=True))
+    for fused, tiled in zip(*results, strict=True):
+        torch.testing.assert_close(fused, tiled)
+
+
+def test_the_inputs_are_left_as_they_were():
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    bias, do = torch.randn(40, 40), torch.randn(1, 40, 2, 16)
+    copies = [t.clone() for t in (q, k, v, bias, do)]
+    x = [t.requires_grad_() for t in (q, k, v, bias)]
+    tw.attention(*x[:3], score=[tw.SoftCap(2.0), tw.Bias(x[3])], dropout=0.1).backward(do)
+    assert all(torch.equal(t, copy) for t, copy in zip((q, k, v, bias, do), copies, strict=True))
