@@ -4,6 +4,7 @@ from .api import Explanation, attention, explain, merge
 from .layout import Varlen
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .problem import Unsupported
+from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
 
 __version__ = "0.1.0"
@@ -27,4 +28,6 @@ __all__ = [
     "attention",
     "explain",
     "merge",
+    "rotary",
+    "rotary_qk",
 ]

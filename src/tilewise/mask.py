@@ -8,7 +8,6 @@ A mask that shows each row one interval of keys also has `keys(i)`: from it ever
 """
 
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -35,12 +34,12 @@ class Value:
     varlen: ClassVar[bool] = True
     """Whether the value makes sense for packed sequences."""
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The captured tensors, in order."""
         return tuple(getattr(self, name) for name in self.captures)
 
-    @cached_property
+    @property
     def plain(self) -> tuple[Any, ...]:
         """Class name and numbers: hashable, and with the tensors enough to build the value again."""
         numbers = [getattr(self, f.name) for f in fields(self) if f.name not in self.captures]  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import select
-from .problem import Grads, Operands, Recipe, Saved, check_contents, describe, describe_fake
+from .problem import Grads, Operands, Recipe, Saved, batched_ranks, check_contents, describe, describe_fake
 
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
@@ -23,30 +23,34 @@ Longest = tuple[int, int]
 
 def attend(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
-    _refuse_forward_mode(x)
-    if torch.compiler.is_compiling() or _intercepted(x.q):
+    refuse_forward_mode(*x[:3], *x.extra)
+    if intercepted(x.q):
         return torch.ops.tilewise.attention(*x[:3], list(x.extra), seed, recipe.encode(), *longest)
-    return _Eager.apply(recipe, longest, seed, *x[:3], *x.extra)
+    road = _Transformed if transformed() else _Eager
+    return road.apply(recipe, longest, seed, *x[:3], *x.extra)
 
 
-def _intercepted(q: Tensor) -> bool:
-    """Whether a mode, a transform or a tensor subclass wants to see operators."""
+def intercepted(q: Tensor) -> bool:
+    """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators."""
     return (
-        type(q) not in (Tensor, torch.nn.Parameter)
+        torch.compiler.is_compiling()
+        or type(q) not in (Tensor, torch.nn.Parameter)
         or q.is_meta
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
-def _refuse_forward_mode(x: Operands) -> None:
-    # register_autograd answers forward-mode AD with zeros; silence would be worse than an error
-    if forward_ad._current_level >= 0:
-        for tensor in (*x[:3], *x.extra):
-            if forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
-                )
+def transformed() -> bool:
+    """Whether one of torch.func's transforms is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """RuntimeError under forward-mode AD: register_autograd would answer with zeros, and silence would be worse."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+        )
 
 
 def _forward(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
@@ -68,8 +72,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        x = Operands(*tensors[:3], tensors[3:])
-        saved = _forward(x, seed, recipe, longest)
+        saved = _forward(Operands(*tensors[:3], tensors[3:]), seed, recipe, longest)
         ctx.call = recipe, longest
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
@@ -79,17 +82,59 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
         *tensors, o, lse, seed = ctx.saved_tensors
         recipe, longest = ctx.call
-        wanted = ctx.needs_input_grad[6:]
+        wanted = tuple(ctx.needs_input_grad[6:])
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
-        if torch.is_grad_enabled():  # create_graph=True: the operator's own derivative is the error that says so
-            grads = torch.ops.tilewise.attention_backward(
-                do, dlse, *tensors[:3], tensors[3:], seed, o, lse, recipe.encode(), *longest, list(wanted)
-            )
-            return None, None, None, *_spread(grads, wanted)
         x = Operands(*tensors[:3], tuple(tensors[3:]))
-        grads = _backward(x, Saved(o, lse, seed), do, dlse, (recipe, longest, wanted))
+        call = recipe, longest, wanted
+        if torch.is_grad_enabled() or transformed():  # create_graph=True, or a transform of the gradient
+            return None, None, None, *_spread(_Gradient.apply(call, do, dlse, o, lse, seed, *tensors), wanted)
+        grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
         return None, None, None, *grads[:3], *grads.extra
+
+
+class _Transformed(_Eager):
+    """The same under torch.func's transforms, which want the context set up apart and a rule for vmap."""
+
+    @staticmethod
+    def forward(recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
+        return _forward(Operands(*tensors[:3], tensors[3:]), seed, recipe, longest)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        recipe, longest, seed, *tensors = inputs
+        ctx.call = recipe, longest
+        ctx.save_for_backward(*tensors, *output, seed)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
+        x = Operands(*tensors[:3], tensors[3:])
+        return _vmap(info.batch_size, in_dims[3:], in_dims[2], x, seed, recipe, longest)
+
+
+class _Gradient(torch.autograd.Function):
+    """The backward as a function that transforms can see; its own derivative is an error."""
+
+    @staticmethod
+    def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+        x = Operands(*tensors[:3], tensors[3:])
+        grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
+        return *grads[:3], *(g for g in grads.extra if g is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_double_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:
+        calls = [_pick(given, in_dims[1:], index) for index in range(info.batch_size)]
+        grads = [_Gradient.apply(call, *each) for each in calls]
+        return tuple(torch.stack(parts) for parts in zip(*grads, strict=True)), (0,) * len(grads[0])
 
 
 @torch.library.custom_op("tilewise::attention", mutates_args=())
@@ -182,11 +227,46 @@ attention_backward_op.register_autograd(_refuse_double_backward)
 
 
 @attention_op.register_vmap
+def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, extra: Any, seed: Any, recipe: str, *longest: int) -> Any:
+    x = Operands(q, k, v, tuple(extra))
+    dims = (*in_dims[:3], *(in_dims[3] or [None] * len(extra)))
+    return _vmap(info.batch_size, dims, in_dims[4], x, seed, Recipe.decode(recipe), longest)  # type: ignore[arg-type]
+
+
+@attention_backward_op.register_vmap
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    """Folds the mapped dimension into the batch where every tensor can follow, else maps one call at a time."""
     calls = [_pick(args, in_dims, index) for index in range(info.batch_size)]
-    outputs = [torch.ops.tilewise.attention(*call) for call in calls]
-    return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
+    grads = [torch.ops.tilewise.attention_backward(*call) for call in calls]
+    return [torch.stack(parts) for parts in zip(*grads, strict=True)], [0] * len(grads[0])
+
+
+def _vmap(
+    size: int, dims: Sequence[int | None], seed_dim: int | None, x: Operands, seed: Any, recipe: Recipe, longest: Longest
+) -> Any:
+    """Folds the mapped dimension into the batch. Packed sequences, a mapped sink, and dropout, whose decisions depend
+    on the batch index, go one call at a time instead."""
+    tensors = (*x[:3], *x.extra)
+    mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
+    if recipe.varlen or mapped_sink or seed is not None:
+        calls = [_pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
+        outputs = [attend(Operands(*ts[:3], tuple(ts[3:])), drawn, recipe, longest) for ts, drawn in calls]
+        return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
+    batch = x.q.shape[0 if dims[0] is None or dims[0] > 0 else 1]
+    ranks = (4, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it may stay as it is
+    whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
+    o, lse = attend(Operands(*whole[:3], tuple(whole[3:])), None, recipe, longest)
+    return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
+
+
+def _fold(t: Tensor, dim: int | None, rank: int, size: int, batch: int) -> Tensor:
+    """A tensor whose batch dimension, which it has if it has `rank` dimensions, has taken up the mapped one."""
+    has_batch = t.ndim - (dim is not None) == rank
+    if dim is None and not has_batch:
+        return t
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    if not has_batch:
+        t = t[(slice(None), *(None,) * (rank - t.ndim + 1))]  # (size, 1, ...)
+    return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 
 def _pick(args: Any, dims: Any, index: int) -> Any:

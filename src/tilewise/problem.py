@@ -243,6 +243,29 @@ def target_of(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
+def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
+    """For every extra operand of padded batches, how many dimensions it has where its first is the batch."""
+    ranks: list[int] = []
+    for name, *_ in recipe.mask + recipe.score:
+        kind = KINDS[name]
+        ranks += [_BATCHED_RANK[kind]] * len(kind.captures)
+    return (*ranks, *[2] * recipe.sink)  # a sink (H,) has no batch
+
+
+_BATCHED_RANK: dict[type[Value], int] = {
+    masks.Causal: 0,
+    masks.Window: 0,
+    masks.Prefix: 1,
+    masks.PaddingLengths: 1,
+    masks.PaddingKeys: 2,
+    masks.Documents: 2,
+    masks.Dense: 4,
+    scores.SoftCap: 0,
+    scores.Alibi: 2,
+    scores.Bias: 4,
+}
+
+
 def check_contents(problem: Problem, x: Operands) -> None:
     """Checks of what tensors hold (cu_seqlens, lengths); it synchronises with a GPU."""
     N: Any = problem.N

@@ -136,7 +136,7 @@ def _probabilities(q, k, mask, score, scale, sink):
         stages.append(S)
         S = change.apply(S, i, j, shift)
     if mask is not None:
-        S = S.masked_fill(~mask.dense(q.shape[1], k.shape[1]), -torch.inf)
+        S = S.masked_fill(~mask.dense(q.shape[1], k.shape[1]).to(S.device), -torch.inf)
     joined = S if sink is None else torch.cat([S, sink[:, None, None].to(S).expand(*S.shape[:3], 1)], -1)
     m = joined.amax(-1, keepdim=True) if joined.shape[-1] else joined.new_full((*joined.shape[:3], 1), -torch.inf)
     m = m.masked_fill(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0

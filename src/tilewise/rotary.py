@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .operator import CHECK, _intercepted
+from .operator import CHECK, intercepted, refuse_forward_mode, transformed
 from .problem import FLOATING_TYPES
 
 
@@ -101,13 +100,13 @@ def _rotate(
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
     turn = Turn(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
     _check_shapes(x, turn)
-    _refuse_forward_mode(xs)
+    refuse_forward_mode(*xs.values())
     return _apply(list(xs.values()), turn)
 
 
 def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
     """All xs turned, differentiable: by the operator for whoever watches operators, else by the lighter road."""
-    if torch.compiler.is_compiling() or _intercepted(xs[0]):
+    if intercepted(xs[0]) or transformed():
         return torch.ops.tilewise.rotary(xs, *turn)
     return list(_Eager.apply(turn, *xs))
 
@@ -314,12 +313,4 @@ def _check_contents(x: Tensor, turn: Turn) -> None:
         raise ValueError(
             f"positions must lie in [0, {turn.cos.shape[0]}), the rows of cos and sin, but run from {int(rows.min())} "
             f"to {int(rows.max())}; make the tables longer, or change offsets"
-        )
-
-
-def _refuse_forward_mode(xs: dict[str, Tensor]) -> None:
-    # register_autograd answers forward-mode AD with zeros; silence would be worse than an error
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in xs.values()):
-        raise RuntimeError(
-            "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
         )

@@ -43,9 +43,10 @@ class SoftCap(Score):
     def __post_init__(self) -> None:
         if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
             raise TypeError(f"SoftCap: cap is {self.cap!r}; it must be a number > 0")
-        if not (self.cap > 0 and math.isfinite(self.cap)):
-            raise ValueError(f"SoftCap: cap is {self.cap}; it must be finite and > 0; leave the score out for no cap")
-        object.__setattr__(self, "cap", constant(float(self.cap)))
+        cap = constant(float(self.cap))
+        if not (cap > 0 and math.isfinite(cap)):
+            raise ValueError(f"SoftCap: cap is {cap}; it must be finite and > 0; leave the score out for no cap")
+        object.__setattr__(self, "cap", cap)
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return self.cap * torch.tanh(S / self.cap)
