@@ -54,7 +54,7 @@ def _exact_products(p: Problem) -> Iterator[None]:
     """fp32 products as they are. bf16 inputs, widened to fp32, lose nothing in oneDNN's bf16 products with fp32 sums,
     which are twice as fast; P and dS are rounded to bf16 on the way in, as on every matrix unit."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with SETTING:
+    with SETTING, torch.autocast("cpu", enabled=False):
         before = matmul.fp32_precision
         matmul.fp32_precision = "bf16" if p.dtype == torch.bfloat16 else "ieee"
         try:
