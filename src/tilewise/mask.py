@@ -42,7 +42,7 @@ class Value:
     @property
     def plain(self) -> tuple[Any, ...]:
         """Class name and numbers: hashable, and with the tensors enough to build the value again."""
-        numbers = [getattr(self, f.name) for f in fields(self) if f.name not in self.captures]  # type: ignore[arg-type]
+        numbers = [constant(getattr(self, f.name)) for f in fields(self) if f.name not in self.captures]  # type: ignore[arg-type]
         return (type(self).__name__, *numbers)
 
     @classmethod
