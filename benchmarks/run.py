@@ -1,0 +1,12 @@
+"""python benchmarks/run.py [--suite paper ...]: `tilewise bench`, with results kept in benchmarks/results."""
+
+import sys
+from pathlib import Path
+
+from tilewise.cli import main
+
+if __name__ == "__main__":
+    if not {"--json", "--results", "--report"} & set(sys.argv):
+        sys.argv += ["--results", str(Path(__file__).parent / "results")]
+    sys.argv.insert(1, "bench")
+    sys.exit(main())

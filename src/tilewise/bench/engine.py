@@ -1,0 +1,169 @@
+"""Runs a suite: admits who is right, then times everybody in turn, round after round."""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import NamedTuple
+
+import torch
+
+from .accuracy import Inputs, Truth, Verdict, run_once
+from .measure import Pace, Sample, bound, matmul, pace, peak_memory, peak_memory_of_process, sample, spread
+from .peers import PEERS, Attention, Peer
+from .results import FAILED, OK, REFUSED, SKIPPED, WRONG, Row
+from .suites import BOTH, Case, Suite
+
+MATMUL = "matmul"
+Watch = Callable[[str], None]
+
+
+class Contender(NamedTuple):
+    """A peer whose result on this case is right, or one that has `no` time coming: (status, why)."""
+
+    peer: Peer
+    attend: Attention | None
+    verdict: Verdict | None
+    no: tuple[str, str] | None
+
+
+def run(
+    suite: Suite,
+    device: torch.device,
+    seconds: float | None = None,
+    watch: Watch = lambda text: None,
+    peers: dict[str, Peer] = PEERS,
+) -> Iterator[list[Row]]:
+    """The rows of one case after another. Cases that begin after `seconds` are skipped, and their rows say so."""
+    begin = time.monotonic()
+    chosen = [peers[name] for name in suite.peers]
+    for case in suite.cases:
+        if seconds is not None and time.monotonic() - begin > seconds:
+            why = f"the time budget of {seconds:g} s was spent"
+            yield [
+                _row(case, Contender(p, None, None, (SKIPPED, why)), pass_) for p in chosen for pass_ in suite.passes
+            ]
+            continue
+        yield contest(suite, case, chosen, device, watch)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def contest(suite: Suite, case: Case, peers: Sequence[Peer], device: torch.device, watch: Watch) -> list[Row]:
+    """All rows of one case."""
+    x = Inputs.random(case, device)
+    truths: dict[Case, Truth] = {}
+    contenders = []
+    for peer in peers:
+        watch(f"{case}: checking {peer.name}")
+        contenders.append(_admit(suite, case, peer, x, truths, device))
+    del truths
+    rows = []
+    for pass_ in suite.passes:
+        watch(f"{case}: timing the {pass_}")
+        rows += _race(suite, case, contenders, x, pass_, device)
+    if device.type == "cpu" and case.length == max(c.length for c in suite.cases):
+        for row in rows:
+            if row.status == OK and row.pass_ == BOTH:
+                watch(f"{case}: memory of {row.implementation}")
+                row.peak_bytes = peak_memory_of_process(case, row.implementation, row.pass_)
+    return rows
+
+
+def _admit(
+    suite: Suite, case: Case, peer: Peer, x: Inputs, truths: dict[Case, Truth], device: torch.device
+) -> Contender:
+    """Calls a peer once and judges its result. Dropout of another rule than tilewise's is judged with dropout off."""
+    slow, lengths = suite.sparse
+    if peer.name == slow and case.length not in lengths:
+        lengths_text = " and ".join(str(length) for length in lengths)
+        return Contender(peer, None, None, (SKIPPED, f"compiles for every shape; only timed at {lengths_text} tokens"))
+    if reason := peer.why_not(case, device):
+        return Contender(peer, None, None, (REFUSED, reason))
+    judged = case if peer.seeded else replace(case, dropout=0.0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            if judged not in truths:
+                truths[judged] = Truth(judged, x)
+            verdict = truths[judged].judge(run_once(peer, peer.prepare(judged, device), x))
+            attend = peer.prepare(case, device)
+        except Exception as error:
+            return Contender(peer, None, None, _excuse(error, heard))
+    if verdict.wrong:
+        why = f"{', '.join(verdict.wrong)} more than twice as wrong as plain torch in {case.dtype}: not timed"
+        return Contender(peer, None, verdict, (WRONG, why))
+    return Contender(peer, attend, verdict, None)
+
+
+def _excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
+    """Why a call failed, from its error and from the warnings in which PyTorch hides its reasons."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return FAILED, "out of memory"
+    text = str(error).strip() or type(error).__name__
+    if "No available kernel" in text or "No viable backend" in text:
+        reasons = [str(w.message).split(" (Triggered", 1)[0].strip() for w in heard]
+        reasons = [
+            reason for reason in reasons if "not used because" not in reason and "been runtime disabled" not in reason
+        ]
+        return REFUSED, "; ".join(dict.fromkeys(reasons)) or "PyTorch has no such kernel for this call"
+    return FAILED, f"{type(error).__name__}: {text.splitlines()[0][:160]}"
+
+
+def _race(
+    suite: Suite, case: Case, contenders: Sequence[Contender], x: Inputs, pass_: str, device: torch.device
+) -> list[Row]:
+    """Every contender once a round, and the matrix product in between."""
+    product = matmul(suite.matmul, case.type, device)
+    product_pace = pace(product, device)
+    rate: list[float] = []
+    paces: dict[str, Pace] = {}
+    peaks: dict[str, int] = {}
+    samples: dict[str, list[Sample]] = {c.peer.name: [] for c in contenders}
+    excuses: dict[str, tuple[str, str]] = {c.peer.name: c.no for c in contenders if c.no}
+    for _ in range(suite.rounds):
+        rate.append(2.0 * suite.matmul**3 / sample(product, product_pace, device).device / 1e12)
+        for c in contenders:
+            name = c.peer.name
+            if name in excuses or c.attend is None:
+                continue
+            try:
+                with bound(c.peer, c.attend, x, pass_) as call:
+                    if name not in paces:
+                        paces[name] = pace(call, device)
+                        if device.type == "cuda":
+                            peaks[name] = peak_memory(call, device)
+                    samples[name].append(sample(call, paces[name], device))
+            except Exception as error:
+                excuses[name] = _excuse(error, ())
+    return [
+        _row(case, c._replace(no=excuses.get(c.peer.name)), pass_, samples[c.peer.name], rate, peaks.get(c.peer.name))
+        for c in contenders
+    ]
+
+
+def _row(
+    case: Case,
+    c: Contender,
+    pass_: str,
+    samples: Sequence[Sample] = (),
+    rate: Sequence[float] = (),
+    peak: int | None = None,
+) -> Row:
+    row = Row(asdict(case), c.peer.name, pass_)
+    if c.verdict:
+        row.error, row.error_plain = c.verdict.error[pass_], c.verdict.plain[pass_]
+    if c.no:
+        row.status, row.why = c.no
+        return row
+    low, median, high = spread([s.device for s in samples])
+    row.milliseconds, row.milliseconds_p20, row.milliseconds_p80 = median * 1e3, low * 1e3, high * 1e3
+    row.tflops = case.flops(pass_) / median / 1e12
+    row.matmul_tflops = spread(list(rate))[1]
+    row.of_matmul = row.tflops / row.matmul_tflops
+    row.peak_bytes = peak
+    hosts = [s.host for s in samples if s.host is not None]
+    row.host_microseconds = spread(hosts)[1] * 1e6 if hosts else None
+    return row

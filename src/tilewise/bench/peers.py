@@ -1,0 +1,184 @@
+"""Who is measured. A peer is a value: a name, reasons against a case, and how to call it.
+
+Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout.
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise as tw
+
+from ..cpu import Cpu
+from ..problem import Operands, Recipe, Saved, describe
+from .suites import Case
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation of attention."""
+
+    name: str
+    prepare: Callable[[Case, torch.device], Attention]
+    """The call for a case; imports belong here, compilations in the first call."""
+    why_not: Callable[[Case, torch.device], str | None] = lambda case, device: None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What a forward runs in."""
+    seeded: bool = False
+    """Whether dropout follows tilewise's rule with seed `SEED`, so that its result can be checked as it is."""
+
+
+SEED = 1234
+
+
+def _tilewise(case: Case, device: torch.device) -> Attention:
+    mask = tw.Causal() if case.causal else tw.Full()
+    seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
+    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed)
+
+
+class _Tiled(torch.autograd.Function):
+    """The CPU back end without PyTorch's fused kernel."""
+
+    backend = Cpu(fuse=False)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, seed: Tensor | None) -> Tensor:
+        x = Operands(q, k, v, ())
+        ctx.recipe = recipe
+        saved = _Tiled.backend.forward(describe(x, recipe, (0, 0)), x, seed)
+        ctx.save_for_backward(q, k, v, *saved)
+        return saved.o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, o, lse, seed = ctx.saved_tensors
+        operands = Operands(q, k, v, ())
+        problem = describe(operands, ctx.recipe, (0, 0))
+        grads = _Tiled.backend.backward(problem, operands, Saved(o, lse, seed), do, None)
+        return grads.q, grads.k, grads.v, None, None
+
+
+def _tiled(case: Case, device: torch.device) -> Attention:
+    recipe = Recipe(mask=(("Causal",),) if case.causal else (), dropout=case.dropout)
+    seed = torch.full((), SEED, dtype=torch.int64) if case.dropout else None
+    return lambda q, k, v: _Tiled.apply(q, k, v, recipe, seed)
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dropout: float = 0.0) -> Tensor:
+    """Attention as a textbook writes it in torch: every score in memory."""
+    S = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5  # (B, H, M, N)
+    if causal:
+        hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1)
+        S = S.masked_fill(hidden, -math.inf)
+    P = torch.softmax(S, -1)
+    if dropout:
+        P = torch.dropout(P, dropout, True)
+    return (P @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def _standard(case: Case, device: torch.device) -> Attention:
+    return lambda q, k, v: standard_attention(q, k, v, case.causal, case.dropout)
+
+
+def _sdpa(case: Case, device: torch.device) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        o = scaled_dot_product_attention(*heads_first, dropout_p=case.dropout, is_causal=case.causal)
+        return o.transpose(1, 2)
+
+    return call
+
+
+def _needs_gpu(case: Case, device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"needs a GPU, this is a {device.type}"
+
+
+def _needs_cpu(case: Case, device: torch.device) -> str | None:
+    return None if device.type == "cpu" else "is a CPU path, this is a GPU"
+
+
+def _on_cpu_only_flash_and_math(backend: SDPBackend) -> Callable[[Case, torch.device], str | None]:
+    lacking = backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    return _needs_gpu if lacking else lambda case, device: None
+
+
+def _flex(case: Case, device: torch.device) -> Attention:
+    import torch._functorch.config as functorch  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415
+
+    functorch.donated_buffer = False  # a backward is timed several times on one graph
+    torch._dynamo.reset()  # it compiles a few shapes, then gives up and runs eagerly
+    attend: Any = torch.compile(flex_attention, dynamic=False)
+    blocks = None
+    if case.causal:
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
+    return lambda q, k, v: attend(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=blocks).transpose(1, 2)
+
+
+def _flex_why_not(case: Case, device: torch.device) -> str | None:
+    return "flex_attention has no dropout" if case.dropout else _needs_gpu(case, device)
+
+
+def _package(name: str, module: str, dropout: bool) -> Peer:
+    """A published FlashAttention: `flash_attn_func(q, k, v, causal=...)` in some module."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if reason := _needs_gpu(case, device) or _not_installed(module):
+            return reason
+        return f"{module} has no dropout" if case.dropout and not dropout else None
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        attend = importlib.import_module(module).flash_attn_func
+        options = {"causal": case.causal} | ({"dropout_p": case.dropout} if dropout else {})
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            result = attend(q, k, v, **options)
+            return result[0] if isinstance(result, tuple) else result
+
+        return call
+
+    return Peer(name, prepare, why_not)
+
+
+def _not_installed(module: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"the package {module} is not installed"
+
+
+def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
+    return Peer(f"sdpa {name}", _sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("tilewise", _tilewise, seeded=True),
+        Peer("tilewise tiled", _tiled, _needs_cpu, seeded=True),
+        Peer("standard", _standard),
+        Peer("sdpa", _sdpa),
+        _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
+        _sdpa_peer("flash", SDPBackend.FLASH_ATTENTION),
+        _sdpa_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        _sdpa_peer("math", SDPBackend.MATH),
+        Peer("flex", _flex, _flex_why_not),
+        _package("flash-attn 2", "flash_attn", dropout=True),
+        _package("flash-attn 3", "flash_attn_interface", dropout=False),
+        _package("flash-attn 4", "flash_attn.cute", dropout=False),
+    )
+}
+"""Every peer, by name."""

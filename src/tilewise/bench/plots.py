@@ -1,0 +1,197 @@
+"""Pictures of a results file. Every function takes rows and the file to write."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from .results import OK, Row
+from .suites import BOTH, Case
+from .tables import OURS, RATE, STANDARD, describe, in_its_unit, ratios, setting
+
+COLOURS = {
+    OURS: "#d1495b",
+    "tilewise tiled": "#e8a0a8",
+    STANDARD: "#8d99ae",
+    "sdpa": "#2e6f95",
+    "sdpa cudnn": "#2e6f95",
+    "sdpa flash": "#5fa8d3",
+    "sdpa efficient": "#7fb069",
+    "sdpa math": "#bdb2a7",
+    "flex": "#b08bbb",
+    "flash-attn 2": "#f2b134",
+    "flash-attn 3": "#e07a1f",
+    "flash-attn 4": "#7a4419",
+}
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.edgecolor": "#999999",
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "figure.dpi": 120,
+    "savefig.bbox": "tight",
+    "svg.hashsalt": "tilewise",
+}
+
+
+def length_label(length: int) -> str:
+    """4096 as 4k."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def rates(rows: Sequence[Row], path: Path) -> None:
+    """Arithmetic a second, by length."""
+    rows = [row for row in rows if row.status == OK]
+    settings = list(dict.fromkeys(setting(row.of) for row in rows))
+    passes = list(dict.fromkeys(row.pass_ for row in rows))
+    metric = in_its_unit(RATE, rows)
+
+    def draw(axes: Any, case: Case, pass_: str) -> None:
+        mine = [row for row in rows if (setting(row.of), row.pass_) == (case, pass_)]
+        _lines(axes, mine, metric.read)
+        rate = {row.of.length: row.matmul_tflops or 0.0 for row in mine}
+        if max(rate.values()) < 2 * max(row.tflops or 0.0 for row in mine):  # else it would squeeze the lines
+            heights = [rate[n] for n in sorted(rate)]
+            axes.plot(range(len(heights)), heights, color="#bbbbbb", ls=":", lw=1.4, label="matrix product")
+        axes.set_ylim(0)
+        axes.set_title(f"{describe(case)}\n{pass_}")
+
+    _panels(settings, passes, draw, metric.title, path)
+
+
+def memory(rows: Sequence[Row], path: Path) -> None:
+    """Peak memory by length, both axes logarithmic: a slope of one is linear growth."""
+    rows = [row for row in rows if row.status == OK and row.peak_bytes]
+    settings = list(dict.fromkeys(setting(row.of) for row in rows))
+    passes = list(dict.fromkeys(row.pass_ for row in rows))
+
+    def draw(axes: Any, case: Case, pass_: str) -> None:
+        mine = [row for row in rows if (setting(row.of), row.pass_) == (case, pass_)]
+        _lines(axes, mine, lambda row: (row.peak_bytes or 0) / 1e6)
+        axes.set_yscale("log")
+        axes.set_title(f"{describe(case)}\n{pass_}")
+
+    _panels(settings, passes, draw, "peak memory above the inputs, MB", path)
+
+
+def against_standard(rows: Sequence[Row], path: Path, read: Callable[[Row], float | None], title: str) -> None:
+    """How many times less (time, memory) than standard attention, by length, one group of bars a setting."""
+    found = ratios(rows, STANDARD, read)
+    settings = list(dict.fromkeys(setting(row.of) for row in found))
+    lengths = sorted({row.of.length for row in found})
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.2, 3.6))
+        width = 0.8 / max(1, len(settings))
+        for index, case in enumerate(settings):
+            heights = {row.of.length: r for row, r in found.items() if setting(row.of) == case}
+            places = [lengths.index(n) + (index - (len(settings) - 1) / 2) * width for n in heights]
+            bars = axes.bar(
+                places,
+                list(heights.values()),
+                width * 0.94,
+                label=describe(case),
+                color=("#d1495b", "#2e6f95")[index % 2],
+            )
+            axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2, color="#444444")
+        axes.axhline(1.0, color="#666666", lw=1, ls="--")
+        axes.set_xticks(range(len(lengths)), [length_label(n) for n in lengths])
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("times less than standard attention")
+        axes.grid(axis="x", visible=False)
+        axes.set_axisbelow(True)
+        axes.margins(y=0.12)
+        axes.set_title(title)
+        axes.legend(frameon=False, loc="upper left")
+        _save(figure, path)
+
+
+def _lines(axes: Any, rows: Sequence[Row], read: Callable[[Row], float | None]) -> None:
+    lengths = sorted({row.of.length for row in rows})
+    for name in dict.fromkeys(row.implementation for row in rows):
+        points = {row.of.length: read(row) for row in rows if row.implementation == name}
+        ours = name == OURS
+        axes.plot(
+            [lengths.index(n) for n in points], list(points.values()), label=name, color=COLOURS.get(name, "#555555"),
+            lw=2.6 if ours else 1.5, marker="o", ms=5 if ours else 3.5, zorder=3 if ours else 2,
+        )  # fmt: skip
+    axes.set_xticks(range(len(lengths)), [length_label(n) for n in lengths])
+
+
+def _panels(
+    settings: Sequence[Case], passes: Sequence[str], draw: Callable[[Any, Case, str], None], ylabel: str, path: Path
+) -> None:
+    """One legend below panels: settings that differ only in the mask share a line, forward panels before backward."""
+    pairs = _pairs(settings)
+    columns = len(passes) * max(len(pair) for pair in pairs)
+    lines = len(pairs)
+    with mpl.rc_context(STYLE):
+        figure, grid = plt.subplots(lines, columns, figsize=(3.3 * columns, 2.7 * lines + 0.4), squeeze=False)
+        handles: dict[str, Any] = {}
+        for line, pair in zip(grid, pairs, strict=True):
+            for axes, (pass_, case) in zip(line, product(passes, pair), strict=False):
+                draw(axes, case, pass_)
+                handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            line[0].set_ylabel(ylabel)
+        for axes in grid[-1]:
+            axes.set_xlabel("tokens")
+        figure.tight_layout()
+        figure.legend(
+            list(handles.values()), list(handles), loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False,
+            ncols=min(6, len(handles)),
+        )  # fmt: skip
+        _save(figure, path)
+
+
+def _pairs(settings: Sequence[Case]) -> list[list[Case]]:
+    """Settings that differ in the mask only, together."""
+    pairs: dict[tuple[str, int], list[Case]] = {}
+    for case in settings:
+        pairs.setdefault((case.dtype, case.head_size), []).append(case)
+    return list(pairs.values())
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
+
+
+PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]], ...]] = {
+    "paper": (("rate", "TFLOP/s by length", rates),),
+    "classic": (
+        (
+            "speedup", "Speedup over standard attention",
+            lambda rows, path: against_standard(
+                rows, path, lambda row: row.milliseconds, f"Speedup over standard attention, {BOTH}"
+            ),
+        ),
+        (
+            "memory", "Memory saved against standard attention",
+            lambda rows, path: against_standard(
+                rows, path, lambda row: row.peak_bytes, f"Memory saved against standard attention, {BOTH}"
+            ),
+        ),
+    ),
+    "long": (("rate", "TFLOP/s by length", rates), ("memory", "Peak memory by length", memory)),
+    "cpu": (("rate", "TFLOP/s by length", rates),),
+}  # fmt: skip
+"""Of each suite: a name for the file, what it shows, and how to draw it."""
+
+
+def draw(suite: str, rows: Sequence[Row], stem: Path) -> list[tuple[Path, str]]:
+    """Draws a suite's pictures as <stem>-<name>.png; their paths and what they show."""
+    drawn = []
+    for name, shows, picture in PICTURES[suite]:
+        path = stem.with_name(f"{stem.name}-{name}.png")
+        picture(rows, path)
+        drawn.append((path, shows))
+    return drawn

@@ -1,0 +1,101 @@
+"""docs/performance.md from the results files, and nothing else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import plots
+from .results import kernels_hash, load, rows_of
+from .suites import SUITES
+from .tables import (
+    ERROR,
+    HOST,
+    MEMORY,
+    OF_MATMUL,
+    OURS,
+    RATE,
+    SPREAD,
+    Grid,
+    Metric,
+    grids,
+    headlines,
+    in_its_unit,
+    reasons,
+)
+
+HEADER = """# Performance
+
+Written by `python -m tilewise bench --report` from the files in `benchmarks/results`; edit nothing here by hand.
+
+Times are medians over rounds in which all implementations take turns, because a power-limited card changes its rate
+from minute to minute; only ratios inside one table mean something. On a GPU they are device times of queued calls; a
+backward is whole: as `torch.autograd.grad` takes it, with pre- and postprocessing. Arithmetic is counted as 4 B H M N D
+for a forward, half of it if causal, and 2.5 times that for a backward. The matrix product beside each case is a large
+square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
+whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed.
+"""
+DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
+
+
+def write(results: Path, docs: Path) -> Path:
+    """Draws the pictures under docs/images and writes docs/performance.md.
+
+    Raises ValueError if there is no results file.
+    """
+    files = sorted(results.glob("*.json"))
+    if not files:
+        raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
+    sections = [HEADER]
+    for file in files:
+        content = load(file)
+        sections.append(f"## {content['device']}\n")
+        for suite in (name for name in SUITES if name in content["suites"]):
+            sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
+    docs.mkdir(parents=True, exist_ok=True)
+    page = docs / "performance.md"
+    page.write_text("\n".join(sections))
+    return page
+
+
+def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
+    rows, run = rows_of(content, suite), content["suites"][suite]
+    lines = [f"### {suite}: {SUITES[suite].title}\n", _origin(run["environment"], run["quick"]) + "\n"]
+    lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
+    rate = in_its_unit(RATE, rows)
+    lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
+    lines += [_table(grids(rows, rate), rate)]
+    for metric in DETAILS:
+        if found := grids(rows, metric):
+            title = metric.title[0].upper() + metric.title[1:]
+            lines.append(f"<details><summary>{title}</summary>\n\n{_table(found, metric)}\n</details>\n")
+    if notes := reasons(rows):
+        lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
+    return lines
+
+
+def _origin(env: dict[str, Any], quick: bool) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
+    if quick:
+        text += " A quick run: fewer cases and rounds."
+    if env["kernels"] != kernels_hash():
+        text += " **The kernels have changed since: these numbers are of older ones.**"
+    return text
+
+
+def _table(found: Sequence[Grid], metric: Metric) -> str:
+    """All grids of one metric, in markdown; ours in bold."""
+    lengths = list(dict.fromkeys(n for grid in found for n in grid.lengths))
+    head = [f"{metric.title}", "implementation", *map(plots.length_label, lengths)]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(lengths)]
+    for grid in found:
+        title = grid.title
+        for name, cells in grid.lines.items():
+            at = dict(zip(grid.lengths, cells, strict=True))
+            shown = [at.get(n, "") for n in lengths]
+            bold = "**" if name == OURS else ""
+            lines.append(
+                "| " + " | ".join([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))]) + " |"
+            )
+            title = ""
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,149 @@
+"""Rows, where they come from, and the file that keeps them: one for each machine, replaced suite by suite."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilewise as tw
+
+from .suites import Case
+
+PACKAGE = Path(__file__).parent.parent
+KERNEL_SOURCES = ("*.py", "tile/**/*.py", "triton/**/*.py", "hopper/**/*.py", "cpu/**/*.py")
+OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
+
+
+@dataclass(eq=False)
+class Row:
+    """One implementation's pass over one case. Without a measurement, `why` says what was in the way."""
+
+    case: dict[str, Any]
+    implementation: str
+    pass_: str
+    status: str = OK
+    why: str | None = None
+    milliseconds: float | None = None
+    """Median over rounds; device time on a GPU."""
+    milliseconds_p20: float | None = None
+    milliseconds_p80: float | None = None
+    tflops: float | None = None
+    matmul_tflops: float | None = None
+    """Of a large square product in the same type, in the same rounds."""
+    of_matmul: float | None = None
+    peak_bytes: int | None = None
+    """Above what was allocated before the call."""
+    host_microseconds: float | None = None
+    """What one call costs the thread that makes it, on a GPU."""
+    error: float | None = None
+    """Largest absolute error against fp64; of a backward, in dq, dk and dv."""
+    error_plain: float | None = None
+    """Of plain torch in the same type."""
+
+    @property
+    def of(self) -> Case:
+        """The case as a value."""
+        return Case(**self.case)
+
+
+def kernels_hash(package: Path = PACKAGE) -> str:
+    """Of every source that can change what a kernel computes or costs."""
+    digest = hashlib.sha256()
+    for path in sorted({p for pattern in KERNEL_SOURCES for p in package.glob(pattern)}):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def slug(name: str) -> str:
+    """A name as a file's name: nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything needed to say where numbers come from."""
+    return {
+        "device": device_name(device),
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "kernels": kernels_hash(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of whatever could matter and is installed."""
+    found = {"tilewise": tw.__version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
+    for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or ""
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def _commit() -> str | None:
+    """TILEWISE_COMMIT, or git's word with "+" if files differ from it; None outside a checkout."""
+    if given := os.environ.get("TILEWISE_COMMIT"):
+        return given
+    try:
+        git = ["git", "-C", str(PACKAGE)]
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A results file; an empty one if there is none."""
+    if not path.exists():
+        return {"device": None, "suites": {}}
+    try:
+        content = json.loads(path.read_text())
+        content["suites"].items()
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is not a results file of tilewise; name another, or remove it") from error
+    return content
+
+
+def merge(path: Path, suite: str, rows: list[Row], env: dict[str, Any], quick: bool) -> dict[str, Any]:
+    """Puts a suite's rows into a file in place of its older ones; other suites stay."""
+    content = load(path)
+    if content["device"] not in (None, env["device"]):
+        raise ValueError(
+            f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
+        )
+    content["device"] = env["device"]
+    content["suites"][suite] = {"environment": env, "quick": quick, "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
+    """The rows of a loaded file's suite; none if it was not run."""
+    return [Row(**row) for row in content["suites"].get(suite, {"rows": ()})["rows"]]

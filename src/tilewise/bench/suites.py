@@ -1,0 +1,127 @@
+"""What is measured: cases with names, and the suites that group them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+PRODUCTS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
+"""Arithmetic of a pass, in forwards: the backward does five products of the forward's size where it does two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self-attention of `length` tokens: q, k, v (batch, length, heads, head_size)."""
+
+    batch: int
+    heads: int
+    length: int
+    head_size: int
+    dtype: str
+    causal: bool = False
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        dropout = f" dropout {self.dropout}" if self.dropout else ""
+        return f"{self.dtype} {mask}{dropout} B{self.batch} H{self.heads} D{self.head_size} N{self.length}"
+
+    @property
+    def type(self) -> torch.dtype:
+        """The torch type of q, k and v."""
+        return TYPES[self.dtype]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of q, k, v and o: (batch, length, heads, head size)."""
+        return self.batch, self.length, self.heads, self.head_size
+
+    def flops(self, pass_: str) -> float:
+        """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that."""
+        forward = 4.0 * self.batch * self.heads * self.length**2 * self.head_size
+        return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A question, the cases that answer it, and whom to compare with."""
+
+    name: str
+    title: str
+    cases: tuple[Case, ...]
+    passes: tuple[str, ...]
+    peers: tuple[str, ...]
+    rounds: int
+    matmul: int
+    """Side of the square product measured beside the cases."""
+    quick_lengths: tuple[int, ...]
+    sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
+    """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
+
+    def quick(self) -> "Suite":
+        """A fraction of it, for a first look."""
+        cases = tuple(c for c in self.cases if c.length in self.quick_lengths)
+        return replace(self, cases=cases, rounds=max(2, self.rounds // 2))
+
+
+def _paper() -> tuple[Case, ...]:
+    return tuple(
+        Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
+        for head_size in (64, 128, 256)
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+    )
+
+
+def _classic() -> tuple[Case, ...]:
+    return tuple(
+        Case(8, 12, length, 64, "fp16", causal, dropout)
+        for causal, dropout in ((False, 0.0), (True, 0.1))
+        for length in (128, 256, 512, 1024, 2048, 4096)
+    )
+
+
+def _long() -> tuple[Case, ...]:
+    return tuple(
+        Case(1, 2048 // head_size, length, head_size, "bf16", causal=True)
+        for head_size in (64, 128)
+        for length in (16384, 32768, 65536, 131072)
+    )
+
+
+def _cpu() -> tuple[Case, ...]:
+    return tuple(
+        Case(1, 8, length, 64, dtype, causal)
+        for dtype in ("fp32", "bf16")
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096)
+    )
+
+
+SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
+PACKAGES = ("flash-attn 2", "flash-attn 3", "flash-attn 4")
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "paper", "FlashAttention-2's grid: 16k tokens, hidden size 2048", _paper(), (FORWARD, BACKWARD),
+            ("tilewise", *SDPA, "flex", *PACKAGES, "standard"), 7, 8192, (1024, 4096),
+        ),
+        Suite(
+            "classic", "FlashAttention 0.1's benchmark: batch 8, 12 heads of 64", _classic(), (BOTH,),
+            ("tilewise", "standard", *SDPA[:3], *PACKAGES), 5, 8192, (512, 1024, 2048, 4096),
+        ),
+        Suite(
+            "long", "16K to 128K tokens, hidden size 2048, causal", _long(), (FORWARD, BACKWARD),
+            ("tilewise", *SDPA[:3], *PACKAGES, "standard"), 3, 8192, (16384, 65536),
+        ),
+        Suite(
+            "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
+            ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048),
+        ),
+    )
+}  # fmt: skip
+"""Every suite, by name."""

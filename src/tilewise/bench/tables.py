@@ -1,0 +1,202 @@
+"""Rows as tables by length, and the few sentences that answer each suite's question."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .results import OK, WRONG, Row
+from .suites import BACKWARD, BOTH, FORWARD, Case
+
+OURS, CUDNN, STANDARD = "tilewise", "sdpa cudnn", "standard"
+
+
+class Metric(NamedTuple):
+    """A column of the results file, for people."""
+
+    title: str
+    read: Callable[[Row], float | None]
+    show: Callable[[float], str]
+
+
+def three_digits(x: float) -> str:
+    """Three significant digits, without an exponent."""
+    decimals = max(0, 2 - math.floor(math.log10(abs(x)))) if x else 0
+    return f"{x:.{min(decimals, 6)}f}"
+
+
+TIME = Metric("milliseconds", lambda row: row.milliseconds, three_digits)
+RATE = Metric("TFLOP/s", lambda row: row.tflops, three_digits)
+GIGA_RATE = Metric("GFLOP/s", lambda row: row.tflops and 1e3 * row.tflops, three_digits)
+OF_MATMUL = Metric("% of the matrix product", lambda row: row.of_matmul, lambda x: f"{100 * x:.0f}")
+SPREAD = Metric(
+    "spread, % of the median (20th to 80th percentile)",
+    lambda row: row.milliseconds and (row.milliseconds_p80 - row.milliseconds_p20) / row.milliseconds,  # type: ignore[operator]
+    lambda x: f"{100 * x:.1f}",
+)
+MEMORY = Metric("peak memory above the inputs, MB", lambda row: row.peak_bytes and row.peak_bytes / 1e6, three_digits)
+HOST = Metric("host cost of a call, microseconds", lambda row: row.host_microseconds, lambda x: f"{x:.0f}")
+ERROR = Metric("largest error against fp64", lambda row: row.error, lambda x: f"{x:.1e}")
+METRICS = {"rate": RATE, "time": TIME, "matmul": OF_MATMUL, "spread": SPREAD, "memory": MEMORY, "host": HOST,
+           "error": ERROR}  # fmt: skip
+
+
+def in_its_unit(metric: Metric, rows: Sequence[Row]) -> Metric:
+    """Rates of a CPU are readable in GFLOP/s."""
+    slow = metric is RATE and all((row.tflops or 0.0) < 1.0 for row in rows)
+    return GIGA_RATE if slow else metric
+
+
+class Grid(NamedTuple):
+    """One setting and pass: a line of cells, by length, for each implementation."""
+
+    title: str
+    lengths: tuple[int, ...]
+    lines: dict[str, list[str]]
+
+
+def setting(case: Case) -> Case:
+    """What is common to a case at all its lengths."""
+    return replace(case, length=0, batch=0)
+
+
+def describe(case: Case) -> str:
+    """A setting in words: bf16, head size 128, causal."""
+    mask = "causal" if case.causal else "full"
+    return f"{case.dtype}, head size {case.head_size}, {mask}" + (f", dropout {case.dropout}" if case.dropout else "")
+
+
+def grids(rows: Sequence[Row], metric: Metric) -> list[Grid]:
+    """All rows, as far as they have this metric or a reason not to."""
+    found = []
+    for group in _unique((setting(row.of), row.pass_) for row in rows):
+        mine = [row for row in rows if (setting(row.of), row.pass_) == group]
+        lengths = tuple(_unique(row.of.length for row in mine))
+        lines = {}
+        for name in _unique(row.implementation for row in mine):
+            at = {row.of.length: row for row in mine if row.implementation == name}
+            line = [_cell(at[n], metric) if n in at else "" for n in lengths]
+            if any(cell not in ("", "-") for cell in line):
+                lines[name] = line
+        if lines:
+            found.append(Grid(f"{describe(group[0])}, {group[1]}", lengths, lines))
+    return found
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """One line for each implementation and reason that left cells empty."""
+    empty = [row for row in rows if row.status != OK]
+    lines = []
+    for name, why in _unique((row.implementation, row.why) for row in empty):
+        where = [row for row in empty if (row.implementation, row.why) == (name, why)]
+        everywhere = len(where) == sum(row.implementation == name for row in rows)
+        cases = _unique(str(row.of) for row in where)
+        place = (
+            "" if everywhere else f" ({cases[0]})" if len(cases) == 1 else f" ({len(cases)} cases, {cases[0]} first)"
+        )
+        lines.append(f"{name}: {why}{place}")
+    return lines
+
+
+def _cell(row: Row, metric: Metric) -> str:
+    value = metric.read(row)
+    if value is not None and (row.status == OK or metric is ERROR):
+        return metric.show(value)
+    return "wrong" if row.status == WRONG else "-"
+
+
+def ratios(rows: Sequence[Row], peer: str, read: Callable[[Row], float | None], ours: str = OURS) -> dict[Row, float]:
+    """The peer's number over ours in every row of ours where both exist."""
+    at = {(row.of, row.pass_, row.implementation): read(row) for row in rows if row.status == OK}
+    found = {}
+    for row in rows:
+        mine, other = at.get((row.of, row.pass_, ours)), at.get((row.of, row.pass_, peer))
+        if row.implementation == ours and mine and other:
+            found[row] = other / mine
+    return found
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """nan if there is none."""
+    logs = [math.log(x) for x in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
+    """What the suite says about tilewise, in sentences."""
+    lines = {"paper": _paper, "classic": _classic, "long": _long, "cpu": _cpu}[suite](rows)
+    hosts = [row.host_microseconds for row in rows if row.implementation == OURS and row.pass_ == FORWARD]
+    hosts = sorted(h for h in hosts if h is not None)
+    if hosts:
+        lines.append(f"Host cost of one forward call: {hosts[len(hosts) // 2]:.0f} microseconds (median of the cases).")
+    wrong = [row for row in rows if row.status == WRONG and row.implementation.startswith(OURS)]
+    if wrong:
+        lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
+    return lines
+
+
+def _paper(rows: Sequence[Row]) -> list[str]:
+    return [
+        line
+        for pass_ in (FORWARD, BACKWARD)
+        for line in _against(rows, CUDNN, f"{pass_}, head sizes 64 and 128, from 1k tokens", lambda row, pass_=pass_: (
+            row.pass_ == pass_ and row.of.head_size <= 128 and row.of.length >= 1024
+        ))
+    ]  # fmt: skip
+
+
+def _against(rows: Sequence[Row], peer: str, where: str, chosen: Callable[[Row], bool], ours: str = OURS) -> list[str]:
+    found = {row: r for row, r in ratios(rows, peer, lambda row: row.milliseconds, ours).items() if chosen(row)}
+    if not found:
+        return []
+    worst = min(found, key=lambda row: found[row])
+    return [
+        f"{ours} runs at {geometric_mean(found.values()):.2f} of the speed of {peer} ({where}; geometric mean of "
+        f"{len(found)} cells, lowest {found[worst]:.2f} at {worst.of})."
+    ]
+
+
+def _classic(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    faster = ratios(rows, STANDARD, lambda row: row.milliseconds)
+    smaller = ratios(rows, STANDARD, lambda row: row.peak_bytes)
+    for case in _unique(setting(row.of) for row in rows):
+        speed = [f"{r:.1f}x at {row.of.length}" for row, r in faster.items() if setting(row.of) == case]
+        memory = [f"{r:.1f}x at {row.of.length}" for row, r in smaller.items() if setting(row.of) == case]
+        if speed:
+            lines.append(f"{describe(case)}: faster than standard attention {', '.join(speed)} tokens.")
+        if memory:
+            lines.append(f"{describe(case)}: less memory than standard attention {', '.join(memory)} tokens.")
+    return lines
+
+
+def _long(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for case, pass_ in _unique((setting(row.of), row.pass_) for row in rows):
+        mine = [
+            row for row in rows
+            if row.implementation == OURS and (setting(row.of), row.pass_) == (case, pass_) and row.peak_bytes
+        ]  # fmt: skip
+        if len(mine) > 1:
+            each = ", ".join(f"{(row.peak_bytes or 0) / row.of.length:.0f}" for row in mine)
+            lengths = ", ".join(str(row.of.length) for row in mine)
+            lines.append(f"{describe(case)}, {pass_}: {each} bytes a token at {lengths} tokens.")
+    return lines
+
+
+def _cpu(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for pass_ in (FORWARD, BOTH):
+        for ours in (OURS, f"{OURS} tiled"):
+            for dtype in ("fp32", "bf16"):
+                lines += _against(
+                    rows, "sdpa", f"{dtype}, {pass_}",
+                    lambda row, dtype=dtype, pass_=pass_: row.of.dtype == dtype and row.pass_ == pass_, ours,
+                )  # fmt: skip
+    for row, r in ratios(rows, STANDARD, lambda row: row.peak_bytes).items():
+        lines.append(f"{row.of}, {row.pass_}: {r:.1f}x less memory than standard attention.")
+    return lines
+
+
+def _unique(items: Iterable) -> list:
+    return list(dict.fromkeys(items))

@@ -1,0 +1,18 @@
+"""python -m tilewise info | explain | bench | train | demo. Needs the extra `cli`."""
+
+import importlib.util
+import sys
+
+NEEDED = ("typer", "rich", "matplotlib")
+
+
+def main() -> int:
+    """Runs the command line; the exit status."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"The command line needs {' and '.join(missing)}: pip install 'tilewise[cli]'", file=sys.stderr)
+        return 1
+    from .app import app  # noqa: PLC0415
+
+    app(prog_name="tilewise")
+    return 0

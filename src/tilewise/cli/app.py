@@ -1,0 +1,15 @@
+"""The commands, gathered."""
+
+import typer
+
+from . import bench, explain, info
+
+app = typer.Typer(
+    help="Exact attention, one tile at a time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (info.info, explain.explain, bench.bench):
+    app.command()(command)

@@ -1,0 +1,124 @@
+"""tilewise bench: measures suites, shows tables, keeps results, draws pictures, writes the performance page."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+from rich.progress import Progress
+
+from ..bench import results
+from ..bench.engine import run
+from ..bench.plots import draw, length_label
+from ..bench.results import Row
+from ..bench.suites import SUITES, Suite
+from ..bench.tables import METRICS, OURS, grids, headlines, in_its_unit, reasons
+from .console import err, out, pick_device, print_json, progress, sentences, table
+
+SHOWN = {"cuda": ("rate", "memory", "host"), "cpu": ("rate", "memory")}
+
+
+def bench(
+    suite: Annotated[list[str] | None, typer.Option(help=f"One or more of: {', '.join(SUITES)}.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after so many seconds.")] = None,
+    show: Annotated[list[str] | None, typer.Option(help=f"Tables to print: {', '.join(METRICS)}.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Merge the rows into this file; - prints them instead of tables.")
+    ] = None,
+    results_folder: Annotated[
+        Path | None, typer.Option("--results", help="Merge the rows into <device name>.json in this folder.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the suite's pictures as <name>-....png, from this name.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Only write --docs anew from --results.")] = False,
+    docs: Annotated[Path, typer.Option(help="Where --report writes performance.md and images/.")] = Path("docs"),
+) -> None:
+    """Measure tilewise beside its peers."""
+    with sentences():
+        if report:
+            _report(results_folder or Path("benchmarks/results"), docs)
+            return
+        where = pick_device(device)
+        suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], quick, where)
+        metrics = _metrics(show or list(SHOWN[where.type]))
+        env = results.environment(where)
+        files = [json_file] if json_file and str(json_file) != "-" else []
+        files += [results_folder / f"{results.slug(env['device'])}.json"] if results_folder else []
+        for file in files:
+            results.load(file)  # a file that cannot be merged is told before, not after, the measurement
+    printed: dict[str, Any] = {"device": env["device"], "suites": {}}
+    for chosen in suites:
+        rows = measure(chosen, where, seconds)
+        env = results.environment(where)
+        printed["suites"][chosen.name] = {"environment": env, "quick": quick, "rows": [asdict(row) for row in rows]}
+        if str(json_file) != "-":
+            print_suite(chosen, rows, metrics, env["device"])
+        with sentences():
+            for file in files:
+                results.merge(file, chosen.name, rows, env, quick)
+                err.print(f"rows of {chosen.name} are in {file}")
+            if plot:
+                stem = plot.with_suffix("")
+                for path, _ in draw(chosen.name, rows, stem.with_name(f"{stem.name}-{chosen.name}")):
+                    err.print(f"picture: {path}")
+    if str(json_file) == "-":
+        print_json(printed)
+
+
+def measure(suite: Suite, device: torch.device, seconds: float | None) -> list[Row]:
+    """All rows of a suite, with a progress bar."""
+    rows: list[Row] = []
+    with progress("now") as bar:
+        task = bar.add_task(suite.name, total=len(suite.cases), now="")
+        for case_rows in run(suite, device, seconds, lambda text: _tell(bar, task, text)):
+            rows += case_rows
+            bar.advance(task)
+        bar.update(task, now="")
+    return rows
+
+
+def _tell(bar: Progress, task: Any, text: str) -> None:
+    bar.update(task, now=text)
+
+
+def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) -> None:
+    """The tables asked for, then what they say, then what is missing and why."""
+    out.rule(f"[bold]{suite.name}[/]: {escape(suite.title)}, on {escape(device)}", align="left")
+    for name in metrics:
+        metric = in_its_unit(METRICS[name], rows)
+        for grid in grids(rows, metric):
+            lines = [[f"[bold]{peer}[/]" if peer == OURS else peer, *cells] for peer, cells in grid.lines.items()]
+            table(f"{metric.title}: {grid.title}", ["", *map(length_label, grid.lengths)], lines)
+    for line in headlines(suite.name, rows):
+        out.print(escape(line), soft_wrap=True)
+    for line in reasons(rows):
+        out.print(f"[dim]not measured: {escape(line)}[/]", soft_wrap=True)
+
+
+def _suites(names: list[str], quick: bool, device: torch.device) -> list[Suite]:
+    for name in names:
+        if name not in SUITES:
+            raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
+        if (name == "cpu") != (device.type == "cpu"):
+            wanted = "--device cpu" if name == "cpu" else "a GPU"
+            raise ValueError(f"the suite {name} needs {wanted}, this would run on {device.type}")
+    chosen = [SUITES[name] for name in dict.fromkeys(names)]
+    return [suite.quick() for suite in chosen] if quick else chosen
+
+
+def _metrics(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in METRICS:
+            raise ValueError(f"there is no table {name!r}; choose from {', '.join(METRICS)}")
+    return names
+
+
+def _report(folder: Path, docs: Path) -> None:
+    from ..bench.report import write  # noqa: PLC0415
+
+    err.print(f"written: {write(folder, docs)}")
