@@ -167,7 +167,10 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
 def _scores(p, s, tile, q, k):
     """S of a tile in base-2 units, masked, and the logits that entered each score (natural units)."""
     c = p.scale if s.scores else p.scale * LOG2E
-    S = torch.baddbmm(q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1]), q, k.mT, beta=0, alpha=c)
+    empty = q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1])
+    S = torch.baddbmm(empty, q, k.mT, beta=0, alpha=c or 1.0)
+    if c == 0.0:  # given as alpha, oneDNN's bf16 product would return what was in memory before
+        S.mul_(c)
     stages = []
     if s.scores:
         i, j, shift = _indices(s, tile)
