@@ -35,8 +35,7 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
     if config.option.durations is None:
         config.option.durations = 10
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # the workers share the cores
+    torch.set_num_threads(1)  # the tensors are small, and pytest's workers share the cores
     # Every torch.empty, empty_like, new_empty and resize_ gives NaN (integers: the largest), in C++ as in Python.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

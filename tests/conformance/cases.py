@@ -448,6 +448,7 @@ def _numbers() -> Iterator[Case]:
         yield Case(f"through {loss}, dropout", loss=loss, dropout=0.3)
     for scale in (0.0, 0.05, 1.0):
         yield Case(f"scale {scale}", scale=scale, mask=causal)
+        yield Case(f"scale {scale} bf16", dtype=bf16, scale=scale)
     yield Case("scale 0, bias, softcap", scale=0.0, score=(bias(), softcap()))
     for dtype in (fp16, bf16, fp32, fp64):
         yield Case(f"{_name(dtype)} full", dtype=dtype, D=32)
