@@ -7,13 +7,12 @@ import triton.language as tl
 
 
 class Rows(NamedTuple):
-    """One operand, (batch, length, heads, size) by its strides; `batch` is 0 for packed sequences."""
+    """One operand, (batch, length, heads, size) by its strides, entries side by side; `batch` is 0 for packed sequences."""
 
     ptr: object
     batch: object
     row: object
     head: object
-    entry: object
 
 
 class Packed(NamedTuple):

@@ -21,7 +21,8 @@ def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
 def finalize(m, l, c):  # (B_r,), (B_r,), scalar
     """The factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
-    L = tl.where(m == float("-inf"), float("-inf"), (m * c + tl.log2(l_safe)) * LN2)
+    # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
+    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), (m * c + tl.log2(l_safe)) * LN2)
     return 1.0 / l_safe, L
 
 

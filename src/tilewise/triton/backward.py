@@ -212,5 +212,5 @@ def dbias(
     if ONE_COLUMN:
         acc = tl.broadcast_to(tl.sum(acc, 1, keep_dims=True), acc.shape)
     i, j = t_r * B_R + i, t_c * B_C + j
-    at = origin(dBias, b0, h0, 0) + i.to(tl.int64) * dBias.row + j.to(tl.int64) * dBias.entry
+    at = origin(dBias, b0, h0, 0) + i.to(tl.int64) * dBias.row + j
     tl.store(at, acc.to(dBias.ptr.dtype.element_ty), mask=(i < rows) & (j < columns))

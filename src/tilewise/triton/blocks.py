@@ -53,7 +53,7 @@ def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
     """B rows of head h from row `first` on; 64-bit offsets, padded to a power of two.  # (B, BLOCK)"""
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
     entries = tl.arange(0, BLOCK)
-    at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :] * X.entry
+    at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :]
     if BLOCK == d:
         exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
     else:

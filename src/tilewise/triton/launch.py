@@ -91,6 +91,7 @@ class Launch(NamedTuple):
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
+    x = with_adjacent_rows(x)
     for launch in forward_launches(p, x, saved):
         launch.run()
     return saved
@@ -99,8 +100,8 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     grads = empty_grads(p, x)
-    if do is None:
-        do = torch.zeros((), dtype=p.dtype, device=x.q.device).expand(saved.o.shape)
+    x = with_adjacent_rows(x)
+    do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     delta = torch.empty_like(saved.lse)
     for launch in backward_launches(p, x, saved, do, dlse, delta, grads):
         launch.run()
@@ -193,7 +194,7 @@ def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: 
     )  # fmt: skip
     stride = whole.stride()
     arguments = (
-        *given, Rows(grad, stride[0], stride[2], stride[1], stride[3]), variant,
+        *given, Rows(grad, stride[0], stride[2], stride[1]), variant,
         pl.c, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
     )  # fmt: skip
     constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}
@@ -292,19 +293,32 @@ def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
+    """An operand by its strides; the entries of a row lie side by side (see `adjacent`)."""
     if p.recipe.varlen:
-        row, head, entry = t.stride()
-        return Rows(t, 0, row, head, entry)
-    return Rows(t, *t.stride())
+        row, head, _ = t.stride()
+        return Rows(t, 0, row, head)
+    batch, row, head, _ = t.stride()
+    return Rows(t, batch, row, head)
+
+
+def with_adjacent_rows(x: Operands) -> Operands:
+    """q, k and v as the kernels read them."""
+    return Operands(adjacent(x.q), adjacent(x.k), adjacent(x.v), x.extra)
+
+
+def adjacent(t: Tensor) -> Tensor:
+    """The tensor, copied only if the entries of a row do not lie side by side. Triton 3.6 would load them in a layout
+    whose fp32 products read outside shared memory (docs/adr/0004)."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def row_values(p: Problem, t: Tensor) -> Rows:
     """lse, its gradient and delta: one number a row, (B, H, M) or (H, T)."""
     if p.recipe.varlen:
         head, row = t.stride()
-        return Rows(t, 0, row, head, 0)
+        return Rows(t, 0, row, head)
     batch, head, row = t.stride()
-    return Rows(t, batch, row, head, 0)
+    return Rows(t, batch, row, head)
 
 
 def meta(tiles: Tiles) -> dict[str, int]:
