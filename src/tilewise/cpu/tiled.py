@@ -168,8 +168,9 @@ def _scores(p, s, tile, q, k):
     """S of a tile in base-2 units, masked, and the logits that entered each score (natural units)."""
     c = p.scale if s.scores else p.scale * LOG2E
     empty = q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1])
-    S = torch.baddbmm(empty, q, k.mT, beta=0, alpha=c or 1.0)
-    if c == 0.0:  # given as alpha, oneDNN's bf16 product would return what was in memory before
+    vanishes = c < torch.finfo(torch.float32).tiny  # an alpha of 0 makes oneDNN's bf16 product return old memory
+    S = torch.baddbmm(empty, q, k.mT, beta=0, alpha=1.0 if vanishes else c)
+    if vanishes:
         S.mul_(c)
     stages = []
     if s.scores:
