@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, overload, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from .backend import ORDER, load
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
-from .problem import PRECISIONS, Operands, Problem, Recipe, Spec, check_number, describe_fake, matmul_setting
+from .problem import PRECISIONS, Operands, Problem, Recipe, check_number, describe_fake, matmul_setting, target_of
 from .score import Alibi, Score
+
+FULL = Full()
 
 
 def attention(
@@ -21,7 +23,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask = Full(),
+    mask: Mask = FULL,
     score: Score | Sequence[Score] = (),
     scale: float | None = None,
     sink: Tensor | None = None,
@@ -145,7 +147,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
         TypeError, ValueError: as for `attention`.
     """
     names = ("mask", "score", "scale", "sink", "dropout", "layout", "precision", "deterministic", "backend")
-    defaults = (Full(), (), None, None, 0.0, None, None, False, None)
+    defaults = (FULL, (), None, None, 0.0, None, None, False, None)
     unknown = set(options) - {*names, "seed", "return_lse"}
     if unknown:
         raise TypeError(f"explain: unknown argument {', '.join(sorted(unknown))}; it takes what attention takes")
@@ -159,8 +161,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
 
 
 def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
-    from .problem import target_of  # noqa: PLC0415
-
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = device or target_of(x.q.device)
     if target == "meta":

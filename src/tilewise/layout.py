@@ -31,7 +31,7 @@ class Varlen:
                 raise ValueError(f"Varlen: {name} must have shape (B + 1,), got {tuple(cu.shape)}")
         if self.cu_q.shape != self.cu_k.shape:
             raise ValueError(
-                f"Varlen: cu_q {tuple(self.cu_q.shape)} and cu_k {tuple(self.cu_k.shape)} must describe as many sequences"
+                f"Varlen: cu_q {tuple(self.cu_q.shape)} and cu_k {tuple(self.cu_k.shape)} must be of one length"
             )
         for name in ("max_q", "max_k"):
             longest = getattr(self, name)

@@ -203,7 +203,7 @@ class PaddingKeys(Mask):
 
 
 def Padding(keys: Tensor) -> Mask:  # noqa: N802, a mask like the others, whose kind depends on what it is given
-    """Hides padded keys, not padded queries: lengths (B,), int32 or int64, or bool (B, N), true where the key is real."""
+    """Hides padded keys, not queries: lengths (B,), int32 or int64, or bool (B, N), true where the key is real."""
     if isinstance(keys, Tensor) and keys.dtype == torch.bool:
         if keys.ndim != 2:
             raise ValueError(f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}")

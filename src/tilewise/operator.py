@@ -1,8 +1,8 @@
 """The one file that knows torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
 
 Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
-see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and go
-through one autograd.Function, which costs a third of the time on the host. `attend` decides.
+see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and
+go through one autograd.Function, which costs a third of the time on the host. `attend` decides.
 """
 
 import os
@@ -26,8 +26,11 @@ def attend(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -
     refuse_forward_mode(*x[:3], *x.extra)
     if intercepted(x.q):
         return torch.ops.tilewise.attention(*x[:3], list(x.extra), seed, recipe.encode(), *longest)
-    road = _Transformed if transformed() else _Eager
-    return road.apply(recipe, longest, seed, *x[:3], *x.extra)
+    if transformed():
+        return _Transformed.apply(recipe, longest, seed, *x[:3], *x.extra)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*x[:3], *x.extra)):
+        return _forward(x, seed, recipe, longest)[:2]
+    return _Eager.apply(recipe, longest, seed, *x[:3], *x.extra)
 
 
 def intercepted(q: Tensor) -> bool:
@@ -241,7 +244,13 @@ def _(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _vmap(
-    size: int, dims: Sequence[int | None], seed_dim: int | None, x: Operands, seed: Any, recipe: Recipe, longest: Longest
+    size: int,
+    dims: Sequence[int | None],
+    seed_dim: int | None,
+    x: Operands,
+    seed: Any,
+    recipe: Recipe,
+    longest: Longest,
 ) -> Any:
     """Folds the mapped dimension into the batch. Packed sequences, a mapped sink, and dropout, whose decisions depend
     on the batch index, go one call at a time instead."""

@@ -46,7 +46,7 @@ PREFERENCE = {
 """What `precision=None` asks for, by torch.get_float32_matmul_precision(), best first."""
 
 
-class Unsupported(ValueError):
+class Unsupported(ValueError):  # noqa: N818, a name that users type
     """A back end, or all of them, cannot do what was asked; the message lists why and what to do instead."""
 
 
@@ -189,9 +189,9 @@ class Problem(NamedTuple):
         asked = (self.recipe.precision,) if self.recipe.precision else PREFERENCE[self.matmul or "highest"]
         return next((name for name in asked if name in available), None)
 
-    def values(self, x: Operands) -> tuple[tuple[Mask, ...], tuple[Score, ...], Tensor | None]:
+    def values(self, extra: tuple[Tensor, ...]) -> tuple[tuple[Mask, ...], tuple[Score, ...], Tensor | None]:
         """The mask's parts, the scores and the sink, with their tensors put back."""
-        tensors = iter(x.extra)
+        tensors = iter(extra)
         built: list[Any] = []
         for name, *numbers in self.recipe.mask + self.recipe.score:
             kind = KINDS[name]
@@ -274,7 +274,7 @@ def check_contents(problem: Problem, x: Operands) -> None:
         _check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
         _check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
         N = cu_k.diff()
-    for part in problem.values(x)[0]:
+    for part in problem.values(x.extra)[0]:
         for lengths in part.tensors if isinstance(part, masks.Prefix | masks.PaddingLengths) else ():
             if bool(((lengths < 0) | (lengths > N)).any()):
                 name = _public_name(type(part))

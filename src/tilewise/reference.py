@@ -4,7 +4,7 @@ Everything else in this package is tested against these few lines, and these lin
 `torch.autograd.gradcheck`. Nothing here is tiled, fused or fast. Call it with fp64 tensors to get the truth.
 
 Shapes: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v), H a multiple of H_k; S, P (B, H, M, N).
-A mask is any object with `dense(M, N)`, a score any object with `apply`, `pull` and `reduce` (see mask.py and score.py).
+A mask is any object with `dense(M, N)`, a score any object with `apply`, `pull` and `reduce` (mask.py, score.py).
 """
 
 import math
@@ -99,9 +99,10 @@ def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -
     """Whether entry (i, j) of score matrix `row` = b * H + h survives; int64 tensors that broadcast together.
 
     The decision depends on (seed, row, i, j) alone. Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and
-    high 32 bits, with counter (j', i', row, 0), where i' and j' are i and j with bit 3 taken out; word 2 * bit3(i) + bit3(j)
-    decides, and the entry is dropped if it is under floor(dropout * 2^32). So one counter's four words serve (i, j),
-    (i, j + 8), (i + 8, j) and (i + 8, j + 8): a thread of a tensor-core accumulator holds all four, also transposed.
+    high 32 bits, with counter (j', i', row, 0), where i' and j' are i and j with bit 3 taken out. Word
+    2 * bit3(i) + bit3(j) decides: the entry is dropped if that is under floor(dropout * 2^32). So one counter's four
+    words serve (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8): a thread of a tensor-core accumulator holds all
+    four, also transposed.
     """
     words = philox((_without_bit_3(j), _without_bit_3(i), row, torch.zeros_like(row)), seed)
     i_high, j_high = (i >> 3) & 1 == 1, (j >> 3) & 1 == 1
@@ -177,7 +178,7 @@ def _without_bit_3(x):
 
 
 def _multiply(x, multiplier):
-    """High and low 32 bits of a 32-bit by 32-bit product: 64-bit signed arithmetic would overflow, so x goes by halves."""
+    """High and low 32 bits of a 32-bit by 32-bit product; by halves, since 64-bit signed arithmetic would overflow."""
     low = (x & 0xFFFF) * multiplier
     high = (x >> 16) * multiplier + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

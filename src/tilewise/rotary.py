@@ -210,7 +210,7 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | None:
     """The kernel's launcher, imported on first use; None without Triton."""
     try:
-        from .tile.rotary import launch  # noqa: PLC0415
+        from .tile.rotary import launch
     except ImportError:
         return None
     return launch

@@ -17,8 +17,8 @@ def why_not(p: Problem) -> list[str]:
         "scores": bool(r.score),
         "a sink": r.sink,
         "dropout": r.dropout > 0.0,
-        "fewer key heads": p.H != p.H_k,
-        "another head size for v": p.D != p.D_v,
+        "fewer key heads": p.H_k != p.H,
+        "another head size for v": p.D_v != p.D,
         "no queries or keys": 0 in (p.B, p.M, p.N),
         # its bf16 runs at the speed of fp32; tiles of exact bf16 products run at twice that
         "bf16 at the speed of bf16": p.dtype == torch.bfloat16,

@@ -1,7 +1,8 @@
 """The tiled algorithm in torch: FlashAttention-2's loops, one sequence and a few heads at a time.
 
 Query tiles outside and key tiles inside in the forward; key tiles outside in the backward. Each product covers several
-key heads at once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows, columns).
+key heads at once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows,
+columns).
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     o = torch.empty(*x.q.shape[:-1], p.D_v, dtype=x.q.dtype)
     lse = torch.empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
     heads, B_r, _ = choose_tiles(p)
-    sink = p.values(x)[2]
+    sink = p.values(x.extra)[2]
     for s in _sequences(p, x):
         for h in range(0, p.H_k, heads):
             for i0 in range(0, s.q.shape[1], B_r):
@@ -223,7 +224,7 @@ def _of_heads(score, h):
 def _sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     """Every batch entry or packed sequence that has a query or a key."""
     kind = _compute_type(p)
-    masks, scores, _ = p.values(x)
+    masks, scores, _ = p.values(x.extra)
     ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:]) if p.recipe.varlen else ((), ())
     for b in range(p.B):
         rows = slice(ends_q[b], ends_q[b + 1]) if p.recipe.varlen else slice(0, p.M)

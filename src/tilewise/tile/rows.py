@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Rows(NamedTuple):
-    """One operand, (batch, length, heads, size) by its strides, entries side by side; `batch` is 0 for packed sequences."""
+    """One operand, (batch, length, heads, size) by its strides, entries side by side; packed: `batch` is 0."""
 
     ptr: object
     batch: object

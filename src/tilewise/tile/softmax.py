@@ -38,4 +38,4 @@ def join_sink(m, l, c, sink):  # (B_r,), (B_r,), scalar, scalar logit
 @triton.jit
 def probabilities(S, L, c):  # (B_r, B_c), L broadcast to it, natural log
     """P = exp(S - L), from the lse that the forward kept."""
-    return tl.exp2(S * c - tl.where(L == float("-inf"), 0.0, L * LOG2E))
+    return tl.exp2(S * c - tl.where(float("-inf") == L, 0.0, L * LOG2E))

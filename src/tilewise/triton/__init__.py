@@ -1,5 +1,8 @@
 """The portable back end: Triton kernels for every GPU that Triton reaches, and its interpreter on the CPU."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -41,14 +44,23 @@ class Portable:
         if problem.target == "cpu":
             saved = launch.forward(*_widened(problem, x), seed)
             return saved._replace(o=saved.o.to(problem.dtype))
-        return launch.forward(problem, x, seed)
+        with _on_device(x.q):
+            return launch.forward(problem, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         if problem.target == "cpu":
             wide = saved._replace(o=saved.o.float()), None if do is None else do.float()
             grads = launch.backward(*_widened(problem, x), *wide, dlse)
             return Grads(*(g.to(problem.dtype) for g in grads[:3]), grads.extra)
-        return launch.backward(problem, x, saved, do, dlse)
+        with _on_device(x.q):
+            return launch.backward(problem, x, saved, do, dlse)
+
+
+def _on_device(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device; entering q's costs time only where it is another one."""
+    if q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(q.device)
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

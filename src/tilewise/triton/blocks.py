@@ -54,9 +54,8 @@ def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(d))
     entries = tl.arange(0, BLOCK)
     at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :]
-    if BLOCK == d:
-        exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
-    else:
+    exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
+    if d < BLOCK:
         exists = (entries < d)[None, :]
     return Block(origin(X, b, h, first), at, X.row, exists)
 

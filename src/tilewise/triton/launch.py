@@ -41,6 +41,10 @@ class Plan(NamedTuple):
     listed: bool
     """Whether the mask is no interval, so that tiles are listed first."""
     constants: dict[str, Any]
+    values: tuple[Any, Any, None] | None
+    """The mask's parts and the scores as kernel arguments, if they hold no tensor."""
+    compiled: dict[Any, Any]
+    """Kernels of this problem that are compiled."""
 
 
 @lru_cache(4096)
@@ -54,7 +58,9 @@ def plan(p: Problem) -> Plan:
     # -inf * c is -inf; exp2(tiny) is 1 all the same.
     c, factor = (LOG2E.value, 1.0) if p.recipe.score else (max(p.scale * LOG2E.value, TINY), p.scale)
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
-    return Plan(choose(FORWARD, p), choose(DKDV, p), choose(DQ, p), c, factor, section, listed, constants)
+    values = None if p.extra else device_values(p, ())
+    tiles = choose(FORWARD, p), choose(DKDV, p), choose(DQ, p)
+    return Plan(*tiles, c, factor, section, listed, constants, values, {})
 
 
 def precision(p: Problem) -> str | None:
@@ -77,11 +83,24 @@ class Launch(NamedTuple):
     programs: int
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+    compiled: dict[Any, Any]
+    """Where kernels that are compiled already wait, by kernel and `key`: Triton's own look-up costs more than the rest
+    of a call, and everything that it looks at follows from the problem, except what `key` holds."""
+    key: Any = None
 
     def run(self) -> None:
         """Starts the kernel, if it has anything to do."""
-        if self.programs:
-            self.kernel[(self.programs,)](*self.arguments, **self.constants)
+        if not self.programs:
+            return
+        at = self.kernel, self.key
+        if at not in self.compiled:
+            compiled = self.kernel[(self.programs,)](*self.arguments, **self.constants)
+            if compiled is not None:  # the interpreter compiles nothing
+                rest = self.kernel.arg_names[len(self.arguments) :]
+                self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
+            return
+        compiled, rest = self.compiled[at]
+        compiled[(self.programs, 1, 1)](*self.arguments, *rest)
 
     def compile(self) -> Any:
         """The compiled kernel for the active driver's target, without a GPU."""
@@ -133,7 +152,7 @@ def empty_grads(p: Problem, x: Operands) -> Grads:
 def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
     """One launch, and one before it if tiles are listed."""
     pl = plan(p)
-    parts, changes, sink = device_values(p, x)
+    parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.forward.B_r), p.B * p.H
@@ -141,7 +160,7 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
         *(rows(p, t) for t in (*x[:3], saved.o)), row_values(p, saved.lse), packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, p.M, p.N, p.H, heads, pl.section, tiles,
     )  # fmt: skip
-    yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)})
+    yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
 
 
 def backward_launches(
@@ -150,13 +169,16 @@ def backward_launches(
     """Delta; dK and dV; dQ; and one for every bias that wants a gradient."""
     pl = plan(p)
     where = packed(p, x)
-    parts, changes, _ = device_values(p, x)
+    aligned = (do.data_ptr() | saved.o.data_ptr() | saved.lse.data_ptr()) % 16
+    key = do.stride(), saved.o.stride(), aligned  # what these tensors add to the problem
+    parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, changes, dropout(p, saved.seed), None)
 
     tiles, heads = triton.cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else row_values(p, dlse)
     arguments = (rows(p, saved.o), rows(p, do), dL, row_values(p, delta), where, p.M, p.H, tiles)
-    yield Launch(kernels.delta, heads * tiles, arguments, {"d_v": p.D_v, "B_R": DELTA_ROWS})
+    constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
+    yield Launch(kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None))
 
     given = (*(rows(p, t) for t in (*x[:3], do)), row_values(p, saved.lse), row_values(p, delta))
     lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
@@ -164,24 +186,26 @@ def backward_launches(
     tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
-    yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)})
+    yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
     lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
-    yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)})
+    yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
     index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
     for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
         grad = grads.extra[index] if issubclass(kind, Bias) else None
         if grad is not None:
-            yield _bias_launch(p, given, variant, grad, position + 1)  # entry 0 of the kernel's scores is the scale
+            yield _bias_launch(
+                p, given, variant, grad, position + 1, key
+            )  # entry 0 of the kernel's scores is the scale
         index += len(kind.captures)
 
 
-def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: int) -> Launch:
+def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: int, key: Any) -> Launch:
     pl = plan(p)
     B_r, B_c = pl.dq.B_r, pl.dq.B_c
     whole = grad[(None,) * (4 - grad.ndim)]
@@ -198,13 +222,14 @@ def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: 
         pl.c, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
     )  # fmt: skip
     constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}
-    return Launch(kernels.dbias, 0 if nothing else batch * heads * tiles_r * tiles_c, arguments, constants)
+    programs = 0 if nothing else batch * heads * tiles_r * tiles_c
+    return Launch(kernels.dbias, programs, arguments, constants, pl.compiled, (key, which, grad.data_ptr() % 16))
 
 
 def visits(
     p: Problem, tiles: Tiles, parts: Any, device: torch.device, by_key: bool
 ) -> tuple[Visits | None, list[Launch]]:
-    """None for interval masks, else the lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them."""
+    """None for interval masks, else lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them."""
     if not plan(p).listed:
         return None, []
     of_rows, of_columns = triton.cdiv(p.M, tiles.B_r), triton.cdiv(p.N, tiles.B_c)
@@ -215,7 +240,7 @@ def visits(
     made = Visits(lists, *strides, lists.stride(2))
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
     arguments = (made, parts, p.M, p.N, heads, count, across)
-    return made, [Launch(list_tiles, batch * heads * count, arguments, constants)]
+    return made, [Launch(list_tiles, batch * heads * count, arguments, constants, plan(p).compiled, (tiles, by_key))]
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
@@ -232,9 +257,9 @@ def _mask_shape(p: Problem) -> tuple[int, int]:
     return batch, heads
 
 
-def device_values(p: Problem, x: Operands) -> tuple[Any, Any, Tensor | None]:
+def device_values(p: Problem, extra: tuple[Tensor, ...]) -> tuple[Any, Any, Tensor | None]:
     """The mask's parts and the scores as kernel arguments, and the sink."""
-    mask, score, sink = p.values(x)
+    mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask])
     changes = tuple([_score_part(p, change) for change in score])
     if changes:

@@ -1,6 +1,6 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
-A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row would spill.
+A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
 Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
 head size 128; the others are the largest that compile for every chip of their kind, by the same rule, within its shared
 memory. tests/triton/test_compile.py holds each row to that.
@@ -42,6 +42,7 @@ FORWARD: Table = {
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 128): Tiles(32, 16, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
 
@@ -63,6 +64,7 @@ DKDV: Table = {
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
 
@@ -81,6 +83,7 @@ DQ: Table = {
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
 
