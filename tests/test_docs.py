@@ -1,0 +1,104 @@
+"""What the documentation shows runs: the README, the guide, and both worked examples of CONTRIBUTING.md."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
+PLACE = re.compile(r"^# (?:at the end of|in) (\S+)\n")
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "docs/adr/*.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "performance.md"  # written by a command
+)
+
+
+def snippets(page, language="python"):
+    """The code blocks of a page in a language."""
+    return [code for found, code in FENCE.findall((ROOT / page).read_text()) if found == language]
+
+
+GUIDE = snippets("docs/guide.md")
+
+
+@pytest.fixture(autouse=True)
+def _as_for_a_user():
+    """As outside the tests: fresh memory is not poisoned; afterwards torch's settings are what they were."""
+    poisoned, precision = torch.utils.deterministic.fill_uninitialized_memory, torch.get_float32_matmul_precision()
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = poisoned
+    torch.set_float32_matmul_precision(precision)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("index", range(len(snippets("README.md"))))
+def test_the_readme_runs(index):
+    exec(compile(snippets("README.md")[index], f"README.md, block {index}", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("index", range(1, len(GUIDE)))
+def test_the_guide_runs(index):
+    names = {"__name__": "__main__"}
+    for code in (GUIDE[0], GUIDE[index]):
+        exec(compile(code, f"docs/guide.md, block {index}", "exec"), names)
+
+
+def test_contributing_works(tmp_path):
+    """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter."""
+    for name in ("src", "tests/conformance", "tests/conftest.py", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, tmp_path / name)
+    for code in snippets("CONTRIBUTING.md"):
+        path = placed(code, tmp_path)
+        path.write_text(f"{path.read_text()}\n\n{PLACE.sub('', code)}")
+    for change in snippets("CONTRIBUTING.md", "diff"):
+        apply(change, tmp_path)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
+    environment |= {"PYTHONPATH": str(tmp_path / "src"), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    (command,) = [code for code in snippets("CONTRIBUTING.md", "sh") if "-k" in code]
+    arguments = re.findall(r'"[^"]*"|\S+', command)
+    assert arguments[:3] == ["python", "-m", "pytest"]
+    done = subprocess.run(
+        [sys.executable, *(a.strip('"') for a in arguments[1:])],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) >= 9, done.stdout  # three cases, on the CPU's two paths and in the interpreter
+
+
+def placed(code, root):
+    """The file that a block names in its first line."""
+    found = PLACE.match(code)
+    assert found, f"this block does not say where it belongs:\n{code}"
+    return root / found[1]
+
+
+def apply(change, root):
+    """A block of context, - and + lines; what is without + must be in the file, once."""
+    path = placed(change, root)
+    lines = PLACE.sub("", change).splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if line[0] in " -")
+    after = "".join(line[1:] for line in lines if line[0] in " +")
+    text = path.read_text()
+    assert text.count(before) == 1, f"{path.name} has {text.count(before)} places like\n{before}"
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        if target not in ("docs/performance.md", "performance.md"):  # written by a command
+            assert (page.parent / target).exists(), target
