@@ -1,5 +1,6 @@
 """What the documentation shows runs: the README, the guide, and both worked examples of CONTRIBUTING.md."""
 
+import inspect
 import os
 import re
 import shutil
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import tilewise as tw
+from tilewise.mask import Value
+from tilewise.problem import PRECISIONS
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,6 +60,7 @@ def test_the_guide_runs(index):
 
 def test_contributing_works(tmp_path):
     """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter."""
+    pytest.importorskip("triton")
     for name in ("src", "tests/conformance", "tests/conftest.py", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +71,8 @@ def test_contributing_works(tmp_path):
     for change in snippets("CONTRIBUTING.md", "diff"):
         apply(change, tmp_path)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(tmp_path / "src"), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    searched = os.pathsep.join(filter(None, (str(tmp_path / "src"), os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": searched, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     (command,) = [code for code in snippets("CONTRIBUTING.md", "sh") if "-k" in code]
     arguments = re.findall(r'"[^"]*"|\S+', command)
     assert arguments[:3] == ["python", "-m", "pytest"]
@@ -95,6 +102,26 @@ def apply(change, root):
     text = path.read_text()
     assert text.count(before) == 1, f"{path.name} has {text.count(before)} places like\n{before}"
     path.write_text(text.replace(before, after))
+
+
+def test_the_readme_and_the_guide_name_every_mask_and_score():
+    values = [name for name in tw.__all__ if inspect.isclass(kind := getattr(tw, name)) and issubclass(kind, Value)]
+    assert "Window" in values
+    for name in {*values, "Padding"} - {"Mask", "Score"}:
+        assert name in (ROOT / "README.md").read_text(), name
+        assert f"tw.{name}(" in "".join(GUIDE), name
+
+
+def test_the_readme_names_every_chip_and_precision():
+    pytest.importorskip("triton")
+    from tilewise.triton import TARGETS  # here, because it needs Triton
+
+    table = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    (chips,) = [line for line in table if line.startswith("| chips")]
+    assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))
+    (precisions,) = [line for line in table if line.startswith("| fp32 precision")]
+    missing = [name for name in PRECISIONS if not re.search(rf"\b{name}\b", precisions)]
+    assert missing == ["fp16x3"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
