@@ -160,7 +160,7 @@ def _now() -> int:
 def _high_water() -> int:
     if (kibibytes := _status("VmHWM")) is not None:
         return kibibytes
-    import resource  # noqa: PLC0415 (absent on Windows)
+    import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -115,8 +115,8 @@ def _on_cpu_only_flash_and_math(backend: SDPBackend) -> Callable[[Case, torch.de
 
 
 def _flex(case: Case, device: torch.device) -> Attention:
-    import torch._functorch.config as functorch  # noqa: PLC0415
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415
+    import torch._functorch.config as functorch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     functorch.donated_buffer = False  # a backward is timed several times on one graph
     torch._dynamo.reset()  # it compiles a few shapes, then gives up and runs eagerly

@@ -58,9 +58,9 @@ def rates(rows: Sequence[Row], path: Path) -> None:
     def draw(axes: Any, case: Case, pass_: str) -> None:
         mine = [row for row in rows if (setting(row.of), row.pass_) == (case, pass_)]
         _lines(axes, mine, metric.read)
-        rate = {row.of.length: row.matmul_tflops or 0.0 for row in mine}
-        if max(rate.values()) < 2 * max(row.tflops or 0.0 for row in mine):  # else it would squeeze the lines
-            heights = [rate[n] for n in sorted(rate)]
+        product = {row.of.length: (metric.read(row) or 0.0) / (row.of_matmul or 1.0) for row in mine}
+        if max(product.values()) < 2 * max(metric.read(row) or 0.0 for row in mine):  # else it would squeeze the lines
+            heights = [product[n] for n in sorted(product)]
             axes.plot(range(len(heights)), heights, color="#bbbbbb", ls=":", lw=1.4, label="matrix product")
         axes.set_ylim(0)
         axes.set_title(f"{describe(case)}\n{pass_}")

@@ -12,7 +12,7 @@ def main() -> int:
     if missing:
         print(f"The command line needs {' and '.join(missing)}: pip install 'tilewise[cli]'", file=sys.stderr)
         return 1
-    from .app import app  # noqa: PLC0415
+    from .app import app
 
     app(prog_name="tilewise")
     return 0

@@ -119,6 +119,6 @@ def _metrics(names: list[str]) -> list[str]:
 
 
 def _report(folder: Path, docs: Path) -> None:
-    from ..bench.report import write  # noqa: PLC0415
+    from ..bench.report import write
 
     err.print(f"written: {write(folder, docs)}")

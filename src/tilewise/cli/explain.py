@@ -112,6 +112,6 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _here() -> str:
-    from ..problem import target_of  # noqa: PLC0415
+    from ..problem import target_of
 
     return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

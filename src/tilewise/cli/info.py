@@ -48,7 +48,7 @@ def gather() -> dict[str, Any]:
 
 def _probe(device: torch.device) -> Any:
     """A plain call in fp32, which every device knows."""
-    from ..problem import Operands, Recipe, describe  # noqa: PLC0415
+    from ..problem import Operands, Recipe, describe
 
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))

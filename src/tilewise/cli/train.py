@@ -96,7 +96,7 @@ def train(
         if json_file:
             json_file.write_text(json_lib.dumps(comparison.summary(), indent=1) + "\n")
     if plot:
-        from .pictures import training  # noqa: PLC0415
+        from .pictures import training
 
         training(comparison, plot)
         err.print(f"picture: {plot}")

@@ -1,0 +1,96 @@
+# tilewise: `make demo` shows it on this machine, `make test` checks it. Only Python 3.10+, pip and make are needed:
+# each command makes its own virtual environment in .venv and installs what it wants.
+#
+#   make demo                          environment, two trainings, a benchmark; leaves out/index.html
+#   make test                          ruff, pyright, pytest
+#   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
+#   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
+#   make report                        docs/performance.md and its pictures, from those results
+#   make help                          all of it
+#
+# On a machine without a GPU, PyTorch's CPU build is the smaller download:
+#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+TRITON_NEWEST ?= triton==3.9.0
+WORKERS ?= auto
+OUT ?= out
+ARGS ?=
+SYSTEM ?=
+
+VENV := .venv
+NEWEST := $(CURDIR)/$(VENV)/triton-newest
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+ifeq ($(SYSTEM),)
+PY := $(VENV)/bin/python
+FOR_DEMO := $(VENV)/.demo
+FOR_TEST := $(VENV)/.test $(VENV)/.triton-newest
+else
+PY := $(PYTHON)
+FOR_DEMO :=
+FOR_TEST :=
+endif
+
+.PHONY: help demo test lint format pytest bench report wheel clean
+help:
+	@sed -n 's/^# \{0,2\}//p' Makefile | head -14
+
+demo: $(FOR_DEMO)
+	$(PY) -m tilewise demo --out $(OUT) $(ARGS)
+
+test: lint pytest
+
+lint: $(FOR_TEST)
+	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then set -ex; \
+		$(PY) -m ruff check .; \
+		$(PY) -m ruff format --check .; \
+		$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"; \
+	else echo 'ruff or pyright is not installed for $(PY): style and types are not checked'; fi
+
+format: $(FOR_TEST)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+pytest: $(FOR_TEST)
+	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+bench: $(FOR_DEMO)
+	$(PY) benchmarks/run.py $(ARGS)
+
+report: $(FOR_DEMO)
+	$(PY) benchmarks/report.py
+
+wheel: $(VENV)/.made
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) $(OUT) dist
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tilewise needs Python 3.10 or newer; name one with PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# PyTorch first and alone, so that TORCH may carry an index of its own.
+$(VENV)/.torch: $(VENV)/.made
+	$(PIP) install $(TORCH)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable '.[cli]'
+	touch $@
+
+# PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
+$(VENV)/.test: $(VENV)/.demo pyproject.toml
+	$(PIP) install --editable '.[test]'
+	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	touch $@
+
+# The newest Triton, in a folder of its own, for tests that only compile.
+$(VENV)/.triton-newest: $(VENV)/.made
+	$(PIP) install --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
+	touch $@
