@@ -12,6 +12,7 @@ from rich.progress import Progress
 from ..bench import results
 from ..bench.engine import run
 from ..bench.plots import draw, length_label
+from ..bench.report import write
 from ..bench.results import Row
 from ..bench.suites import SUITES, Suite
 from ..bench.tables import METRICS, OURS, grids, headlines, in_its_unit, reasons
@@ -119,6 +120,4 @@ def _metrics(names: list[str]) -> list[str]:
 
 
 def _report(folder: Path, docs: Path) -> None:
-    from ..bench.report import write
-
     err.print(f"written: {write(folder, docs)}")

@@ -11,6 +11,7 @@ import typer
 import tilewise as tw
 
 from ..bench.suites import TYPES
+from ..problem import target_of
 from .console import out, print_json, sentences
 
 DTYPES = TYPES | {"fp64": torch.float64}
@@ -112,6 +113,4 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _here() -> str:
-    from ..problem import target_of
-
     return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -11,6 +11,7 @@ import tilewise as tw
 
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
+from ..problem import Operands, Recipe, describe
 from .console import out, print_json, table
 
 
@@ -48,8 +49,6 @@ def gather() -> dict[str, Any]:
 
 def _probe(device: torch.device) -> Any:
     """A plain call in fp32, which every device knows."""
-    from ..problem import Operands, Recipe, describe
-
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))
 

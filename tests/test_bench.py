@@ -1,0 +1,216 @@
+"""The benchmark times only who is right, says why of everybody else, and keeps its results apart by suite."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import reference
+from tilewise.bench import measure, report, results, tables
+from tilewise.bench.accuracy import Inputs, Truth, run_once
+from tilewise.bench.engine import run
+from tilewise.bench.peers import PEERS, SEED, Peer
+from tilewise.bench.results import Row
+from tilewise.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
+
+CPU = torch.device("cpu")
+SMALL = Case(batch=2, heads=2, length=48, head_size=16, dtype="fp32", causal=True)
+
+
+def suite(*peers, cases=(SMALL,), passes=(FORWARD, BACKWARD)):
+    return Suite("cpu", "small", cases, passes, peers, rounds=2, matmul=64, quick_lengths=(48,))
+
+
+def rows_of(*peers, **changes):
+    """Every row of a small suite, by implementation and pass; a peer is a name or a Peer."""
+    known = PEERS | {peer.name: peer for peer in peers if isinstance(peer, Peer)}
+    names = [peer if isinstance(peer, str) else peer.name for peer in peers]
+    rows = [row for case in run(suite(*names, **changes), CPU, peers=known) for row in case]
+    return {(row.implementation, row.pass_): row for row in rows}
+
+
+def almost(factor):
+    """tilewise, with a result that is off by a factor."""
+    return lambda case, device: lambda q, k, v: tw.attention(q, k, v, mask=tw.Causal()) * factor
+
+
+def measured_rows(cases=SUITES["classic"].cases, ours=2.0, standard=8.0):
+    """Rows as if tilewise took 2 ms and 2 MB, and standard attention four times that."""
+    return [
+        Row(asdict(case), name, BOTH, milliseconds=t, milliseconds_p20=t, milliseconds_p80=t, tflops=1.0 / t,
+            matmul_tflops=1.0, of_matmul=1.0 / t, peak_bytes=int(t * 1e6), error=1e-3, error_plain=1e-3)
+        for case in cases for name, t in (("tilewise", ours), ("standard", standard))
+    ]  # fmt: skip
+
+
+def test_a_right_result_is_timed():
+    rows = rows_of("tilewise", "tilewise tiled", "standard", "sdpa")
+    for row in rows.values():
+        assert row.status == "ok", row
+        assert row.milliseconds_p20 <= row.milliseconds <= row.milliseconds_p80
+        assert row.tflops == pytest.approx(SMALL.flops(row.pass_) / row.milliseconds / 1e9)
+        assert row.of_matmul == pytest.approx(row.tflops / row.matmul_tflops)
+        assert 0.0 < row.error < 1e-4
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf"), 0.0])
+def test_a_wrong_result_is_never_timed(factor):
+    rows = rows_of(Peer("wrong", almost(factor)), "tilewise")
+    for pass_ in (FORWARD, BACKWARD):
+        row = rows["wrong", pass_]
+        assert (row.status, row.milliseconds, row.tflops) == ("wrong", None, None)
+        assert "o" in row.why
+        assert "not timed" in row.why
+    assert rows["tilewise", FORWARD].status == "ok"
+
+
+def test_a_wrong_gradient_spoils_the_forward_too():
+    class Leaky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return tw.attention(q, k, v, mask=tw.Causal())
+
+        @staticmethod
+        def backward(ctx, do):
+            return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
+
+    rows = rows_of(Peer("leaky", lambda case, device: Leaky.apply))
+    assert rows["leaky", FORWARD].status == rows["leaky", BACKWARD].status == "wrong"
+    assert rows["leaky", FORWARD].why.startswith("dq, dk, dv")
+
+
+def test_missing_and_failing_peers_say_why():
+    def fail(case, device):
+        raise RuntimeError("no such kernel\nand a long story")
+
+    rows = rows_of("sdpa cudnn", "flex", "flash-attn 2", "flash-attn 3", "flash-attn 4", Peer("broken", fail))
+    assert all(row.milliseconds is None and row.why for row in rows.values())
+    assert "GPU" in rows["sdpa cudnn", FORWARD].why
+    assert rows["broken", FORWARD].status == "failed"
+    assert rows["broken", FORWARD].why == "RuntimeError: no such kernel"
+
+
+def test_a_peer_that_is_not_installed_says_so():
+    gpu = torch.device("cuda")
+    assert "flash_attn_interface" in (PEERS["flash-attn 3"].why_not(SMALL, gpu) or "")
+    assert "dropout" in (PEERS["flex"].why_not(replace(SMALL, dropout=0.1), gpu) or "")
+
+
+def test_the_time_budget_leaves_rows_that_say_so():
+    cases = (SMALL, replace(SMALL, length=64))
+    rows = [row for case in run(suite("tilewise", cases=cases), CPU, seconds=0.0) for row in case]
+    assert [row.status for row in rows] == ["skipped"] * 4
+    assert "budget" in rows[-1].why
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_truth_is_the_specification(dropout):
+    case = replace(SMALL, dropout=dropout)
+    x = Inputs.random(case, CPU)
+    truth = Truth(case, x)
+    q, k, v, do = (t.detach().double() for t in x)
+    options = {"mask": tw.Causal(), "dropout": dropout, "seed": SEED}
+    o = reference.attention(q, k, v, **options)[0]
+    grads = reference.gradients(q, k, v, do, **options)
+    for (b, h), exact in zip(truth.heads, truth.exact, strict=True):
+        for mine, whole in zip(exact.values(), (o, *grads[:3]), strict=True):
+            torch.testing.assert_close(mine, whole[b, :, h])
+
+
+@pytest.mark.parametrize("name", ["tilewise", "tilewise tiled"])
+def test_dropout_is_judged_with_its_own_decisions(name):
+    case = replace(SMALL, dropout=0.2)
+    x = Inputs.random(case, CPU)
+    truth = Truth(case, x)
+    assert truth.judge(run_once(PEERS[name], PEERS[name].prepare(case, CPU), x)).wrong == ()
+    other = replace(case, dropout=0.3)
+    assert truth.judge(run_once(PEERS[name], PEERS[name].prepare(other, CPU), x)).wrong
+
+
+def test_arithmetic_is_counted_as_documented():
+    case = Case(2, 3, 5, 7, "fp32")
+    assert case.flops(FORWARD) == 4 * 2 * 3 * 5 * 5 * 7
+    assert replace(case, causal=True).flops(BACKWARD) == 2.5 / 2 * case.flops(FORWARD)
+    assert case.flops(BOTH) == case.flops(FORWARD) + case.flops(BACKWARD)
+
+
+def test_the_paper_suite_is_16k_tokens_of_width_2048():
+    cases = SUITES["paper"].cases
+    assert {case.batch * case.length for case in cases} == {16384}
+    assert {case.heads * case.head_size for case in cases} == {2048}
+    assert len(set(map(str, cases))) == len(cases) == 36
+
+
+def test_spread():
+    assert measure.spread([3.0]) == (3.0, 3.0, 3.0)
+    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (2.0, 3.5, 5.0)
+
+
+def test_memory_of_a_process_sees_quadratic_against_linear():
+    case = Case(1, 2, 1536, 32, "fp32")
+    standard, ours = (measure.peak_memory_of_process(case, name, BOTH) for name in ("standard", "tilewise"))
+    scores = case.heads * case.length**2 * 4
+    assert standard > 2 * scores
+    assert ours < scores
+
+
+def test_one_suite_replaces_only_its_own_rows(tmp_path):
+    file, env = tmp_path / "card.json", results.environment(CPU)
+    rows = measured_rows()
+    results.merge(file, "classic", rows, env, quick=False)
+    results.merge(file, "paper", rows[:2], env, quick=True)
+    results.merge(file, "classic", rows[:4], env, quick=False)
+    content = results.load(file)
+    assert {name: len(run["rows"]) for name, run in content["suites"].items()} == {"classic": 4, "paper": 2}
+    assert [asdict(row) for row in results.rows_of(content, "classic")] == [asdict(row) for row in rows[:4]]
+    assert results.rows_of(content, "long") == []
+    with pytest.raises(ValueError, match="holds results of"):
+        results.merge(file, "paper", rows, env | {"device": "another card"}, quick=False)
+    assert json.loads(file.read_text()) == content
+
+
+def test_other_files_are_not_overwritten(tmp_path):
+    file = tmp_path / "notes.json"
+    file.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="not a results file"):
+        results.merge(file, "classic", [], results.environment(CPU), quick=False)
+    assert file.read_text() == "[1, 2]"
+
+
+def test_the_kernels_hash_follows_kernels_only(tmp_path):
+    for name in ("api.py", "tile/softmax.py", "triton/forward.py", "cli/app.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("pass")
+    before = results.kernels_hash(tmp_path)
+    (tmp_path / "cli/app.py").write_text("changed")
+    assert results.kernels_hash(tmp_path) == before
+    (tmp_path / "tile/softmax.py").write_text("changed")
+    assert results.kernels_hash(tmp_path) != before
+
+
+def test_headlines_say_how_much_faster_and_smaller():
+    lines = tables.headlines("classic", measured_rows())
+    assert any("faster than standard attention 4.0x at 128" in line for line in lines)
+    assert any("less memory" in line and "4.0x at 4096" in line for line in lines)
+
+
+def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):
+    env = results.environment(CPU)
+    rows = [*measured_rows(), Row(asdict(SUITES["classic"].cases[0]), "flash-attn 2", BOTH, "refused", "not installed")]
+    results.merge(tmp_path / "results/card.json", "classic", rows, env, quick=False)
+    page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
+    assert "have changed since" not in page
+    assert "- flash-attn 2: not installed" in page
+    for picture in ("card-classic-speedup.png", "card-classic-memory.png"):
+        assert f"images/{picture}" in page
+        assert (tmp_path / "docs/images" / picture).stat().st_size > 5000
+    results.merge(tmp_path / "results/card.json", "classic", rows, env | {"kernels": "0" * 16}, quick=False)
+    assert "have changed since" in report.write(tmp_path / "results", tmp_path / "docs").read_text()
+
+
+def test_a_report_needs_results(tmp_path):
+    with pytest.raises(ValueError, match="no results file"):
+        report.write(tmp_path, tmp_path / "docs")

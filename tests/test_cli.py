@@ -1,0 +1,141 @@
+"""python -m tilewise: tables for people, JSON for programs, a sentence and exit status 2 for bad input."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise import cli
+from tilewise.bench.suites import FORWARD, SUITES
+from tilewise.cli.app import app
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, arguments, prog_name="tilewise")
+
+
+def sentence(result):
+    """What a person reads, without the frame round it."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_info_names_every_back_end_and_why_it_cannot_run():
+    found = json.loads(call("info", "--json").stdout)
+    assert found["versions"]["tilewise"] == tw.__version__
+    assert found["backends"]["cpu"]["cpu"] == []
+    assert set(found["backends"]) == {"triton", "cpu"} or "triton" in found["backends"]
+    assert all(isinstance(reasons, list) for by in found["backends"].values() for reasons in by.values())
+    assert found["default"]["backend"] in found["backends"]
+    assert tw.__version__ in call("info").stdout
+
+
+def test_explain_answers_for_a_card_that_is_not_here():
+    options = "--q 2,1024,16,64 --kv-heads 4 --mask causal --window 1023,0 --dtype bf16 --softcap 50 --dropout 0.1"
+    plan = json.loads(call("explain", *options.split(), "--device", "sm_90", "--json").stdout)
+    assert plan["backend"] == "triton"
+    assert plan["tiles"]
+    assert "sm_90" in plan["refusals"]["cpu"][0]
+    text = call("explain", *options.split(), "--device", "sm_75").stdout
+    assert "no bf16" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--mask causal --mask padding --varlen",
+        "--mask prefix --alibi --sink",
+        "--mask documents --bias 1,16,1024,1024",
+        "--mask dense --keys 512 --q 2,512,16,64 --v-size 128",
+        "--window 128,- --dtype fp32 --precision bf16x6 --deterministic --scale 0.1",
+        "--dtype fp64 --device cpu --backend cpu",
+    ],
+)
+def test_explain_knows_every_option(options):
+    result = call("explain", "--device", "sm_90", *options.split(), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["backend"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("explain --q 2,1024", "q must be 4 whole numbers"),
+        ("explain --q a,b,c,d", "got 'a,b,c,d'"),
+        ("explain --kv-heads 3", "multiple"),
+        ("explain --dtype int8", "dtype must be one of"),
+        ("explain --mask diagonal", "mask must be one of"),
+        ("explain --window 5", "left,right"),
+        ("explain --softcap -1", "cap"),
+        ("explain --dropout 1.5", "[0, 1)"),
+        ("explain --q 1,8,1,300", "256"),
+        ("explain --backend magic", "backend must be"),
+        ("bench --suite nope", "choose from paper, classic, long, cpu"),
+        ("bench --suite paper --device cpu", "needs a GPU"),
+        ("bench --show colour", "choose from"),
+        ("bench --device tpu", "cpu or cuda"),
+        ("train --steps 0", "steps must be above 0"),
+        ("train --width 100 --heads 3", "width must be heads times a head size"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence(arguments, says):
+    result = call(*arguments.split())
+    assert result.exit_code == 2
+    assert says in sentence(result)
+    assert "Traceback" not in result.output
+
+
+def tiny(monkeypatch):
+    cases = tuple(replace(case, length=64) for case in SUITES["cpu"].cases[:2])
+    small = replace(SUITES["cpu"], cases=cases, passes=(FORWARD,), rounds=2, matmul=64, quick_lengths=(64,))
+    monkeypatch.setitem(SUITES, "cpu", small)
+
+
+def test_bench_prints_json_that_parses(monkeypatch):
+    tiny(monkeypatch)
+    result = call("bench", "--suite", "cpu", "--device", "cpu", "--json", "-")
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout)["suites"]["cpu"]
+    assert {row["status"] for row in run["rows"]} == {"ok"}
+    assert {"commit", "kernels", "device", "versions", "when"} <= set(run["environment"])
+    keys = {"case", "implementation", "pass_", "milliseconds", "milliseconds_p20", "milliseconds_p80", "tflops"}
+    assert keys | {"of_matmul", "peak_bytes", "host_microseconds", "error"} <= set(run["rows"][0])
+
+
+def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
+    tiny(monkeypatch)
+    arguments = ["--suite", "cpu", "--device", "cpu", "--quick", "--results", str(tmp_path / "results")]
+    result = call("bench", *arguments, "--plot", str(tmp_path / "pictures/b.png"))
+    assert result.exit_code == 0, result.output
+    assert "GFLOP/s" in result.stdout
+    assert "\x1b[" not in result.stdout
+    (file,) = (tmp_path / "results").glob("*.json")
+    assert json.loads(file.read_text())["suites"]["cpu"]["quick"]
+    assert (tmp_path / "pictures/b-cpu-rate.png").exists()
+
+
+def test_bench_reads_the_results_file_before_measuring(tmp_path):
+    (tmp_path / "notes.json").write_text("{}")
+    result = call("bench", "--suite", "cpu", "--device", "cpu", "--json", str(tmp_path / "notes.json"))
+    assert result.exit_code == 2
+    assert "not a results file" in sentence(result)
+
+
+def test_without_the_extra_one_sentence_says_what_to_install():
+    block = "import sys; sys.modules['rich'] = None; sys.argv = ['tilewise', 'info']; import tilewise.__main__"
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "The command line needs rich: pip install 'tilewise[cli]'"
+    assert done.stdout == ""
+
+
+def test_main_is_the_console_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tilewise", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("info", "explain", "bench", "train", "demo"))
