@@ -190,6 +190,8 @@ def _gather(
         raise TypeError(
             f"mask must be a Mask such as tilewise.Causal(), got {mask!r}; wrap a bool tensor in Dense(...)"
         )
+    if not isinstance(score, (Score, Sequence)):
+        raise TypeError(f"score must be a Score or a sequence of them, got {score!r}; leave it out for none")
     changes = (score,) if isinstance(score, Score) else tuple(score)
     for change in changes:
         if not isinstance(change, Score):

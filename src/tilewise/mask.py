@@ -31,6 +31,8 @@ class Value:
 
     device: ClassVar[str]
     captures: ClassVar[tuple[str, ...]] = ()
+    batched: ClassVar[int] = 0
+    """How many dimensions a captured tensor has where its first is the batch."""
     varlen: ClassVar[bool] = True
     """Whether the value makes sense for packed sequences."""
 
@@ -168,6 +170,7 @@ class Prefix(Mask):
     lengths: Tensor
     device = "prefix"
     captures = ("lengths",)
+    batched = 1
 
     def __post_init__(self) -> None:
         _check_lengths(self, self.lengths)
@@ -183,6 +186,7 @@ class PaddingLengths(Mask):
     lengths: Tensor
     device = "padding"
     captures = ("lengths",)
+    batched = 1
 
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
@@ -195,6 +199,7 @@ class PaddingKeys(Mask):
     real: Tensor
     device = "padding_keys"
     captures = ("real",)
+    batched = 2
     interval = False
     varlen = False
 
@@ -221,6 +226,7 @@ class Documents(Mask):
     k_ids: Tensor
     device = "documents"
     captures = ("q_ids", "k_ids")
+    batched = 2
     interval = False
     varlen = False
 
@@ -243,6 +249,7 @@ class Dense(Mask):
     seen: Tensor
     device = "dense"
     captures = ("seen",)
+    batched = 4
     interval = False
     varlen = False
 

@@ -248,22 +248,8 @@ def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
     ranks: list[int] = []
     for name, *_ in recipe.mask + recipe.score:
         kind = KINDS[name]
-        ranks += [_BATCHED_RANK[kind]] * len(kind.captures)
+        ranks += [kind.batched] * len(kind.captures)
     return (*ranks, *[2] * recipe.sink)  # a sink (H,) has no batch
-
-
-_BATCHED_RANK: dict[type[Value], int] = {
-    masks.Causal: 0,
-    masks.Window: 0,
-    masks.Prefix: 1,
-    masks.PaddingLengths: 1,
-    masks.PaddingKeys: 2,
-    masks.Documents: 2,
-    masks.Dense: 4,
-    scores.SoftCap: 0,
-    scores.Alibi: 2,
-    scores.Bias: 4,
-}
 
 
 def check_contents(problem: Problem, x: Operands) -> None:
@@ -331,7 +317,7 @@ def _check_recipe(p: Problem) -> None:
         )
     if r.varlen:
         for kind in p.kinds:
-            if not kind.varlen:
+            if not (kind.varlen and getattr(kind, "interval", True)):
                 raise Unsupported(
                     f"{_public_name(kind)} has no meaning for packed sequences (layout=Varlen); "
                     "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"

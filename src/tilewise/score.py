@@ -62,6 +62,7 @@ class Alibi(Score):
     slopes: Tensor
     device = "alibi"
     captures = ("slopes",)
+    batched = 2
 
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
@@ -83,6 +84,7 @@ class Bias(Score):
     bias: Tensor
     device = "bias"
     captures = ("bias",)
+    batched = 4
     varlen = False
     learns = True
 

@@ -19,7 +19,7 @@ def kept(dropout, row, i0, i, j0, j):
     """Z: 0 where dropped, 1 / (1 - p) where kept, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
     i0 and j0 are multiples of 16, i and j run inside the tile, and i is not shifted. Written this way the compiler sees
-    that (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) share a counter: a thread that holds all four computes it once.
+    that (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) share a counter: a thread with all four computes it once.
     """
     seed = tl.load(dropout.seed)
     c_i = (i0 >> 1) + ((i >> 4) << 3 | i & 7)  # bit 3 taken out

@@ -16,22 +16,23 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The cu_seqlens of packed sequences and the number of rows that q and k have in all."""
+    """The cu_seqlens of packed sequences."""
 
     cu_q: object
     cu_k: object
-    total_q: object
-    total_k: object
 
 
 @triton.jit
 def rows_of(packed, b, M, N):
-    """First row and length of batch entry b's queries, then of its keys. Bad cu_seqlens stay inside the tensors."""
+    """First row and length of batch entry b's queries, then of its keys.
+
+    M and N are the lengths, or for packed sequences the rows in all: bad cu_seqlens stay inside the tensors.
+    """
     if packed is None:
         return 0, M, 0, N
     else:
-        q0, m = clamped(packed.cu_q, b, packed.total_q)
-        k0, n = clamped(packed.cu_k, b, packed.total_k)
+        q0, m = clamped(packed.cu_q, b, M)
+        k0, n = clamped(packed.cu_k, b, N)
         return q0, m, k0, n
 
 
@@ -47,3 +48,12 @@ def clamped(cu, b, total):
 def origin(X, b, h, row):
     """Address of row `row` of head h of batch entry b; 64-bit."""
     return X.ptr + (b.to(tl.int64) * X.batch + h.to(tl.int64) * X.head + tl.cast(row, tl.int64) * X.row)
+
+
+@triton.jit
+def row_values(x, packed, b, h, H, q0, M):
+    """Address of the numbers that go with head h's rows, one a row: (B, H, M), or packed (H, T) with M = T."""
+    if packed is None:
+        return x + (b.to(tl.int64) * H + h) * M
+    else:
+        return x + h.to(tl.int64) * M + q0

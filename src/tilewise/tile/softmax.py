@@ -9,33 +9,46 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
-    """P = exp2(c S - c m_new), the factor that rescales older sums, and the new row max and row sum."""
-    m_new = tl.maximum(m, tl.max(S, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new * c)  # a row without keys must not give inf - inf
+    """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum.
+
+    m is kept as the rounded c * max(S) that the exponents really used, so that alpha is exactly 1 while m stays: a
+    factor off by one bit would be applied once per tile, and long rows would drift.
+    """
+    m_new = tl.maximum(m, tl.max(S, 1) * c)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
     P = tl.exp2(S * c - shift[:, None])
-    alpha = tl.exp2(m * c - shift)
+    alpha = tl.exp2(m - shift)
     return P, alpha, m_new, l * alpha + tl.sum(P, 1)
 
 
 @triton.jit
-def finalize(m, l, c):  # (B_r,), (B_r,), scalar
+def log2(x):
+    """Of a positive number, to 2^-22 whatever its size: the hardware's own errs by 2^-22 of the result."""
+    bits = x.to(tl.int32, bitcast=True)
+    mantissa = (bits & 0x007FFFFF | 0x3F800000).to(tl.float32, bitcast=True)  # in [1, 2)
+    result = ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa)
+    return tl.where(x < float("inf"), result, x)  # NaN stays
+
+
+@triton.jit
+def finalize(m, l):  # (B_r,), (B_r,)
     """The factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
-    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), (m * c + tl.log2(l_safe)) * LN2)
+    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), (m + log2(l_safe)) * LN2)
     return 1.0 / l_safe, L
 
 
 @triton.jit
-def join_sink(m, l, c, sink):  # (B_r,), (B_r,), scalar, scalar logit
+def join_sink(m, l, sink):  # (B_r,), (B_r,), scalar logit
     """m, l and the rescale factor once a key of value 0 and logit `sink` has joined the sum."""
-    m_new = tl.maximum(m, sink * LOG2E / c)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new * c)
-    alpha = tl.exp2(m * c - shift)
+    m_new = tl.maximum(m, sink * LOG2E)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
     return m_new, l * alpha + tl.exp2(sink * LOG2E - shift), alpha
 
 
 @triton.jit
 def probabilities(S, L, c):  # (B_r, B_c), L broadcast to it, natural log
     """P = exp(S - L), from the lse that the forward kept."""
-    return tl.exp2(S * c - tl.where(float("-inf") == L, 0.0, L * LOG2E))
+    return tl.exp2(S * c - tl.where(L == float("-inf"), 0.0, L * LOG2E))

@@ -27,10 +27,8 @@ class Portable:
         if problem.dtype == torch.bfloat16 and problem.target in ("sm_70", "sm_72", "sm_75"):
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
         if not against and problem.dtype == torch.float32 and launch.precision(problem) is None:
-            against.append(
-                f"precision {problem.recipe.precision!r} is not available on {problem.target}; "
-                "take 'bf16x6' or 'ieee', which are at least as accurate"
-            )
+            has = ", ".join(launch.precisions(problem.target))
+            against.append(f"precision {problem.recipe.precision!r} is not available on {problem.target}; it has {has}")
         return against
 
     def tiles(self, problem: Problem) -> str:

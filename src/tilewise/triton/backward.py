@@ -8,21 +8,22 @@ import triton.language as tl
 
 from ..tile.dropout import kept
 from ..tile.masks import visible
-from ..tile.rows import origin, rows_of
+from ..tile.rows import origin, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import back, through
 from ..tile.softmax import probabilities
 from .blocks import Place, block, key_range, list_at, load_rows, partial_at, query_range, store_rows, tile_at
 
 # lengths, and what is counted from them: a new length costs no compile
-NOT_SPECIALIZED = ["L", "D", "packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
+NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
 
 
-@triton.jit(do_not_specialize=["D", "dL", "packed", "M", "H", "tiles"])
+@triton.jit(do_not_specialize=["packed", "M", "H", "tiles"])
 def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
     """D = rowsum(dO * O) - dL; dL, the gradient of lse, may be None."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
+    rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
     i0 = t * B_R
     if i0 >= M:
@@ -32,8 +33,8 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
     rows = i0 + tl.arange(0, B_R)
     sums = tl.sum(o * do, 1)  # (B_r,)
     if dL is not None:
-        sums -= tl.load(origin(dL, b, h, q0) + rows.to(tl.int64) * dL.row, mask=rows < M, other=0.0)
-    tl.store(origin(D, b, h, q0) + rows, sums, mask=rows < M)
+        sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
+    tl.store(row_values(D, packed, b, h, H, q0, rows_in_all) + rows, sums, mask=rows < M)
 
 
 @triton.jit
@@ -100,6 +101,7 @@ def dkdv(
     matrix, reversed_t = assign(tl.program_id(0), tiles, heads, section)
     t = tiles - 1 - reversed_t  # the first keys are seen by the most queries
     b, h_k = matrix // H_k, matrix % H_k
+    rows_in_all = M
     q0, M, k0, N = rows_of(packed, b, M, N)
     j0 = t * B_C
     if j0 >= N:
@@ -110,7 +112,8 @@ def dkdv(
     for g in range(G):
         h = h_k * G + g
         queries, gradients = block(Q, b, h, q0, B_R, d), block(dO, b, h, q0, B_R, d_v)
-        lse, sums = origin(L, b, h, q0), origin(D, b, h, q0)
+        lse = row_values(L, packed, b, h, H_k * G, q0, rows_in_all)
+        sums = row_values(D, packed, b, h, H_k * G, q0, rows_in_all)
         lists = list_at(variant.visits, b, h, t)
         lo, full_lo, full_hi, hi = query_range(variant, lists, b, j0, M, N, B_R, B_C)
         for x in range(full_lo - lo + hi - full_hi):
@@ -150,6 +153,7 @@ def dq(
     """dQ of one tile of queries: the forward's walk with the gradient in place of the output."""
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
+    rows_in_all = M
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
     if i0 >= M:
@@ -157,8 +161,8 @@ def dq(
     place = Place(b, h, matrix, i0, M, N, N - M)
     q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
     do = load_rows(block(dO, b, h, q0, B_R, d_v), i0, M, True)  # (B_r, d_v)
-    lse = load_row_values(origin(L, b, h, q0), i0, B_R, M, float("inf"), True)
-    sums = load_row_values(origin(D, b, h, q0), i0, B_R, M, 0.0, True)
+    lse = load_row_values(row_values(L, packed, b, h, H, q0, rows_in_all), i0, B_R, M, float("inf"), True)
+    sums = load_row_values(row_values(D, packed, b, h, H, q0, rows_in_all), i0, B_R, M, 0.0, True)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
     acc = tl.zeros(q.shape, tl.float32)
     lists = list_at(variant.visits, b, h, t)
@@ -174,7 +178,7 @@ def dq(
 
 @triton.jit(
     do_not_specialize=[
-        "L", "D", "dBias", "variant", "M", "N", "H", "rows", "columns", "heads", "tiles_r", "tiles_c",
+        "dBias", "variant", "M", "N", "H", "rows", "columns", "heads", "tiles_r", "tiles_c",
         "b_each", "h_each", "r_each", "c_each",
     ]
 )  # fmt: skip
@@ -201,8 +205,8 @@ def dbias(
         do = load_rows(block(dO, b, h, 0, B_R, d_v), i0, M, True)  # (B_r, d_v)
         k = load_rows(block(K, b, h // G, 0, B_C, d), j0, N, True)  # (B_c, d)
         v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
-        lse = load_row_values(origin(L, b, h, 0), i0, B_R, M, float("inf"), True)
-        sums = load_row_values(origin(D, b, h, 0), i0, B_R, M, 0.0, True)
+        lse = load_row_values(row_values(L, None, b, h, H, 0, M), i0, B_R, M, float("inf"), True)
+        sums = load_row_values(row_values(D, None, b, h, H, 0, M), i0, B_R, M, 0.0, True)
         S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
         dP = tl.dot(do, v.T, input_precision=PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..tile.dropout import kept
 from ..tile.masks import visible
-from ..tile.rows import origin, rows_of
+from ..tile.rows import row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, online_softmax
@@ -39,7 +39,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 
 
 # lengths, and what is counted from them: a new length costs no compile
-@triton.jit(do_not_specialize=["L", "packed", "variant", "M", "N", "H", "heads", "section", "tiles"])
+@triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def forward(
     Q, K, V, O, L, packed, sink, variant, c, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
@@ -48,6 +48,7 @@ def forward(
     """O and L for every tile of queries. c turns logits into base 2; G query heads share a key head."""
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
+    rows_in_all = M
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
     if i0 >= M:
@@ -68,9 +69,9 @@ def forward(
         j = partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
     if sink is not None:
-        m, l, alpha = join_sink(m, l, c, tl.load(sink + h).to(tl.float32))
+        m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32))
         acc = acc * alpha[:, None]
-    inverse, lse = finalize(m, l, c)
+    inverse, lse = finalize(m, l)
     store_rows(out, i0, M, acc * inverse[:, None])
     rows = i0 + tl.arange(0, B_R)
-    tl.store(origin(L, b, h, q0) + rows, lse, mask=rows < M)
+    tl.store(row_values(L, packed, b, h, H, q0, rows_in_all) + rows, lse, mask=rows < M)

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ..mask import OPEN, Value
-from ..problem import Grads, Operands, Problem, Saved
+from ..problem import PRECISIONS, Grads, Operands, Problem, Saved
 from ..reference import dropout_threshold, sink_gradient
 from ..score import Bias
 from ..tile import masks, scores
@@ -67,13 +67,16 @@ def precision(p: Problem) -> str | None:
     """How tl.dot multiplies fp32; None if no way honours the request, or if the type is not fp32."""
     if p.dtype != torch.float32:
         return None
-    if p.target == "cpu":
-        return "ieee"  # the interpreter computes in plain fp32, which honours every name
-    if p.target in ("sm_70", "sm_72", "sm_75"):
-        return p.precision(("ieee",))
-    if p.target.startswith("gfx"):
-        return p.precision(("ieee", "bf16x6", "bf16x3"))
-    return p.precision(("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32"))
+    return "ieee" if p.target == "cpu" else p.precision(precisions(p.target))
+
+
+def precisions(target: str) -> tuple[str, ...]:
+    """What tl.dot offers on a chip. The interpreter ("cpu") computes in plain fp32, which honours every name."""
+    if target in ("sm_70", "sm_72", "sm_75"):
+        return ("ieee",)
+    if target.startswith("gfx"):
+        return ("ieee", "bf16x6", "bf16x3")
+    return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
 
 
 class Launch(NamedTuple):
@@ -121,7 +124,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     grads = empty_grads(p, x)
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
-    delta = torch.empty_like(saved.lse)
+    delta = torch.empty_like(saved.lse, memory_format=torch.contiguous_format)
     for launch in backward_launches(p, x, saved, do, dlse, delta, grads):
         launch.run()
     extra = list(grads.extra)
@@ -157,8 +160,8 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), row_values(p, saved.lse), packed(p, x), sink,
-        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, p.M, p.N, p.H, heads, pl.section, tiles,
+        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), sink,
+        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
     )  # fmt: skip
     yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
 
@@ -169,29 +172,33 @@ def backward_launches(
     """Delta; dK and dV; dQ; and one for every bias that wants a gradient."""
     pl = plan(p)
     where = packed(p, x)
-    aligned = (do.data_ptr() | saved.o.data_ptr() | saved.lse.data_ptr()) % 16
+    lse = saved.lse.contiguous()
+    M, N = lengths(p)
+    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr()) % 16
     key = do.stride(), saved.o.stride(), aligned  # what these tensors add to the problem
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, changes, dropout(p, saved.seed), None)
 
     tiles, heads = triton.cdiv(p.M, DELTA_ROWS), p.B * p.H
-    dL = None if dlse is None else row_values(p, dlse)
-    arguments = (rows(p, saved.o), rows(p, do), dL, row_values(p, delta), where, p.M, p.H, tiles)
+    dL = None if dlse is None else dlse.contiguous()
+    arguments = (rows(p, saved.o), rows(p, do), dL, delta, where, M, p.H, tiles)
     constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
-    yield Launch(kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None))
+    yield Launch(
+        kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None or dL.data_ptr() % 16)
+    )
 
-    given = (*(rows(p, t) for t in (*x[:3], do)), row_values(p, saved.lse), row_values(p, delta))
+    given = (*(rows(p, t) for t in (*x[:3], do)), lse, delta)
     lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H_k, heads, pl.section, tiles)
+    sizes = (pl.c, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
     lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
-    sizes = (pl.c, pl.factor, 1.0, p.M, p.N, p.H, heads, pl.section, tiles)
+    sizes = (pl.c, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
@@ -282,7 +289,7 @@ def _score_part(p: Problem, score: Any) -> scores.Part:
 
 def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
     """What the device functions of a value read, in their order: numbers, or tensors with their strides."""
-    lengths = (p.M, p.N)
+    sizes = (p.M, p.N)
     match value.device:
         case "window":
             return tuple([OPEN if side is None else min(side, OPEN) for side in value.plain[1:]])
@@ -292,10 +299,10 @@ def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
             return (value.tensors[0], *value.tensors[0].stride(), p.N)
         case "documents":
             q_ids, k_ids = value.tensors
-            return (q_ids, *q_ids.stride(), k_ids, *k_ids.stride(), *lengths)
+            return (q_ids, *q_ids.stride(), k_ids, *k_ids.stride(), *sizes)
         case "dense" | "bias":
             (tensor,) = value.tensors
-            return (tensor, *tensor.expand(p.B, p.H, *lengths).stride(), *lengths)
+            return (tensor, *tensor.expand(p.B, p.H, *sizes).stride(), *sizes)
         case "alibi":
             (slopes,) = value.tensors
             return (slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1))
@@ -308,13 +315,18 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     if not p.recipe.varlen:
         return None
     cu_q, cu_k = x.extra[-2:]
-    return Packed(cu_q.contiguous(), cu_k.contiguous(), x.q.shape[0], x.k.shape[0])
+    return Packed(cu_q.contiguous(), cu_k.contiguous())
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
     return Dropout(seed, dropout_threshold(p.recipe.dropout), 1.0 / (1.0 - p.recipe.dropout))
+
+
+def lengths(p: Problem) -> tuple[int, int]:
+    """M and N as the kernels take them: for packed sequences the rows in all."""
+    return (p.q.shape[0], p.k.shape[0]) if p.recipe.varlen else (p.M, p.N)
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
@@ -335,15 +347,6 @@ def adjacent(t: Tensor) -> Tensor:
     """The tensor, copied only if the entries of a row do not lie side by side. Triton 3.6 would load them in a layout
     whose fp32 products read outside shared memory (docs/adr/0004)."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def row_values(p: Problem, t: Tensor) -> Rows:
-    """lse, its gradient and delta: one number a row, (B, H, M) or (H, T)."""
-    if p.recipe.varlen:
-        head, row = t.stride()
-        return Rows(t, 0, row, head)
-    batch, head, row = t.stride()
-    return Rows(t, batch, row, head)
 
 
 def meta(tiles: Tiles) -> dict[str, int]:
