@@ -160,15 +160,15 @@ def test_memory_of_a_process_sees_quadratic_against_linear():
 def test_one_suite_replaces_only_its_own_rows(tmp_path):
     file, env = tmp_path / "card.json", results.environment(CPU)
     rows = measured_rows()
-    results.merge(file, "classic", rows, env, quick=False)
-    results.merge(file, "paper", rows[:2], env, quick=True)
-    results.merge(file, "classic", rows[:4], env, quick=False)
+    results.merge(file, "classic", rows, env, partial=False)
+    results.merge(file, "paper", rows[:2], env, partial=True)
+    results.merge(file, "classic", rows[:4], env, partial=False)
     content = results.load(file)
     assert {name: len(run["rows"]) for name, run in content["suites"].items()} == {"classic": 4, "paper": 2}
     assert [asdict(row) for row in results.rows_of(content, "classic")] == [asdict(row) for row in rows[:4]]
     assert results.rows_of(content, "long") == []
     with pytest.raises(ValueError, match="holds results of"):
-        results.merge(file, "paper", rows, env | {"device": "another card"}, quick=False)
+        results.merge(file, "paper", rows, env | {"device": "another card"}, partial=False)
     assert json.loads(file.read_text()) == content
 
 
@@ -176,7 +176,7 @@ def test_other_files_are_not_overwritten(tmp_path):
     file = tmp_path / "notes.json"
     file.write_text("[1, 2]")
     with pytest.raises(ValueError, match="not a results file"):
-        results.merge(file, "classic", [], results.environment(CPU), quick=False)
+        results.merge(file, "classic", [], results.environment(CPU), partial=False)
     assert file.read_text() == "[1, 2]"
 
 
@@ -200,14 +200,14 @@ def test_headlines_say_how_much_faster_and_smaller():
 def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):
     env = results.environment(CPU)
     rows = [*measured_rows(), Row(asdict(SUITES["classic"].cases[0]), "flash-attn 2", BOTH, "refused", "not installed")]
-    results.merge(tmp_path / "results/card.json", "classic", rows, env, quick=False)
+    results.merge(tmp_path / "results/card.json", "classic", rows, env, partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "have changed since" not in page
     assert "- flash-attn 2: not installed" in page
     for picture in ("card-classic-speedup.png", "card-classic-memory.png"):
         assert f"images/{picture}" in page
         assert (tmp_path / "docs/images" / picture).stat().st_size > 5000
-    results.merge(tmp_path / "results/card.json", "classic", rows, env | {"kernels": "0" * 16}, quick=False)
+    results.merge(tmp_path / "results/card.json", "classic", rows, env | {"kernels": "0" * 16}, partial=False)
     assert "have changed since" in report.write(tmp_path / "results", tmp_path / "docs").read_text()
 
 

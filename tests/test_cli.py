@@ -75,6 +75,8 @@ def test_explain_knows_every_option(options):
         ("explain --backend magic", "backend must be"),
         ("bench --suite nope", "choose from paper, classic, long, cpu"),
         ("bench --suite paper --device cpu", "needs a GPU"),
+        ("bench --suite cpu --device cpu --match D128", "one is fp32 full"),
+        ("bench --peer me --device cpu", "no peer 'me'"),
         ("bench --show colour", "choose from"),
         ("bench --device tpu", "cpu or cuda"),
         ("train --steps 0", "steps must be above 0"),
@@ -113,7 +115,7 @@ def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
     assert "GFLOP/s" in result.stdout
     assert "\x1b[" not in result.stdout
     (file,) = (tmp_path / "results").glob("*.json")
-    assert json.loads(file.read_text())["suites"]["cpu"]["quick"]
+    assert json.loads(file.read_text())["suites"]["cpu"]["partial"]
     assert (tmp_path / "pictures/b-cpu-rate.png").exists()
 
 

@@ -88,8 +88,9 @@ def _admit(
         try:
             if judged not in truths:
                 truths[judged] = Truth(judged, x)
-            verdict = truths[judged].judge(run_once(peer, peer.prepare(judged, device), x))
-            attend = peer.prepare(case, device)
+            attend = peer.prepare(judged, device)
+            verdict = truths[judged].judge(run_once(peer, attend, x))
+            attend = attend if judged == case else peer.prepare(case, device)
         except Exception as error:
             return Contender(peer, None, None, _excuse(error, heard))
     if verdict.wrong:

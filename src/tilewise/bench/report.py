@@ -59,7 +59,7 @@ def write(results: Path, docs: Path) -> Path:
 
 def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     rows, run = rows_of(content, suite), content["suites"][suite]
-    lines = [f"### {suite}: {SUITES[suite].title}\n", _origin(run["environment"], run["quick"]) + "\n"]
+    lines = [f"### {suite}: {SUITES[suite].title}\n", _origin(run["environment"], run["partial"]) + "\n"]
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
     rate = in_its_unit(RATE, rows)
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
@@ -73,11 +73,11 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     return lines
 
 
-def _origin(env: dict[str, Any], quick: bool) -> str:
+def _origin(env: dict[str, Any], partial: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
-    if quick:
-        text += " A quick run: fewer cases and rounds."
+    if partial:
+        text += " Not the whole suite."
     if env["kernels"] != kernels_hash():
         text += " **The kernels have changed since: these numbers are of older ones.**"
     return text

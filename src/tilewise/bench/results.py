@@ -130,7 +130,7 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def merge(path: Path, suite: str, rows: list[Row], env: dict[str, Any], quick: bool) -> dict[str, Any]:
+def merge(path: Path, suite: str, rows: list[Row], env: dict[str, Any], partial: bool) -> dict[str, Any]:
     """Puts a suite's rows into a file in place of its older ones; other suites stay."""
     content = load(path)
     if content["device"] not in (None, env["device"]):
@@ -138,7 +138,7 @@ def merge(path: Path, suite: str, rows: list[Row], env: dict[str, Any], quick: b
             f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
         )
     content["device"] = env["device"]
-    content["suites"][suite] = {"environment": env, "quick": quick, "rows": [asdict(row) for row in rows]}
+    content["suites"][suite] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return content

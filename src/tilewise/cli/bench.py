@@ -1,6 +1,6 @@
 """tilewise bench: measures suites, shows tables, keeps results, draws pictures, writes the performance page."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from ..bench import results
 from ..bench.engine import run
+from ..bench.peers import PEERS
 from ..bench.plots import draw, length_label
 from ..bench.report import write
 from ..bench.results import Row
@@ -24,6 +25,8 @@ SHOWN = {"cuda": ("rate", "memory", "host"), "cpu": ("rate", "memory")}
 def bench(
     suite: Annotated[list[str] | None, typer.Option(help=f"One or more of: {', '.join(SUITES)}.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
+    match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PEERS)}.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after so many seconds.")] = None,
     show: Annotated[list[str] | None, typer.Option(help=f"Tables to print: {', '.join(METRICS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
@@ -45,7 +48,9 @@ def bench(
             _report(results_folder or Path("benchmarks/results"), docs)
             return
         where = pick_device(device)
-        suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], quick, where)
+        suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], where)
+        suites = [_part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
+        partial = bool(quick or match or peer)
         metrics = _metrics(show or list(SHOWN[where.type]))
         env = results.environment(where)
         files = [json_file] if json_file and str(json_file) != "-" else []
@@ -56,12 +61,12 @@ def bench(
     for chosen in suites:
         rows = measure(chosen, where, seconds)
         env = results.environment(where)
-        printed["suites"][chosen.name] = {"environment": env, "quick": quick, "rows": [asdict(row) for row in rows]}
+        printed["suites"][chosen.name] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
         if str(json_file) != "-":
             print_suite(chosen, rows, metrics, env["device"])
         with sentences():
             for file in files:
-                results.merge(file, chosen.name, rows, env, quick)
+                results.merge(file, chosen.name, rows, env, partial)
                 err.print(f"rows of {chosen.name} are in {file}")
             if plot:
                 stem = plot.with_suffix("")
@@ -101,15 +106,25 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
         out.print(f"[dim]not measured: {escape(line)}[/]", soft_wrap=True)
 
 
-def _suites(names: list[str], quick: bool, device: torch.device) -> list[Suite]:
+def _suites(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
         if (name == "cpu") != (device.type == "cpu"):
             wanted = "--device cpu" if name == "cpu" else "a GPU"
             raise ValueError(f"the suite {name} needs {wanted}, this would run on {device.type}")
-    chosen = [SUITES[name] for name in dict.fromkeys(names)]
-    return [suite.quick() for suite in chosen] if quick else chosen
+    return [SUITES[name] for name in dict.fromkeys(names)]
+
+
+def _part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
+    """The cases that have every word in their name, among these peers."""
+    for name in peers:
+        if name not in PEERS:
+            raise ValueError(f"there is no peer {name!r}; choose from {', '.join(PEERS)}")
+    cases = tuple(case for case in suite.cases if set(words) <= set(str(case).split()))
+    if not cases:
+        raise ValueError(f"no case of {suite.name} has {' and '.join(words)} in its name; one is {suite.cases[0]}")
+    return replace(suite, cases=cases, peers=tuple(peers) or suite.peers)
 
 
 def _metrics(names: list[str]) -> list[str]:
