@@ -1,5 +1,6 @@
 """tilewise bench: measures suites, shows tables, keeps results, draws pictures, writes the performance page."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,8 +60,9 @@ def bench(
             results.load(file)  # a file that cannot be merged is told before, not after, the measurement
     printed: dict[str, Any] = {"device": env["device"], "suites": {}}
     for chosen in suites:
-        rows = measure(chosen, where, seconds)
         env = results.environment(where)
+        keep = partial_keeper(files, chosen.name, env)
+        rows = measure(chosen, where, seconds, keep)
         printed["suites"][chosen.name] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
         if str(json_file) != "-":
             print_suite(chosen, rows, metrics, env["device"])
@@ -76,14 +78,29 @@ def bench(
         print_json(printed)
 
 
-def measure(suite: Suite, device: torch.device, seconds: float | None) -> list[Row]:
-    """All rows of a suite, with a progress bar."""
+def partial_keeper(files: list[Path], suite: str, env: dict[str, Any]) -> Callable[[list[Row]], None]:
+    """Saves the rows so far, so that a run that is cut short leaves what it measured."""
+
+    def keep(rows: list[Row]) -> None:
+        for file in files:
+            results.merge(file, suite, rows, env, partial=True)
+
+    return keep
+
+
+def measure(
+    suite: Suite, device: torch.device, seconds: float | None, keep: Callable[[list[Row]], None] = lambda rows: None
+) -> list[Row]:
+    """All rows of a suite, with a progress bar; `keep` sees them grow."""
     rows: list[Row] = []
     with progress("now") as bar:
         task = bar.add_task(suite.name, total=len(suite.cases), now="")
         for case_rows in run(suite, device, seconds, lambda text: _tell(bar, task, text)):
             rows += case_rows
+            keep(rows)
             bar.advance(task)
+            if not err.is_terminal:
+                err.print(f"{suite.name} {int(bar.tasks[task].completed)}/{len(suite.cases)} {rows[-1].of}")
         bar.update(task, now="")
     return rows
 
