@@ -37,7 +37,7 @@ endif
 
 .PHONY: help demo test lint format pytest bench report wheel clean
 help:
-	@sed -n 's/^# \{0,2\}//p' Makefile | head -14
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 demo: $(FOR_DEMO)
 	$(PY) -m tilewise demo --out $(OUT) $(ARGS)

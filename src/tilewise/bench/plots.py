@@ -166,7 +166,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]], ...]] = {
-    "paper": (("rate", "TFLOP/s by length", rates),),
+    "paper": (("rate", "Arithmetic a second, by length", rates),),
     "classic": (
         (
             "speedup", "Speedup over standard attention",
@@ -181,8 +181,8 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
             ),
         ),
     ),
-    "long": (("rate", "TFLOP/s by length", rates), ("memory", "Peak memory by length", memory)),
-    "cpu": (("rate", "TFLOP/s by length", rates),),
+    "long": (("rate", "Arithmetic a second, by length", rates), ("memory", "Peak memory, by length", memory)),
+    "cpu": (("rate", "Arithmetic a second, by length", rates),),
 }  # fmt: skip
 """Of each suite: a name for the file, what it shows, and how to draw it."""
 
