@@ -1,22 +1,34 @@
-"""Compiles the kernels of a call for a chip that is not here, and reads what came out.
+"""Compiles the kernels of calls for a chip that is not here, and reads what came out.
 
-Must run in a process where TRITON_INTERPRET is off: `python tests/triton/offline.py sm_90 …` prints one JSON line a kernel.
+Runs in a process of its own with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
+
+    python tests/triton/offline.py compile sm_90      one JSON line a kernel of every call in `calls`
+    python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: the kernels' cache keys, uncompiled
 """
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tilewise.api import Full, _gather, _hypothetical
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical
 from tilewise.triton import launch
+
+MAIN = ("sm_80", "sm_90", "sm_100")
+"""Targets that get every call; the others get fewer, so that all take a few minutes together."""
 
 
 class Driver:
@@ -41,35 +53,19 @@ class Driver:
         return True
 
 
-class Compiled(NamedTuple):
-    """What one kernel became."""
-
-    name: str
-    shared: int
-    """Bytes of shared memory."""
-    loop_spills: int
-    """Local loads and stores inside an innermost loop that holds matrix instructions: the worst such loop."""
-    matrix: tuple[str, ...]
-    """The kinds of matrix instructions found."""
-    registers: int
-
-
-def gpu_target(name: str) -> GPUTarget:
-    """The Triton target of a name like "sm_90" or "gfx942"."""
-    if name.startswith("sm_"):
-        return GPUTarget("cuda", int(name[3:]), 32)
-    return GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
-
-
 def use_target(name: str) -> None:
-    """Makes Triton compile for this chip: once per process, since compiled kernels are kept by device."""
-    driver.set_active(Driver(gpu_target(name)))
+    """Makes Triton compile for a chip such as "sm_90" or "gfx942": once per process."""
+    if name.startswith("sm_"):
+        target = GPUTarget("cuda", int(name[3:]), 32)
+    else:
+        target = GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
+    driver.set_active(Driver(target))
 
 
 def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **options: Any) -> list[launch.Launch]:
-    """Every launch of forward and backward of a call with meta tensors."""
+    """Every launch of forward and backward of a call with meta tensors; `wanted` asks for biases' gradients."""
     defaults = {
-        "mask": Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
+        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": None,
     }  # fmt: skip
     x, recipe, longest = _gather(q, k, v, *{**defaults, **options}.values())
@@ -82,68 +78,227 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     return [*launch.forward_launches(p, x, saved), *launch.backward_launches(p, x, saved, do, dlse, delta, grads)]
 
 
-def read(name: str, kernel: Any) -> Compiled:
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# What is compiled
+
+
+class Call(NamedTuple):
+    """One call, and which of its kernels are compiled."""
+
+    variant: str
+    dtype: torch.dtype
+    D: int
+    kernels: tuple[str, ...]
+
+
+WALKS = ("forward", "dkdv", "dq")
+"""The kernels that walk tiles."""
+
+
+def calls(target: str) -> Iterator[Call]:
+    """Plain, rich and listed calls in the target's 16-bit type, and plain ones in fp32."""
+    old = target in ("sm_70", "sm_75")
+    half = torch.float16 if old else torch.bfloat16
+    for D in (64, 128):
+        yield Call("plain", half, D, (*WALKS, "delta"))
+        yield Call("plain", torch.float32, D, WALKS)
+    yield Call("rich", half, 64 if old else 128, WALKS)
+    yield Call("listed", half, 64 if old else 128, ("list_tiles", "dbias"))
+    if target in MAIN:
+        yield Call("plain", half, 256, WALKS)
+        yield Call("rich", half, 64, WALKS)
+        yield Call("rich", torch.float32, 64, WALKS)
+        yield Call("listed", half, 64, (*WALKS, "dbias"))
+
+
+def launches_of(target: str, call: Call) -> list[launch.Launch]:
+    """The launches of a call that are to be compiled."""
+    B, S, H = 2, 1024, 4
+    rich = call.variant == "rich"
+    q, k = meta(B, S, H, call.D, dtype=call.dtype), meta(B, S, H // 2 if rich else H, call.D, dtype=call.dtype)
+    options: dict[str, Any] = {"mask": tw.Causal()}
+    if rich:
+        lengths, slopes = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
+        options = {
+            "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths),
+            "score": [tw.SoftCap(50.0), tw.Alibi(slopes)],
+            "sink": meta(H, dtype=torch.float32),
+            "dropout": 0.1,
+        }
+    elif call.variant == "listed":
+        bias = tw.Bias(meta(1, H, S, S, dtype=call.dtype))
+        options = {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal(), "score": bias, "wanted": True}
+    named = {one.kernel.fn.__name__: one for one in launches(target, q, k, k, **options)}
+    return [named[name] for name in call.kernels]
+
+
+def compile_all(target: str) -> Iterator[dict[str, Any]]:
+    """What became of every kernel, or the compiler's own sentence if it no longer knows the target."""
+    use_target(target)
+    try:
+        nothing.warmup(meta(1, dtype=torch.float32), grid=(1,))
+    except Exception as error:  # whatever the compiler raises
+        yield {"refused": " ".join(str(error).split())}
+        return
+    for call in calls(target):
+        for one in launches_of(target, call):
+            row = {"kernel": one.kernel.fn.__name__, "dtype": str(call.dtype).removeprefix("torch."), "D": call.D}
+            row["variant"] = call.variant
+            try:
+                yield row | read(one.compile())._asdict()
+            except Exception as error:  # whatever the compiler raises: the test shows it
+                yield row | {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+@triton.jit
+def nothing(X):
+    """A kernel that every target can have."""
+    tl.store(X, 0.0)
+
+
+# Reading what was compiled
+
+
+class Compiled(NamedTuple):
+    """What one kernel became."""
+
+    shared: int
+    """Bytes of shared memory."""
+    matrix: tuple[str, ...]
+    """The kinds of matrix instructions found."""
+    loops: int
+    """Innermost loops that hold matrix instructions, or multiply-adds where there are none."""
+    spills: int
+    """Local loads and stores inside the worst of these loops."""
+    registers: int
+    tensor_memory: int
+    """Columns of tensor memory, on chips that have it."""
+
+
+def read(kernel: Any) -> Compiled:
     """Disassembles a compiled kernel."""
     if "cubin" in kernel.asm:
-        text, usage = _sass(kernel.asm["cubin"])
-        matrix, local = r"\b(HGMMA|QGMMA|IGMMA|HMMA|UTCHMMA|UTCQMMA|UTCMMA|QMMA|IMMA)\b", r"\b(LDL|STL)\b"
-        registers = int(re.search(r"REG:(\d+)", usage).group(1))
+        text = _sass(kernel.asm["cubin"])
+        matrix, product_, local = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA\b", r"\b(?:LDL|STL)\b"
+        registers = re.search(r"REG:(\d+)", text)
     else:
         text = kernel.asm["amdgcn"]
-        matrix, local, registers = r"\b(v_mfma|v_wmma)", r"\b(scratch_load|scratch_store|buffer_(?:load|store)\S* .*scratch)", 0
+        matrix, product_ = r"\b(v_mfma|v_wmma)", r"\bv_(?:pk_)?fmac?_f32|\bv_dot"
+        local = r"\bscratch_(?:load|store)|\bbuffer_(?:load|store)\S* v\S+, off, .*Folded (?:Spill|Reload)"
+        registers = re.search(r"\.vgpr_count: *(\d+)", text)
     found = tuple(sorted(set(re.findall(matrix, text))))
-    loops = [body for body in _innermost_loops(text) if re.search(matrix, body)]
+    loops = innermost_loops(text, matrix if found else product_)
     spills = max((len(re.findall(local, body)) for body in loops), default=0)
-    return Compiled(name, kernel.metadata.shared, spills, found, registers)
+    columns = getattr(kernel.metadata, "tmem_size", None) or 0
+    return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
 
 
-def _sass(cubin: bytes) -> tuple[str, str]:
+def _sass(cubin: bytes) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return tuple(
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-sass", "-res-usage")
-        )
+        command = [tool, "-sass", "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _innermost_loops(text: str) -> list[str]:
-    """The text between every backward branch and its target, where no other such stretch lies inside."""
+LABEL = re.compile(r"\s*/\*([0-9a-f]{4,})\*/|(\.?L\w+):")
+JUMP = re.compile(r"\b(?:BRA|BSSY)\b.*?0x([0-9a-f]+)|\bs_c?branch\S* (\.?L\w+)")
+ENDS = re.compile(r"\*/\s+(?:BRA 0x|EXIT|RET)|\bs_branch\b|\bs_endpgm\b|\bs_setpc")
+"""What never falls through to the next line."""
+
+
+def innermost_loops(text: str, holding: str) -> list[str]:
+    """The natural loops whose lines match `holding` and that have no other such loop inside.
+
+    A jump back closes a loop if nothing reaches it but through its target; so a wait that stands behind the loop and
+    returns into its middle is part of the loop and not one of its own.
+    """
     lines = text.splitlines()
-    at: dict[str, int] = {}
-    stretches = []
+    place: dict[str, int] = {}
     for number, line in enumerate(lines):
-        if address := re.match(r"\s+/\*([0-9a-f]{4,})\*/", line):
-            at[address.group(1).lstrip("0")] = number
-        if label := re.match(r"(\.?L\S+):", line):
-            at[label.group(1)] = number
-        jump = re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)|\bs_c?branch\S* (\.?L\S+)", line)
-        start = at.get((jump.group(1) or "").lstrip("0") or jump.group(2)) if jump else None
-        if start is not None:
-            stretches.append((start, number))
-    inner = [(a, b) for a, b in stretches if not any((c, d) != (a, b) and a <= c and d <= b for c, d in stretches)]
-    return ["\n".join(lines[a:b]) for a, b in inner]
+        if label := LABEL.match(line):
+            place.setdefault((label.group(1) or "").lstrip("0") or label.group(2) or "0", number)
+    jumps = {}
+    for number, line in enumerate(lines):
+        if jump := JUMP.search(line):
+            target = (jump.group(1) or "").lstrip("0") or jump.group(2)
+            if target in place:
+                jumps[number] = place[target]
+    ends = {number for number, line in enumerate(lines) if ENDS.search(line)}
+    starts = sorted({0, *jumps.values(), *(number + 1 for number in {*jumps, *ends})} - {len(lines)})
+    after = dict(zip(starts, [*starts[1:], len(lines)], strict=True))  # a block, by its first line, and its end
+    follow: dict[int, list[int]] = {}
+    for start, end in after.items():
+        follow[start] = [jumps[end - 1]] if end - 1 in jumps else []
+        if end - 1 not in ends and end in after:
+            follow[start].append(end)
+    before = defaultdict(list)
+    for start, nexts in follow.items():
+        for following in nexts:
+            before[following].append(start)
+    loops: dict[int, set[int]] = {}  # by the block that one enters through
+    reachable = _reach([0], follow, None)
+    for head in reachable - {0}:
+        around = _reach([0], follow, head)
+        if back := [start for start in before[head] if start in reachable - around]:
+            loops[head] = {head, *_reach(back, before, head)}
+    bodies = {head: "\n".join("\n".join(lines[s : after[s]]) for s in sorted(loop)) for head, loop in loops.items()}
+    kept = {head: loops[head] for head, body in bodies.items() if re.search(holding, body)}
+    return [bodies[head] for head, loop in kept.items() if not any(other < loop for other in kept.values())]
 
 
-def main(targets: list[str]) -> None:
-    """One line per kernel of plain and rich calls, for looking at tiles while choosing them."""
-    import tilewise as tw  # noqa: PLC0415
+def _reach(starts: list[int], follow: Any, avoiding: int | None) -> set[int]:
+    seen, todo = set(), [start for start in starts if start != avoiding]
+    while todo:
+        if (block := todo.pop()) not in seen:
+            seen.add(block)
+            todo += [following for following in follow[block] if following != avoiding]
+    return seen
 
-    for target in targets:
-        use_target(target)
-        for dtype in (torch.bfloat16, torch.float32) if target not in ("sm_70", "sm_75") else (torch.float16, torch.float32):
-            for D in (64, 128, 256):
-                q = torch.empty(2, 1024, 4, D, dtype=dtype, device="meta")
-                for mask in (tw.Causal(),):
-                    for one in launches(target, q, q, q, mask=mask):
-                        name = one.kernel.fn.__name__
-                        try:
-                            c = read(name, one.compile())
-                            print(target, dtype, D, *c, flush=True)
-                        except Exception as error:  # noqa: BLE001
-                            print(target, dtype, D, name, "FAILED", str(error)[:300].replace("\n", " "), flush=True)
+
+# Lengths
+
+
+LENGTHS = tuple(product((1, 2, 5), (16, 77, 1024, 4097), (16, 131, 4096)))
+"""Batches, queries and keys."""
+
+
+def lengths(B: int, M: int, N: int) -> dict[str, dict[str, Any]]:
+    """Options of calls that differ in nothing but lengths; with "layout", of packed ones."""
+    ids, cu = (lambda length: meta(B, length, dtype=torch.int32)), meta(B + 1, dtype=torch.int32)
+    return {
+        "full": {},
+        "causal": {"mask": tw.Causal()},
+        "window": {"mask": tw.Window(M, N // 2)},
+        "padding": {"mask": tw.Padding(meta(B, dtype=torch.int64))},
+        "documents": {"mask": tw.Documents(ids(M), ids(N))},
+        "dense": {"mask": tw.Dense(meta(B, 4, M, N, dtype=torch.bool))},
+        "bias": {"score": tw.Bias(meta(B, 4, M, N, dtype=torch.bfloat16)), "wanted": True},
+        "varlen": {"layout": tw.Varlen(cu, cu, M, N), "mask": tw.Causal()},
+    }
+
+
+def keys(target: str) -> Iterator[dict[str, Any]]:
+    """For every call and length, each kernel's cache key. Nothing is compiled: the compiler is replaced by a list."""
+    use_target(target)
+    seen: list[str] = []
+    for D, (B, M, N) in product((64, 80), LENGTHS):
+        for variant, options in lengths(B, M, N).items():
+            packed = "layout" in options
+            q, k = (meta(*((B * S,) if packed else (B, S)), 4, D, dtype=torch.bfloat16) for S in (M, N))
+            found = defaultdict(list)
+            for one in launches(target, q, k, k, **options):
+                one.kernel._do_compile = lambda key, *_: seen.append(key)
+                one.kernel.device_caches.clear()
+                one.compile()
+                found[one.kernel.fn.__name__].append(seen.pop())
+            yield {"variant": variant, "D": D, "B": B, "M": M, "N": N, "keys": found}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for line in {"compile": compile_all, "keys": keys}[sys.argv[1]](sys.argv[2]):
+        print(json.dumps(line), flush=True)
