@@ -49,6 +49,7 @@ def join_sink(m, l, sink):  # (B_r,), (B_r,), scalar logit
 
 
 @triton.jit
-def probabilities(S, L, c):  # (B_r, B_c), L broadcast to it, natural log
-    """P = exp(S - L), from the lse that the forward kept."""
-    return tl.exp2(S * c - tl.where(L == float("-inf"), 0.0, L * LOG2E))
+def probabilities(S, L, unit):  # (B_r, B_c), L broadcast to it, scalar
+    """P = exp(unit S - L), from the lse that the forward kept. Subtracting in natural log rounds a small difference;
+    turning L into base 2 first would round a large number."""
+    return tl.exp2((S * unit - tl.where(L == float("-inf"), 0.0, L)) * LOG2E)

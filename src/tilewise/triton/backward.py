@@ -12,7 +12,7 @@ from ..tile.rows import origin, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import back, through
 from ..tile.softmax import probabilities
-from .blocks import Place, block, key_range, list_at, load_rows, partial_at, query_range, store_rows, tile_at
+from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, query_range, store_rows, tile_at
 
 # lengths, and what is counted from them: a new length costs no compile
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
@@ -38,7 +38,7 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
 
 
 @triton.jit
-def scores_gradient(S, dP, L, D, place, variant, c, i, j0, j, MASKED: tl.constexpr, STOP: tl.constexpr):
+def scores_gradient(S, dP, L, D, place, variant, unit, i, j0, j, MASKED: tl.constexpr, STOP: tl.constexpr):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T.
 
     i and j are positions inside the tile that starts at (i0, j0). They broadcast together either way round, so S may
@@ -49,7 +49,7 @@ def scores_gradient(S, dP, L, D, place, variant, c, i, j0, j, MASKED: tl.constex
     if MASKED:
         seen = visible(variant.mask, place.b, place.h, rows, columns) & (columns < place.N)
         S_out = tl.where(seen, S_out, float("-inf"))
-    P = probabilities(S_out, L, c)
+    P = probabilities(S_out, L, unit)
     P_kept = P
     if variant.dropout is not None:
         Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
@@ -61,7 +61,7 @@ def scores_gradient(S, dP, L, D, place, variant, c, i, j0, j, MASKED: tl.constex
 def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
     """acc + a b. In fp32 a fresh sum per tile is added by FMA, because matrix units truncate as they sum."""
     if b.dtype == tl.float32:
-        return tl.fma(tl.dot(a, b, input_precision=PRECISION), one, acc)
+        return tl.fma(product(a, b, PRECISION), one, acc)
     else:
         return tl.dot(a.to(b.dtype), b, acc)
 
@@ -77,23 +77,23 @@ def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
 
 
 @triton.jit
-def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, c, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One query tile's share of dK and dV, with S transposed: (B_c, B_r)."""
     B_R: tl.constexpr = Q.at.shape[0]
     q = load_rows(Q, place.i0, place.M, MASKED)  # (B_r, d)
     do = load_rows(dO, place.i0, place.M, MASKED)  # (B_r, d_v)
     lse = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: rows past the end vanish
     sums = load_row_values(D, place.i0, B_R, place.M, 0.0, MASKED)
-    S = tl.dot(k, q.T, input_precision=PRECISION)  # (B_c, B_r)
-    dP = tl.dot(v, do.T, input_precision=PRECISION)  # (B_c, B_r)
+    S = product(k, q.T, PRECISION)  # (B_c, B_r)
+    dP = product(v, do.T, PRECISION)  # (B_c, B_r)
     i, j = tl.arange(0, B_R)[None, :], tl.arange(0, k.shape[0])[:, None]
-    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, c, i, j0, j, MASKED, 0)
+    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, unit, i, j0, j, MASKED, 0)
     return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H_k"])
 def dkdv(
-    Q, K, V, dO, L, D, dK, dV, packed, variant, c, factor, one, M, N, H_k, heads, section, tiles,
+    Q, K, V, dO, L, D, dK, dV, packed, variant, unit, factor, one, M, N, H_k, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,33 +120,33 @@ def dkdv(
             i0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, c, one, True, PRECISION
+                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, unit, one, True, PRECISION
             )  # fmt: skip
         for x in range(full_lo, full_hi):
             i0 = tile_at(variant.visits, lists, x) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, c, one, False, PRECISION
+                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, unit, one, False, PRECISION
             )  # fmt: skip
     store_rows(block(dK, b, h_k, k0, B_C, d), j0, N, dk * factor)
     store_rows(block(dV, b, h_k, k0, B_C, d_v), j0, N, dv)
 
 
 @triton.jit
-def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, c, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile's share of dQ."""
     k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
     v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
-    S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
-    dP = tl.dot(do, v.T, input_precision=PRECISION)  # (B_r, B_c)
+    S = product(q, k.T, PRECISION)  # (B_r, B_c)
+    dP = product(do, v.T, PRECISION)  # (B_r, B_c)
     i, j = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
-    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, c, i, j0, j, MASKED, 0)
+    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, MASKED, 0)
     return accumulate(acc, dS, k, one, PRECISION)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq(
-    Q, K, V, dO, L, D, dQ, packed, variant, c, factor, one, M, N, H, heads, section, tiles,
+    Q, K, V, dO, L, D, dQ, packed, variant, unit, factor, one, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,10 +169,10 @@ def dq(
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):
         j0 = tile_at(variant.visits, lists, x) * B_C
-        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, c, one, False, PRECISION)
+        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, unit, one, False, PRECISION)
     for x in range(full_lo - lo + hi - full_hi):
         j0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C
-        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, c, one, True, PRECISION)
+        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, unit, one, True, PRECISION)
     store_rows(block(dQ, b, h, q0, B_R, d), i0, M, acc * factor)
 
 
@@ -183,7 +183,7 @@ def dq(
     ]
 )  # fmt: skip
 def dbias(
-    Q, K, V, dO, L, D, dBias, variant, c, M, N, H, rows, columns, heads, tiles_r, tiles_c,
+    Q, K, V, dO, L, D, dBias, variant, unit, M, N, H, rows, columns, heads, tiles_r, tiles_c,
     b_each, h_each, r_each, c_each,
     WHICH: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, G: tl.constexpr, d: tl.constexpr,
     d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
@@ -207,10 +207,10 @@ def dbias(
         v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
         lse = load_row_values(row_values(L, None, b, h, H, 0, M), i0, B_R, M, float("inf"), True)
         sums = load_row_values(row_values(D, None, b, h, H, 0, M), i0, B_R, M, 0.0, True)
-        S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
-        dP = tl.dot(do, v.T, input_precision=PRECISION)  # (B_r, B_c)
+        S = product(q, k.T, PRECISION)  # (B_r, B_c)
+        dP = product(do, v.T, PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)
-        acc += scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, c, i, j0, j, True, WHICH + 1)[1]
+        acc += scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, True, WHICH + 1)[1]
     if ONE_ROW:
         acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
     if ONE_COLUMN:

@@ -80,6 +80,22 @@ def store_rows(X, first, length, x):
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a b, in fp32. "tf32" rounds its operands first: the matrix unit would cut them off."""
+    if PRECISION == "tf32":
+        return tl.dot(round_to_tf32(a), round_to_tf32(b), input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def round_to_tf32(x):
+    """To 10 bits of mantissa, half away from zero; NaN stays."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)  # noqa: PLR0124, NaN
+
+
+@triton.jit
 def list_at(visits, b, h, t):
     """Address of the list of tile t."""
     if visits is None:

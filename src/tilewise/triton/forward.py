@@ -9,7 +9,7 @@ from ..tile.rows import row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, online_softmax
-from .blocks import Place, block, key_range, list_at, load_rows, partial_at, store_rows, tile_at
+from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, store_rows, tile_at
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
     k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
-    S = tl.dot(q, k.T, input_precision=PRECISION)  # (B_r, B_c)
+    S = product(q, k.T, PRECISION)  # (B_r, B_c)
     i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
     columns = j0 + tl.arange(0, B_C)[None, :]
     S = through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
@@ -32,7 +32,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
     if v.dtype == tl.float32:
         # matrix units truncate as they sum: a fresh sum per tile, added by FMA, keeps long rows exact
-        acc = tl.fma(acc, alpha[:, None], tl.dot(P, v, input_precision=PRECISION))
+        acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
     else:
         acc = tl.dot(P.to(v.dtype), v, acc * alpha[:, None])  # (B_r, d_v)
     return acc, m, l

@@ -34,7 +34,9 @@ class Plan(NamedTuple):
     dkdv: Tiles
     dq: Tiles
     c: float
-    """Logits times c are in base 2."""
+    """Logits times c are in base 2, the forward's unit."""
+    unit: float
+    """Logits times this are in natural log, the backward's unit."""
     factor: float
     """What the sums of dS K and dS^T Q are multiplied by."""
     section: int
@@ -56,11 +58,11 @@ def plan(p: Problem) -> Plan:
     constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
     # scores want scaled logits; without them the scale goes into the exponent. A scale of 0 stays above it, so that
     # -inf * c is -inf; exp2(tiny) is 1 all the same.
-    c, factor = (LOG2E.value, 1.0) if p.recipe.score else (max(p.scale * LOG2E.value, TINY), p.scale)
+    unit, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     values = None if p.extra else device_values(p, ())
     tiles = choose(FORWARD, p), choose(DKDV, p), choose(DQ, p)
-    return Plan(*tiles, c, factor, section, listed, constants, values, {})
+    return Plan(*tiles, unit * LOG2E.value, unit, factor, section, listed, constants, values, {})
 
 
 def precision(p: Problem) -> str | None:
@@ -191,14 +193,14 @@ def backward_launches(
     lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    sizes = (pl.c, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
+    sizes = (pl.unit, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
     lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
-    sizes = (pl.c, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
+    sizes = (pl.unit, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
@@ -226,7 +228,7 @@ def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: 
     stride = whole.stride()
     arguments = (
         *given, Rows(grad, stride[0], stride[2], stride[1]), variant,
-        pl.c, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
+        pl.unit, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
     )  # fmt: skip
     constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}
     programs = 0 if nothing else batch * heads * tiles_r * tiles_c

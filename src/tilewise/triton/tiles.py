@@ -53,7 +53,7 @@ DKDV: Table = {
     ("hopper", 2, 128, "rich"): Tiles(32, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
-    ("hopper", 4, 256): Tiles(16, 64, 4, 1),
+    ("hopper", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 2),
     ("ampere", 2, 64, "rich"): Tiles(32, 64, 4, 2),
     ("ampere", 2, 128): Tiles(64, 64, 8, 2),
