@@ -5,17 +5,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from .accuracy import Inputs, Truth, Verdict, run_once
-from .measure import Pace, Sample, bound, matmul, pace, peak_memory, peak_memory_of_process, sample, spread
+from .measure import Pace, bound, host_cost, matmul, pace, peak_memory, peak_memory_of_process, sample, spread
 from .peers import PEERS, Attention, Peer
 from .results import FAILED, OK, REFUSED, SKIPPED, WRONG, Row
 from .suites import BOTH, Case, Suite
 
 MATMUL = "matmul"
+TINY = 128
+"""Tokens of the problem on which the host's cost is measured."""
 Watch = Callable[[str], None]
 
 
@@ -122,10 +125,10 @@ def _race(
     rate: list[float] = []
     paces: dict[str, Pace] = {}
     peaks: dict[str, int] = {}
-    samples: dict[str, list[Sample]] = {c.peer.name: [] for c in contenders}
+    samples: dict[str, list[float]] = {c.peer.name: [] for c in contenders}
     excuses: dict[str, tuple[str, str]] = {c.peer.name: c.no for c in contenders if c.no}
     for _ in range(suite.rounds):
-        rate.append(2.0 * suite.matmul**3 / sample(product, product_pace, device).device / 1e12)
+        rate.append(2.0 * suite.matmul**3 / sample(product, product_pace, device) / 1e12)
         for c in contenders:
             name = c.peer.name
             if name in excuses or c.attend is None:
@@ -139,17 +142,29 @@ def _race(
                     samples[name].append(sample(call, paces[name], device))
             except Exception as error:
                 excuses[name] = _excuse(error, ())
-    return [
+    rows = [
         _row(case, c._replace(no=excuses.get(c.peer.name)), pass_, samples[c.peer.name], rate, peaks.get(c.peer.name))
         for c in contenders
     ]
+    if device.type == "cuda":
+        for row, c in zip(rows, contenders, strict=True):
+            if row.status == OK and c.peer.name != suite.sparse[0]:
+                row.host_microseconds = _host_microseconds(c.peer, replace(case, batch=1, length=TINY), pass_, device)
+    return rows
+
+
+@lru_cache(256)
+def _host_microseconds(peer: Peer, tiny: Case, pass_: str, device: torch.device) -> float:
+    x = Inputs.random(tiny, device)
+    with bound(peer, peer.prepare(tiny, device), x, pass_) as call:
+        return host_cost(call, device) * 1e6
 
 
 def _row(
     case: Case,
     c: Contender,
     pass_: str,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[float] = (),
     rate: Sequence[float] = (),
     peak: int | None = None,
 ) -> Row:
@@ -159,12 +174,10 @@ def _row(
     if c.no:
         row.status, row.why = c.no
         return row
-    low, median, high = spread([s.device for s in samples])
+    low, median, high = spread(list(samples))
     row.milliseconds, row.milliseconds_p20, row.milliseconds_p80 = median * 1e3, low * 1e3, high * 1e3
     row.tflops = case.flops(pass_) / median / 1e12
     row.matmul_tflops = spread(list(rate))[1]
     row.of_matmul = row.tflops / row.matmul_tflops
     row.peak_bytes = peak
-    hosts = [s.host for s in samples if s.host is not None]
-    row.host_microseconds = spread(hosts)[1] * 1e6 if hosts else None
     return row

@@ -19,16 +19,9 @@ from .suites import BACKWARD, FORWARD, Case
 
 SAMPLE_SECONDS = 0.01
 MOST_CALLS = 50
+HOST_CALLS, HOST_ROUNDS = 200, 5
 CYCLES_PER_SECOND = 2.0e9
 """Of a GPU's clock, at most: how long `torch.cuda._sleep` takes."""
-
-
-class Sample(NamedTuple):
-    """Seconds a call."""
-
-    device: float
-    host: float | None
-    """What the caller's thread spent; None on a CPU, where that is all of it."""
 
 
 class Pace(NamedTuple):
@@ -65,28 +58,41 @@ def pace(call: Callable[[], Any], device: torch.device) -> Pace:
     return Pace(calls, 1.5 * calls * host)
 
 
-def sample(call: Callable[[], Any], pace: Pace, device: torch.device) -> Sample:
-    """One measurement of queued calls.
+def sample(call: Callable[[], Any], pace: Pace, device: torch.device) -> float:
+    """Seconds a call, from one measurement of queued calls.
 
-    On a GPU the device is kept waiting while the host queues all calls, so that events round them see device time only,
-    and the host's clock sees what queueing costs.
+    On a GPU the device is kept waiting while the host queues all calls, so that events round them see device time only.
     """
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(pace.calls):
             call()
-        return Sample((time.perf_counter() - start) / pace.calls, None)
+        return (time.perf_counter() - start) / pace.calls
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     torch.cuda._sleep(int(CYCLES_PER_SECOND * pace.lead))
-    start = time.perf_counter()
     begin.record()
     for _ in range(pace.calls):
         call()
     end.record()
-    host = time.perf_counter() - start
     torch.cuda.synchronize(device)
-    return Sample(begin.elapsed_time(end) / 1e3 / pace.calls, host / pace.calls)
+    return begin.elapsed_time(end) / 1e3 / pace.calls
+
+
+def host_cost(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that the caller's thread spends on a call, launch included, after warm-up: on a problem so small that the
+    device never makes it wait."""
+    for _ in range(HOST_CALLS // 10):
+        call()
+    rounds = []
+    for _ in range(HOST_ROUNDS):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        rounds.append((time.perf_counter() - start) / HOST_CALLS)
+    synchronize(device)
+    return statistics.median(rounds)
 
 
 def synchronize(device: torch.device) -> None:

@@ -31,8 +31,10 @@ FORWARD: Table = {
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 32, 4, 2),
+    ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
+    ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(128, 64, 8, 3),
-    ("ampere", 2, 128): Tiles(64, 64, 4, 2),
+    ("ampere", 2, 128): Tiles(128, 32, 8, 3),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 64): Tiles(128, 32, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
@@ -50,12 +52,13 @@ DKDV: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
     ("hopper", 2, 64, "rich"): Tiles(32, 64, 4, 3),
     ("hopper", 2, 128): Tiles(32, 128, 8, 3),
-    ("hopper", 2, 128, "rich"): Tiles(32, 128, 8, 2),
+    ("hopper", 2, 128, "rich"): Tiles(16, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
-    ("ampere", 2, 64): Tiles(64, 64, 4, 2),
-    ("ampere", 2, 64, "rich"): Tiles(32, 64, 4, 2),
+    ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
+    ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
+    ("ampere", 2, 64): Tiles(32, 64, 4, 2),
     ("ampere", 2, 128): Tiles(64, 64, 8, 2),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
@@ -71,10 +74,14 @@ DKDV: Table = {
 DQ: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
     ("hopper", 2, 128): Tiles(128, 64, 8, 3),
+    ("hopper", 2, 128, "rich"): Tiles(128, 32, 8, 2),
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
+    ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
+    ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 3),
+    ("ampere", 2, 64, "rich"): Tiles(64, 32, 4, 3),
     ("ampere", 2, 128): Tiles(64, 32, 4, 3),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
@@ -88,22 +95,26 @@ DQ: Table = {
 }
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
+BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 OTHER = ("sm_70", "sm_72", "sm_75", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
 
 
-def chip(target: str) -> str:
+def chip(target: str, entry_bytes: int) -> str:
     """The rows that a target reads."""
     if target == "cpu":
         return "interpreter"
+    if target in BLACKWELL and entry_bytes == 4:
+        return "blackwell"
     return "hopper" if target in HOPPER else "ampere" if target in AMPERE else "other"
 
 
 def choose(table: Table, p: Problem) -> Tiles:
     """The row of a table for a problem: the smallest head size that holds its own."""
     rich = p.recipe.score or p.recipe.dropout > 0.0
+    entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
-        row = (chip(p.target), 4 if p.dtype == torch.float32 else 2, size)
+        row = (chip(p.target, entry_bytes), entry_bytes, size)
         if row in table and max(p.D, p.D_v) <= size:
             return table.get((*row, "rich"), table[row]) if rich else table[row]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
