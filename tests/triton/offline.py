@@ -3,7 +3,7 @@
 Runs in a process of its own with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
 
     python tests/triton/offline.py compile sm_90      one JSON line a kernel of every call in `calls`
-    python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: the kernels' cache keys, uncompiled
+    python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: its kernels' cache keys
 """
 
 import json
@@ -182,15 +182,16 @@ def read(kernel: Any) -> Compiled:
     """Disassembles a compiled kernel."""
     if "cubin" in kernel.asm:
         text = _sass(kernel.asm["cubin"])
-        matrix, product_, local = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA\b", r"\b(?:LDL|STL)\b"
+        matrix, otherwise = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA\b"
+        local = r"\b(?:LDL|STL)\b"
         registers = re.search(r"REG:(\d+)", text)
     else:
         text = kernel.asm["amdgcn"]
-        matrix, product_ = r"\b(v_mfma|v_wmma)", r"\bv_(?:pk_)?fmac?_f32|\bv_dot"
+        matrix, otherwise = r"\b(v_mfma|v_wmma)", r"\bv_(?:pk_)?fmac?_f32|\bv_dot"
         local = r"\bscratch_(?:load|store)|\bbuffer_(?:load|store)\S* v\S+, off, .*Folded (?:Spill|Reload)"
         registers = re.search(r"\.vgpr_count: *(\d+)", text)
     found = tuple(sorted(set(re.findall(matrix, text))))
-    loops = innermost_loops(text, matrix if found else product_)
+    loops = innermost_loops(text, matrix if found else otherwise)
     spills = max((len(re.findall(local, body)) for body in loops), default=0)
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
@@ -273,7 +274,7 @@ def lengths(B: int, M: int, N: int) -> dict[str, dict[str, Any]]:
     return {
         "full": {},
         "causal": {"mask": tw.Causal()},
-        "window": {"mask": tw.Window(M, N // 2)},
+        "window": {"mask": tw.Window(M, N)},
         "padding": {"mask": tw.Padding(meta(B, dtype=torch.int64))},
         "documents": {"mask": tw.Documents(ids(M), ids(N))},
         "dense": {"mask": tw.Dense(meta(B, 4, M, N, dtype=torch.bool))},
@@ -301,4 +302,4 @@ def keys(target: str) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     for line in {"compile": compile_all, "keys": keys}[sys.argv[1]](sys.argv[2]):
-        print(json.dumps(line), flush=True)
+        print(json.dumps({"triton": triton.__version__, **line}), flush=True)

@@ -1,0 +1,218 @@
+"""What kernels are given: operands where they lie, offsets beyond 32 bits, and cu_seqlens that are wrong."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical
+from tilewise.problem import Grads, Saved
+from tilewise.tile.rows import Packed, Rows, rows_of
+from tilewise.triton import launch
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
+
+
+def gradients(q, k, v, do, **options):
+    """o, lse, dq, dk and dv of the Triton back end."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o, lse = tw.attention(q, k, v, backend="triton", return_lse=True, **options)
+    return o, lse, *torch.autograd.grad(o, (q, k, v), do)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The operands of every launch, by kernel, in the order of the kernel's arguments."""
+    seen = {}
+    run = launch.Launch.run
+
+    def record(self):
+        seen[self.kernel.fn.__name__] = [a for a in self.arguments if isinstance(a, Rows)]
+        run(self)
+
+    monkeypatch.setattr(launch.Launch, "run", record)
+    return seen
+
+
+def heads_first(B, S, H, D):
+    return torch.randn(B, H, S, D).transpose(1, 2)
+
+
+def packed_part(part):
+    return lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, part]
+
+
+def longer_rows(B, S, H, D):
+    return torch.randn(B, S, H, D + 24)[..., 8 : D + 8]
+
+
+def one_head_for_all(B, S, H, D):
+    return torch.randn(B, S, 1, D).expand(B, S, H, D)
+
+
+def every_other_row(B, S, H, D):
+    return torch.randn(B, 2 * S, H, D)[:, ::2]
+
+
+def entries_apart(B, S, H, D):
+    return torch.randn(B, S, D, H).transpose(2, 3)
+
+
+def one_number(B, S, H, D):
+    return torch.randn(()).expand(B, S, H, D)
+
+
+VIEWS = {
+    "heads first": heads_first, "packed q": packed_part(0), "packed v": packed_part(2), "longer rows": longer_rows,
+    "one head for all": one_head_for_all, "every other row": every_other_row,
+}  # fmt: skip
+COPIED = {"entries apart": entries_apart, "one number": one_number}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_operands_are_read_where_they_lie(view, given):
+    make = VIEWS[view]
+    q, k, v, do = make(2, 20, 2, 16), make(2, 23, 2, 16), make(2, 23, 2, 16), make(2, 20, 2, 16)
+    assert all(launch.adjacent(t) is t for t in (q, k, v, do))
+    got = gradients(q, k, v, do, mask=tw.Causal())
+    for kernel, tensors in (("forward", (q, k, v)), ("dkdv", (q, k, v, do)), ("dq", (q, k, v, do))):
+        for operand, t in zip(given[kernel], tensors, strict=False):
+            assert operand.ptr.data_ptr() == t.data_ptr(), kernel
+            assert (operand.batch, operand.row, operand.head) == t.stride()[:3], kernel
+    assert given["delta"][1].ptr.data_ptr() == do.data_ptr()
+    want = gradients(*(t.contiguous() for t in (q, k, v, do)), mask=tw.Causal())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b), "the same numbers, bit for bit"
+        assert not a.isnan().any()
+
+
+@pytest.mark.parametrize("view", COPIED)
+def test_rows_whose_entries_lie_apart_are_copied(view, given):
+    make = COPIED[view]
+    q, k, v, do = make(2, 20, 2, 16), make(2, 23, 2, 16), make(2, 23, 2, 16), make(2, 20, 2, 16)
+    for t in (q, k, v, do):
+        copy = launch.adjacent(t)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, t)
+    got = gradients(q, k, v, do)
+    assert all(operand.ptr.stride(-1) == 1 for operands in given.values() for operand in operands[:3])
+    want = gradients(*(t.contiguous() for t in (q, k, v, do)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_single_entry_is_adjacent_at_any_stride():
+    t = torch.randn(2, 20, 2, 16)[..., 3:4]
+    assert launch.adjacent(t) is t
+    got, want = (gradients(x, x, x, x) for x in (t, t.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+FAR = {"batch": 0, "row": 1, "head": 2}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """More than 2^32 numbers in a file without blocks: memory is used only where something is written."""
+    return torch.from_file(str(tmp_path_factory.mktemp("far") / "sparse"), shared=True, size=2**33 + 2**20)
+
+
+@pytest.mark.parametrize("step", [2**30, 2**31 + 48], ids=["32-bit stride", "64-bit stride"])
+@pytest.mark.parametrize("far", FAR)
+def test_offsets_beyond_32_bits(far, step, sparse):
+    """Operands whose batches, rows or heads lie so far apart that offsets, or even strides, need 64 bits."""
+    shape = [2, 3, 2, 16]
+    shape[FAR[far]] = 4 if step < 2**31 else 3
+    near = iter((4096, 512, 64))
+    stride = [step if axis == FAR[far] else next(near) for axis in range(3)]
+    tensors = []
+    for start in range(4):
+        t = sparse.as_strided(shape, (*stride, 1), start * 16384)
+        t.copy_(torch.randn(shape))
+        tensors.append(t)
+    assert sum((n - 1) * s for n, s in zip(shape, stride, strict=False)) >= 2**31
+    got = gradients(*tensors, mask=tw.Causal())
+    want = gradients(*(t.contiguous() for t in tensors), mask=tw.Causal())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        assert a.abs().max() > 0.0
+
+
+@pytest.mark.parametrize("kind", ["dense", "bias"])
+def test_offsets_beyond_32_bits_in_masks_and_biases(kind, sparse):
+    q, k, v, do = (torch.randn(1, 3, 2, 16) for _ in range(4))
+    if kind == "dense":
+        far = sparse.view(torch.uint8).view(torch.bool).as_strided((3, 3), (2**32 + 64, 1), 1)
+        far.copy_(torch.tensor([[True, False, True], [False, True, True], [True, True, False]]))
+        got, want = (gradients(q, k, v, do, mask=tw.Dense(t)) for t in (far, far.contiguous()))
+        assert not torch.equal(want[0], gradients(q, k, v, do)[0])
+    else:
+        far = sparse.as_strided((3, 3), (2**31 + 64, 1), 99)
+        far.copy_(torch.randn(3, 3))
+        got, want = (gradients(q, k, v, do, score=tw.Bias(t)) for t in (far, far.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@triton.jit
+def bounds(out, packed, total_q, total_k):
+    """What rows_of makes of one sequence."""
+    b = tl.program_id(0)
+    q0, m, k0, n = rows_of(packed, b, total_q, total_k)
+    tl.store(out + b * 4, q0)
+    tl.store(out + b * 4 + 1, m)
+    tl.store(out + b * 4 + 2, k0)
+    tl.store(out + b * 4 + 3, n)
+
+
+WRONG = {
+    "beyond the end": [0, 9, 4096, 2**31 - 1],
+    "before the start": [-7, -(2**31), 5, 20],
+    "falling": [0, 15, 3, 20],
+    "starts late, ends early": [4, 9, 9, 12],
+    "all the same": [20, 20, 20, 20],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_rows_of_stays_inside(wrong):
+    cu = torch.tensor(WRONG[wrong], dtype=torch.int32)
+    out = torch.empty(3, 4, dtype=torch.int32)
+    bounds[(3,)](out, Packed(cu, cu.flip(0)), 20, 17)
+    for b in range(3):
+        for (start, length), ends, total in ((out[b, :2], cu, 20), (out[b, 2:], cu.flip(0), 17)):
+            assert start == ends[b].clamp(0, total)
+            assert start + length == ends[b + 1].clamp(int(start), total)
+
+
+def guarded(shape, inside):
+    """A tensor in the middle of memory full of a number that is not meant to be read or written, and that memory."""
+    whole = torch.full((shape[0] + 128, *shape[1:]), 1e30)
+    middle = whole[64 : 64 + shape[0]]
+    middle.copy_(inside)
+    return middle, whole
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
+    """Below the checks of the front: memory around every operand and result is neither read nor written."""
+    total, H, D = 20, 2, 16
+    cu = torch.tensor(WRONG[wrong], dtype=torch.int32)
+    (q, _), (k, _), (v, _), (do, _) = (guarded((total, H, D), torch.randn(total, H, D)) for _ in range(4))
+    layout = tw.Varlen(cu, cu, 20, 20)
+    x, recipe, longest = _gather(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, "triton")
+    p = _hypothetical(x, recipe, longest, "cpu")
+    o, around_o = guarded((total, H, D), torch.zeros(total, H, D))
+    lse, around_lse = guarded((1, H, total), torch.zeros(1, H, total))
+    delta, around_delta = guarded((1, H, total), torch.zeros(1, H, total))
+    grads = [guarded((total, H, D), torch.zeros(total, H, D)) for _ in range(3)]
+    saved = Saved(o, lse[0], None)
+    for one in launch.forward_launches(p, x, saved):
+        one.run()
+    results = Grads(*(g for g, _ in grads), (None,) * len(x.extra))
+    for one in launch.backward_launches(p, x, saved, do, None, delta[0], results):
+        one.run()
+    for inside, around in ((o, around_o), (lse, around_lse), (delta, around_delta), *grads):
+        assert (inside.abs() < 1e6).all(), "nothing of what lies around was read"
+        assert (around[:64] == 1e30).all(), "nothing before it was written"
+        assert (around[-64:] == 1e30).all(), "nothing behind it was written"
+    assert (o.abs().amax((1, 2)) > 0).any() == (wrong != "all the same")
