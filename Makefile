@@ -8,8 +8,7 @@
 #   make report                        docs/performance.md and its pictures, from those results
 #   make help                          all of it
 #
-# On a machine without a GPU, PyTorch's CPU build is the smaller download:
-#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+# TORCH names another PyTorch requirement, for example one with an index of its own for the CPU build.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

@@ -57,7 +57,7 @@ class Value:
             object.__setattr__(value, f.name, next(given))
         return value
 
-    def at(self, b: int) -> "Value":
+    def at(self, b: int) -> Any:
         """This value for batch entry b alone, its tensors keeping a batch dimension of one."""
         return (
             self if not self.captures else self.rebuild(self.plain[1:], tuple(self._slice(t, b) for t in self.tensors))

@@ -45,7 +45,7 @@ def intercepted(q: Tensor) -> bool:
 
 def transformed() -> bool:
     """Whether one of torch.func's transforms is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
@@ -54,6 +54,11 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         raise RuntimeError(
             "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
         )
+
+
+def _operands(tensors: Sequence[Tensor]) -> Operands:
+    q, k, v, *extra = tensors
+    return Operands(q, k, v, tuple(extra))
 
 
 def _forward(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
@@ -75,7 +80,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        saved = _forward(Operands(*tensors[:3], tensors[3:]), seed, recipe, longest)
+        saved = _forward(_operands(tensors), seed, recipe, longest)
         ctx.call = recipe, longest
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
@@ -88,7 +93,7 @@ class _Eager(torch.autograd.Function):
         wanted = tuple(ctx.needs_input_grad[6:])
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
-        x = Operands(*tensors[:3], tuple(tensors[3:]))
+        x = _operands(tensors)
         call = recipe, longest, wanted
         if torch.is_grad_enabled() or transformed():  # create_graph=True, or a transform of the gradient
             return None, None, None, *_spread(_Gradient.apply(call, do, dlse, o, lse, seed, *tensors), wanted)
@@ -101,7 +106,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def forward(recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return _forward(Operands(*tensors[:3], tensors[3:]), seed, recipe, longest)[:2]
+        return _forward(_operands(tensors), seed, recipe, longest)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -112,7 +117,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        x = Operands(*tensors[:3], tensors[3:])
+        x = _operands(tensors)
         return _vmap(info.batch_size, in_dims[3:], in_dims[2], x, seed, recipe, longest)
 
 
@@ -121,7 +126,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
-        x = Operands(*tensors[:3], tensors[3:])
+        x = _operands(tensors)
         grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
         return *grads[:3], *(g for g in grads.extra if g is not None)
 
@@ -258,12 +263,12 @@ def _vmap(
     mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
     if recipe.varlen or mapped_sink or seed is not None:
         calls = [_pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
-        outputs = [attend(Operands(*ts[:3], tuple(ts[3:])), drawn, recipe, longest) for ts, drawn in calls]
+        outputs = [attend(_operands(ts), drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = x.q.shape[0 if dims[0] is None or dims[0] > 0 else 1]
     ranks = (4, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it may stay as it is
     whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
-    o, lse = attend(Operands(*whole[:3], tuple(whole[3:])), None, recipe, longest)
+    o, lse = attend(_operands(whole), None, recipe, longest)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
@@ -279,7 +284,7 @@ def _fold(t: Tensor, dim: int | None, rank: int, size: int, batch: int) -> Tenso
 
 
 def _pick(args: Any, dims: Any, index: int) -> Any:
-    if isinstance(args, (list, tuple)) and isinstance(dims, (list, tuple)):
+    if isinstance(dims, (list, tuple)):
         return [_pick(a, d, index) for a, d in zip(args, dims, strict=True)]
     return args if dims is None else args.select(dims, index)
 

@@ -64,7 +64,7 @@ class Saved(NamedTuple):
 
     o: Tensor
     lse: Tensor
-    seed: Tensor | None
+    seed: Tensor | None = None
 
 
 class Grads(NamedTuple):

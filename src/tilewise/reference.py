@@ -68,7 +68,6 @@ def gradients(
 
     dS = P * (dP - delta), delta = rowsum(dO * O) - dL (Dao et al. 2022, appendix B.4; dL adds the gradient of lse).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     *stages, S, P, L = _probabilities(q, k, mask, score, scale, sink)
     Z = _dropout_factor(S.shape, dropout, seed, S)
     o = torch.einsum("bhmn,bnhd->bmhd", P * Z, _repeat(v, q))
@@ -83,8 +82,9 @@ def gradients(
     for change, S_in in zip(reversed(score), reversed(stages), strict=True):
         d_scores.insert(0, change.reduce(dS))
         dS = change.pull(dS, S_in, i, j, shift)
-    dq = torch.einsum("bhmn,bnhd->bmhd", dS, _repeat(k, q)) * scale
-    dk = torch.einsum("bhmn,bmhd->bnhd", dS, q) * scale
+    dS = dS * (q.shape[-1] ** -0.5 if scale is None else scale)
+    dq = torch.einsum("bhmn,bnhd->bmhd", dS, _repeat(k, q))
+    dk = torch.einsum("bhmn,bmhd->bnhd", dS, q)
     d_sink = None if sink is None else sink_gradient(sink, L, delta)
     return Gradients(dq, _sum_groups(dk, k), _sum_groups(dv, v), tuple(d_scores), d_sink)
 

@@ -38,7 +38,8 @@ def backward(p: Problem, x: Operands, saved: Saved, do: torch.Tensor) -> Grads:
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, saved.lse, 0.0, bool(p.recipe.mask), scale=p.scale
     )
-    return Grads(*(g.transpose(1, 2).contiguous() for g in grads), ())
+    dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+    return Grads(dq, dk, dv, ())
 
 
 def _heads_first(t: torch.Tensor) -> torch.Tensor:

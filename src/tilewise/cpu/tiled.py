@@ -6,7 +6,7 @@ columns).
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def _bias_tile(bias, b, tile):
     return bias[tuple(part if size > 1 else slice(0, 1) for part, size in zip(wanted, bias.shape, strict=True))]
 
 
-def _of_heads(score, h):
+def _of_heads(score: Score, h: slice) -> Any:
     """A score for some heads only: its captured tensors cut along the head dimension."""
     if not score.captures:
         return score
@@ -229,11 +229,11 @@ def _sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     for b in range(p.B):
         rows = slice(ends_q[b], ends_q[b + 1]) if p.recipe.varlen else slice(0, p.M)
         columns = slice(ends_k[b], ends_k[b + 1]) if p.recipe.varlen else slice(0, p.N)
-        of_b = [
+        q, k, v = (
             _rows(p, t, b, part).transpose(0, 1).to(kind).contiguous()
             for t, part in zip(x[:3], (rows, columns, columns), strict=True)
-        ]
-        yield Sequence(b, *of_b, [m.at(b) for m in masks], [c.at(b) for c in scores], rows, columns)
+        )
+        yield Sequence(b, q, k, v, [m.at(b) for m in masks], [c.at(b) for c in scores], rows, columns)
 
 
 def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:

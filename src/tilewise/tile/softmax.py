@@ -49,7 +49,14 @@ def join_sink(m, l, sink):  # (B_r,), (B_r,), scalar logit
 
 
 @triton.jit
-def probabilities(S, L, unit):  # (B_r, B_c), L broadcast to it, scalar
-    """P = exp(unit S - L), from the lse that the forward kept. Subtracting in natural log rounds a small difference;
-    turning L into base 2 first would round a large number."""
-    return tl.exp2((S * unit - tl.where(L == float("-inf"), 0.0, L)) * LOG2E)
+def probabilities(S, L, unit, EXACT: tl.constexpr):  # (B_r, B_c), L broadcast to it, scalar
+    """P = exp(unit S - L), from the lse that the forward kept.
+
+    EXACT, for fp32, subtracts in natural log, which rounds a small difference; turning L into base 2 first rounds a
+    large number, but saves a multiplication.
+    """
+    empty = L == float("-inf")
+    if EXACT:
+        return tl.exp2((S * unit - tl.where(empty, 0.0, L)) * LOG2E)
+    else:
+        return tl.exp2(S * (unit * LOG2E) - tl.where(empty, 0.0, L * LOG2E))

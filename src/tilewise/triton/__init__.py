@@ -49,7 +49,8 @@ class Portable:
         if problem.target == "cpu":
             wide = saved._replace(o=saved.o.float()), None if do is None else do.float()
             grads = launch.backward(*_widened(problem, x), *wide, dlse)
-            return Grads(*(g.to(problem.dtype) for g in grads[:3]), grads.extra)
+            dq, dk, dv = (g.to(problem.dtype) for g in grads[:3])
+            return Grads(dq, dk, dv, grads.extra)
         with _on_device(x.q):
             return launch.backward(problem, x, saved, do, dlse)
 
@@ -69,7 +70,7 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
 
 def _against_target(problem: Problem) -> list[str]:
     if problem.target == "cpu":
-        if not triton.knobs.runtime.interpret:
+        if not triton.knobs.runtime.interpret:  # type: ignore[attr-defined]
             return [
                 "CPU tensors run here only in Triton's interpreter; set TRITON_INTERPRET=1, or move them with .cuda()"
             ]

@@ -38,7 +38,9 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
 
 
 @triton.jit
-def scores_gradient(S, dP, L, D, place, variant, unit, i, j0, j, MASKED: tl.constexpr, STOP: tl.constexpr):
+def scores_gradient(
+    S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
+):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T.
 
     i and j are positions inside the tile that starts at (i0, j0). They broadcast together either way round, so S may
@@ -49,7 +51,7 @@ def scores_gradient(S, dP, L, D, place, variant, unit, i, j0, j, MASKED: tl.cons
     if MASKED:
         seen = visible(variant.mask, place.b, place.h, rows, columns) & (columns < place.N)
         S_out = tl.where(seen, S_out, float("-inf"))
-    P = probabilities(S_out, L, unit)
+    P = probabilities(S_out, L, unit, EXACT)
     P_kept = P
     if variant.dropout is not None:
         Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
@@ -87,7 +89,8 @@ def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: 
     S = product(k, q.T, PRECISION)  # (B_c, B_r)
     dP = product(v, do.T, PRECISION)  # (B_c, B_r)
     i, j = tl.arange(0, B_R)[None, :], tl.arange(0, k.shape[0])[:, None]
-    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, unit, i, j0, j, MASKED, 0)
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
 
 
@@ -140,7 +143,8 @@ def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, unit, one, MASKED: 
     S = product(q, k.T, PRECISION)  # (B_r, B_c)
     dP = product(do, v.T, PRECISION)  # (B_r, B_c)
     i, j = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
-    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, MASKED, 0)
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     return accumulate(acc, dS, k, one, PRECISION)
 
 
@@ -210,7 +214,9 @@ def dbias(
         S = product(q, k.T, PRECISION)  # (B_r, B_c)
         dP = product(do, v.T, PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)
-        acc += scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, True, WHICH + 1)[1]
+        EXACT: tl.constexpr = q.dtype == tl.float32
+        lse, sums = lse[:, None], sums[:, None]
+        acc += scores_gradient(S, dP, lse, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
     if ONE_ROW:
         acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
     if ONE_COLUMN:

@@ -5,14 +5,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..mask import OPEN, Value
 from ..problem import PRECISIONS, Grads, Operands, Problem, Saved
 from ..reference import dropout_threshold, sink_gradient
 from ..score import Bias
-from ..tile import masks, scores
+from ..tile import masks as tile_masks
+from ..tile import scores as tile_scores
 from ..tile.dropout import Dropout
 from ..tile.rows import Packed, Rows
 from ..tile.softmax import LOG2E
@@ -20,6 +20,10 @@ from . import backward as kernels
 from .blocks import Variant, Visits, list_tiles
 from .forward import forward as forward_kernel
 from .tiles import DKDV, DQ, FORWARD, Tiles, choose
+
+DEVICE_MASKS: Any = tile_masks
+DEVICE_SCORES: Any = tile_scores
+"""Where values' device functions are looked up by name."""
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
@@ -43,7 +47,7 @@ class Plan(NamedTuple):
     listed: bool
     """Whether the mask is no interval, so that tiles are listed first."""
     constants: dict[str, Any]
-    values: tuple[Any, Any, None] | None
+    values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments, if they hold no tensor."""
     compiled: dict[Any, Any]
     """Kernels of this problem that are compiled."""
@@ -79,6 +83,11 @@ def precisions(target: str) -> tuple[str, ...]:
     if target.startswith("gfx"):
         return ("ieee", "bf16x6", "bf16x3")
     return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
+
+
+def cdiv(a: int, b: int) -> int:
+    """How many blocks of b hold a."""
+    return -(-a // b)
 
 
 class Launch(NamedTuple):
@@ -160,7 +169,7 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
-    tiles, heads = triton.cdiv(p.M, pl.forward.B_r), p.B * p.H
+    tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
         *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
@@ -181,7 +190,7 @@ def backward_launches(
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, changes, dropout(p, saved.seed), None)
 
-    tiles, heads = triton.cdiv(p.M, DELTA_ROWS), p.B * p.H
+    tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
     arguments = (rows(p, saved.o), rows(p, do), dL, delta, where, M, p.H, tiles)
     constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
@@ -192,14 +201,14 @@ def backward_launches(
     given = (*(rows(p, t) for t in (*x[:3], do)), lse, delta)
     lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
-    tiles, heads = triton.cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
+    tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.unit, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
     lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
-    tiles, heads = triton.cdiv(p.M, pl.dq.B_r), p.B * p.H
+    tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.unit, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
@@ -219,11 +228,11 @@ def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: 
     B_r, B_c = pl.dq.B_r, pl.dq.B_c
     whole = grad[(None,) * (4 - grad.ndim)]
     batch, heads, length, width = whole.shape
-    tiles_r, tiles_c = triton.cdiv(length, B_r), triton.cdiv(width, B_c)
+    tiles_r, tiles_c = cdiv(length, B_r), cdiv(width, B_c)
     nothing = 0 in (p.B, p.M, p.N)
     each = (1, 1, 1, 1) if nothing else (
         p.B // batch, p.H // heads,
-        triton.cdiv(p.M, B_r) if length == 1 else 1, triton.cdiv(p.N, B_c) if width == 1 else 1,
+        cdiv(p.M, B_r) if length == 1 else 1, cdiv(p.N, B_c) if width == 1 else 1,
     )  # fmt: skip
     stride = whole.stride()
     arguments = (
@@ -241,12 +250,12 @@ def visits(
     """None for interval masks, else lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them."""
     if not plan(p).listed:
         return None, []
-    of_rows, of_columns = triton.cdiv(p.M, tiles.B_r), triton.cdiv(p.N, tiles.B_c)
+    of_rows, of_columns = cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c)
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
     strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    made = Visits(lists, *strides, lists.stride(2))
+    made = Visits(lists, strides[0], strides[1], lists.stride(2))
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
     arguments = (made, parts, p.M, p.N, heads, count, across)
     return made, [Launch(list_tiles, batch * heads * count, arguments, constants, plan(p).compiled, (tiles, by_key))]
@@ -272,21 +281,21 @@ def device_values(p: Problem, extra: tuple[Tensor, ...]) -> tuple[Any, Any, Tens
     parts = tuple([_mask_part(p, part) for part in mask])
     changes = tuple([_score_part(p, change) for change in score])
     if changes:
-        changes = (scores.Part(scores.scale_fn, scores.scale_grad, (p.scale,)), *changes)
+        changes = (tile_scores.Part(DEVICE_SCORES.scale_fn, DEVICE_SCORES.scale_grad, (p.scale,)), *changes)
     return parts, changes, sink
 
 
-def _mask_part(p: Problem, mask: Any) -> masks.Part:
-    keep = getattr(masks, f"{mask.device}_keep")
+def _mask_part(p: Problem, mask: Any) -> tile_masks.Part:
+    keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
     if not mask.interval:
-        return masks.Part(keep, masks.everywhere, masks.everywhere, _captured(p, mask))
-    keys, queries = (getattr(masks, f"{mask.device}_{side}") for side in ("keys", "queries"))
-    return masks.Part(keep, keys, queries, _captured(p, mask))
+        return tile_masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, _captured(p, mask))
+    keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
+    return tile_masks.Part(keep, keys, queries, _captured(p, mask))
 
 
-def _score_part(p: Problem, score: Any) -> scores.Part:
-    fn, grad = (getattr(scores, f"{score.device}_{side}") for side in ("fn", "grad"))
-    return scores.Part(fn, grad, _captured(p, score))
+def _score_part(p: Problem, score: Any) -> tile_scores.Part:
+    fn, grad = (getattr(DEVICE_SCORES, f"{score.device}_{side}") for side in ("fn", "grad"))
+    return tile_scores.Part(fn, grad, _captured(p, score))
 
 
 def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
@@ -352,4 +361,5 @@ def adjacent(t: Tensor) -> Tensor:
 
 
 def meta(tiles: Tiles) -> dict[str, int]:
-    return {"B_R": tiles.B_r, "B_C": tiles.B_c, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return {"B_R": tiles.B_r, "B_C": tiles.B_c, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}

@@ -20,12 +20,15 @@ class Tiles(NamedTuple):
     B_c: int
     warps: int
     stages: int
+    registers: int | None = None
+    """The most a thread may have, where one more would cost a second block on the multiprocessor."""
 
 
 Table = dict[tuple[str | int, ...], Tiles]
 
 FORWARD: Table = {
-    ("hopper", 2, 64): Tiles(128, 64, 8, 4),
+    ("hopper", 2, 64): Tiles(128, 64, 8, 4, registers=128),
+    ("hopper", 2, 64, "rich"): Tiles(128, 64, 8, 4),
     ("hopper", 2, 128): Tiles(64, 64, 4, 3),
     ("hopper", 2, 256): Tiles(128, 32, 8, 3),
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
