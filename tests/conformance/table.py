@@ -41,8 +41,8 @@ def lay_out(cells: Cells) -> tuple[list[str], list[list[str]], list[str]]:
 def draw(head: list[str], rows: list[list[str]]) -> None:
     """Prints the table, with rich where it is installed."""
     try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
+        from rich.console import Console
+        from rich.table import Table
     except ImportError:
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         for row in [head, *rows]:
