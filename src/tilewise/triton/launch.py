@@ -167,7 +167,7 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
     """One launch, and one before it if tiles are listed."""
     pl = plan(p)
     parts, changes, sink = pl.values or device_values(p, x.extra)
-    lists, listing = visits(p, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
@@ -199,14 +199,14 @@ def backward_launches(
     )
 
     given = (*(rows(p, t) for t in (*x[:3], do)), lse, delta)
-    lists, listing = visits(p, pl.dkdv, parts, x.q.device, by_key=True)
+    lists, listing = visits(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.unit, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
-    lists, listing = visits(p, pl.dq, parts, x.q.device, by_key=False)
+    lists, listing = visits(p, pl, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.unit, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
@@ -245,10 +245,10 @@ def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: 
 
 
 def visits(
-    p: Problem, tiles: Tiles, parts: Any, device: torch.device, by_key: bool
+    p: Problem, pl: Plan, tiles: Tiles, parts: Any, device: torch.device, by_key: bool
 ) -> tuple[Visits | None, list[Launch]]:
     """None for interval masks, else lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them."""
-    if not plan(p).listed:
+    if not pl.listed:
         return None, []
     of_rows, of_columns = cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c)
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
@@ -258,7 +258,7 @@ def visits(
     made = Visits(lists, strides[0], strides[1], lists.stride(2))
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
     arguments = (made, parts, p.M, p.N, heads, count, across)
-    return made, [Launch(list_tiles, batch * heads * count, arguments, constants, plan(p).compiled, (tiles, by_key))]
+    return made, [Launch(list_tiles, batch * heads * count, arguments, constants, pl.compiled, (tiles, by_key))]
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:

@@ -34,6 +34,8 @@ FORWARD: Table = {
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 32, 4, 2),
+    ("blackwell", 2, 64): Tiles(128, 64, 8, 4),
+    ("blackwell", 4, 64): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(128, 64, 8, 3),
@@ -103,13 +105,13 @@ AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 OTHER = ("sm_70", "sm_72", "sm_75", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
 
 
-def chip(target: str, entry_bytes: int) -> str:
-    """The rows that a target reads."""
+def chips(target: str) -> tuple[str, ...]:
+    """The kinds of rows that a target reads, the first that has one."""
     if target == "cpu":
-        return "interpreter"
-    if target in BLACKWELL and entry_bytes == 4:
-        return "blackwell"
-    return "hopper" if target in HOPPER else "ampere" if target in AMPERE else "other"
+        return ("interpreter",)
+    if target in BLACKWELL:
+        return ("blackwell", "hopper")
+    return ("hopper",) if target in HOPPER else ("ampere",) if target in AMPERE else ("other",)
 
 
 def choose(table: Table, p: Problem) -> Tiles:
@@ -117,7 +119,8 @@ def choose(table: Table, p: Problem) -> Tiles:
     rich = p.recipe.score or p.recipe.dropout > 0.0
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
-        row = (chip(p.target, entry_bytes), entry_bytes, size)
-        if row in table and max(p.D, p.D_v) <= size:
-            return table.get((*row, "rich"), table[row]) if rich else table[row]
+        for kind in chips(p.target):
+            row = (kind, entry_bytes, size)
+            if row in table and max(p.D, p.D_v) <= size:
+                return table.get((*row, "rich"), table[row]) if rich else table[row]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
