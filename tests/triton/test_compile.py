@@ -1,0 +1,198 @@
+"""Tier 3: the kernels compile for chips that are not here, with the oldest and the newest Triton, and compile well.
+
+From sm_80 on, no local loads or stores in the loops of 16-bit kernels with head sizes up to 128. Elsewhere their number
+is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it anew.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+RECORD = HERE / "spills.json"
+
+KIBIBYTES = {
+    "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+}  # fmt: skip
+"""Shared memory that a block may have; AMD's chips have 64 KiB."""
+TENSOR_MEMORY_COLUMNS = 512
+MATRIX = {
+    "sm_70": set(),  # Triton no longer knows the matrix instructions of Volta and of Turing: both multiply by FMA
+    "sm_75": set(),
+    "sm_80": {"HMMA"},
+    "sm_86": {"HMMA"},
+    "sm_89": {"HMMA"},
+    "sm_90": {"HGMMA", "HMMA"},
+    "sm_100": {"UTCHMMA", "HMMA"},
+    "sm_120": {"HMMA"},
+    "gfx90a": {"v_mfma"},
+    "gfx942": {"v_mfma"},
+    "gfx1100": {"v_wmma"},
+}
+"""The matrix instructions that a target may use."""
+BEST = {"sm_90": {"HGMMA"}, "sm_100": {"UTCHMMA"}}
+"""Those that it must use for 16-bit types and head sizes up to 128."""
+FREE_OF_SPILLS = tuple(target for target in KIBIBYTES if target not in ("sm_70", "sm_75"))
+RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
+"""The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
+KERNELS = {"forward", "dkdv", "dq", "delta", "list_tiles", "dbias"}
+
+
+def folder_of(release):
+    """Where that Triton lies, or None for the installed one."""
+    variable = RELEASES[release]
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"{variable} does not say where the newest Triton lies")
+    return os.environ[variable] if variable else None
+
+
+@cache
+def offline(folder, *arguments):
+    """The lines that offline.py prints in a process of its own."""
+    path = [folder] if folder else []
+    path += [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    installed = Path(find_spec("triton").origin).parent
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
+        "TILEWISE_CUOBJDUMP": str(installed / "backends" / "nvidia" / "bin" / "cuobjdump"),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "offline.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines
+    return lines
+
+
+def name(row):
+    """A kernel's name in the record."""
+    return f"{row['kernel']} {row['dtype']} {row['D']} {row['variant']}"
+
+
+def is_strict(target, row):
+    """Whether the rule of no spills holds for a kernel."""
+    return target in FREE_OF_SPILLS and row["dtype"] != "float32" and row["D"] <= 128
+
+
+def faults(target, row, record):
+    """What is wrong with a kernel, as sentences."""
+    if "error" in row:
+        return [row["error"]]
+    found = []
+    limit = KIBIBYTES.get(target, 64) * 1024
+    if row["shared"] > limit:
+        found.append(f"{row['shared']} bytes of shared memory, the chip has {limit}")
+    if row["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
+        found.append(f"{row['tensor_memory']} columns of tensor memory, the chip has {TENSOR_MEMORY_COLUMNS}")
+    if row["kernel"] in ("delta", "list_tiles"):
+        if row["matrix"]:
+            found.append(f"uses {row['matrix']}, but multiplies no matrices")
+        return found
+    meant = BEST.get(target, MATRIX[target]) if is_strict(target, row) else MATRIX[target]
+    if bool(row["matrix"]) != bool(meant) or not set(row["matrix"]) <= meant:
+        found.append(f"uses the matrix instructions {row['matrix']}; meant are {sorted(meant)}")
+    loops = 1 if row["kernel"] == "dbias" else 2  # with and without a mask
+    if row["loops"] != loops:
+        found.append(f"has {row['loops']} loops that multiply, expected {loops}")
+    allowed = 0 if is_strict(target, row) else record.get(name(row))
+    if allowed is None:
+        found.append(f"is not in {RECORD.name}; measure it by `python tests/triton/test_compile.py {target}`")
+    elif row["spills"] > allowed:
+        found.append(f"{row['spills']} local loads and stores in a loop, allowed are {allowed}")
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("target", MATRIX)
+def test_every_kernel_compiles_well(target, release):
+    rows = offline(folder_of(release), "compile", target)
+    version = rows[0]["triton"]
+    if "refused" in rows[0]:
+        pytest.skip(f"Triton {version} no longer compiles for {target}: {rows[0]['refused']}")
+    record = json.loads(RECORD.read_text()).get(version, {}).get(target, {})
+    assert {row["kernel"] for row in rows} == KERNELS
+    assert {row["variant"] for row in rows} == {"plain", "rich", "listed"}
+    for sixteen_bit in (True, False):
+        assert {row["D"] for row in rows if sixteen_bit == (row["dtype"] != "float32")} >= {64, 128}
+    wrong = {name(row): faults(target, row, record) for row in rows}
+    wrong = {kernel: found for kernel, found in wrong.items() if found}
+    assert not wrong, "\n".join([f"Triton {version}, {target}:", *(f"{k}: {'; '.join(f)}" for k, f in wrong.items())])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_new_length_costs_no_compile_of_its_own(release):
+    """Keys of kernels hold no length. Of a number in a NamedTuple Triton notes whether 16 divides it, and no more."""
+    rows = offline(folder_of(release), "keys", "sm_90")
+    keys, calls = defaultdict(set), defaultdict(int)
+    for row in rows:
+        for kernel, found in row["keys"].items():
+            for position, key in enumerate(found):  # a call lists tiles up to three times, for tiles of other sizes
+                at = row["variant"], row["D"], kernel, position
+                keys[at].add(key)
+                calls[at] += 1
+    assert {variant for variant, *_ in keys} == {
+        "full", "causal", "window", "padding", "documents", "dense", "bias", "varlen",
+    }  # fmt: skip
+    assert {kernel for _, _, kernel, _ in keys} == KERNELS
+    assert set(calls.values()) == {36}, "the lengths that were tried"
+    for at, found in keys.items():
+        assert len({re.sub(r"'D'|''", "_", key) for key in found}) == 1, f"{at}: {found}"
+        most = 2 if at[0] in ("full", "causal") else 16 if at[0] in ("documents", "dense") else 8
+        assert len(found) <= most, f"{at}: {len(found)} kernels for 36 lengths"
+    for variant, D, kernel, position in keys:
+        if kernel != "list_tiles":  # it knows no head size
+            other = keys[variant, 144 - D, kernel, position]
+            assert not keys[variant, D, kernel, position] & other, "another head size is another kernel"
+    assert not keys["full", 64, "forward", 0] & keys["causal", 64, "forward", 0], "another mask is another kernel"
+
+
+def test_every_loop_that_multiplies_is_found():
+    """The reader of disassembly: a wait behind the loop belongs to it, and only innermost loops count."""
+    spec = spec_from_file_location("offline", HERE / "offline.py")
+    spec.loader.exec_module(reader := module_from_spec(spec))
+    sass = """
+        /*0000*/   MOV R1, c[0x0] ;
+        /*0010*/   STL [R1], R2 ;
+        /*0020*/   HMMA R4, R5 ;
+        /*0030*/   @!P0 BRA 0x90 ;
+        /*0040*/   LDL R2, [R1] ;
+        /*0050*/   @P1 BRA 0x50 ;
+        /*0060*/   @P2 BRA 0x20 ;
+        /*0070*/   @P3 BRA 0x10 ;
+        /*0080*/   EXIT ;
+        /*0090*/   SYNCS.WAIT R7 ;
+        /*00a0*/   @P4 BRA 0x90 ;
+        /*00b0*/   BRA 0x40 ;
+    """
+    (body,) = reader.innermost_loops(sass, r"\bHMMA\b")
+    assert body.count("LDL") == 1
+    assert body.count("STL") == 0
+    assert "SYNCS.WAIT" in body
+    assert reader.innermost_loops(sass, r"\bHGMMA\b") == []
+
+
+def measure(targets):
+    """Writes the spills of these targets into the record, for every Triton there is."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    folders = [None, *filter(None, [os.environ.get("TILEWISE_TRITON_NEWEST")])]
+    for folder in folders:
+        for target in targets:
+            rows = offline(folder, "compile", target)
+            kept = {name(row): row["spills"] for row in rows if "spills" in row and not is_strict(target, row)}
+            kept = {key: spills for key, spills in kept.items() if key.split()[0] in ("forward", "dkdv", "dq", "dbias")}
+            record.setdefault(rows[0]["triton"], {})[target] = dict(sorted(kept.items()))
+            found = [f"{key}: {spills}" for key, spills in kept.items() if spills]
+            print(rows[0]["triton"], target, *found, sep="\n  ", flush=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1:] or list(MATRIX))
