@@ -5,8 +5,9 @@ Hopper's rows are the fastest measured on an H200, for 16-bit types among those 
 head size 128; the others are the largest that compile for every chip of their kind, by the same rule, within its shared
 memory. tests/triton/test_compile.py holds each row to that.
 
-sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are as small as keeps the products out of tensor memory:
-Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel is empty.
+sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are small enough to keep the products out of tensor
+memory: Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel
+is empty.
 """
 
 from typing import NamedTuple
