@@ -48,7 +48,9 @@ def _as_for_a_user():
 
 @pytest.mark.parametrize("index", range(len(snippets("README.md"))))
 def test_the_readme_runs(index):
-    exec(compile(snippets("README.md")[index], f"README.md, block {index}", "exec"), {"__name__": "__main__"})
+    names = {"__name__": "__main__"}
+    exec(compile(snippets("README.md")[index], f"README.md, block {index}", "exec"), names)
+    assert names["o"].isfinite().all()
 
 
 @pytest.mark.parametrize("index", range(1, len(GUIDE)))
@@ -56,6 +58,9 @@ def test_the_guide_runs(index):
     names = {"__name__": "__main__"}
     for code in (GUIDE[0], GUIDE[index]):
         exec(compile(code, f"docs/guide.md, block {index}", "exec"), names)
+    results = [value for value in names.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    assert results
+    assert not any(value.isnan().any() for value in results if not value.is_meta)
 
 
 def test_contributing_works(tmp_path):

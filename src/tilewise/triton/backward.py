@@ -14,7 +14,7 @@ from ..tile.scores import back, through
 from ..tile.softmax import probabilities
 from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, query_range, store_rows, tile_at
 
-# lengths, and what is counted from them: a new length costs no compile
+# lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
 
 

@@ -38,7 +38,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     return acc, m, l
 
 
-# lengths, and what is counted from them: a new length costs no compile
+# lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def forward(
     Q, K, V, O, L, packed, sink, variant, c, M, N, H, heads, section, tiles,
