@@ -74,9 +74,10 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim == 4 for t in x.extra))
     seed = torch.empty((), dtype=torch.int64, device="meta") if recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)
-    delta, grads = torch.empty_like(saved.lse), launch.empty_grads(p, x)
+    logs, delta, grads = launch.empty_row_values(p, x), launch.empty_row_values(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o), torch.empty_like(saved.lse)
-    return [*launch.forward_launches(p, x, saved), *launch.backward_launches(p, x, saved, do, dlse, delta, grads)]
+    backward = launch.backward_launches(p, x, saved, do, dlse, logs, delta, grads)
+    return [*launch.forward_launches(p, x, saved), *backward]
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,18 +101,19 @@ WALKS = ("forward", "dkdv", "dq")
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Plain, rich and listed calls in the target's 16-bit type, and plain ones in fp32."""
+    """Full, causal ("plain"), rich and listed calls in the target's 16-bit type, and plain ones in fp32."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
         yield Call("plain", half, D, (*WALKS, "delta"))
-        yield Call("plain", torch.float32, D, WALKS)
+    yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
     yield Call("listed", half, 64 if old else 128, ("list_tiles", "dbias"))
     if target in MAIN:
+        yield Call("full", half, 64, WALKS)
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
-        yield Call("rich", torch.float32, 64, WALKS)
+        yield Call("plain", torch.float32, 128, WALKS)
         yield Call("listed", half, 64, (*WALKS, "dbias"))
 
 
@@ -120,7 +122,7 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
     B, S, H = 2, 1024, 4
     rich = call.variant == "rich"
     q, k = meta(B, S, H, call.D, dtype=call.dtype), meta(B, S, H // 2 if rich else H, call.D, dtype=call.dtype)
-    options: dict[str, Any] = {"mask": tw.Causal()}
+    options: dict[str, Any] = {"mask": tw.Full() if call.variant == "full" else tw.Causal()}
     if rich:
         lengths, slopes = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
         options = {

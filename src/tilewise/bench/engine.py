@@ -119,7 +119,7 @@ def _excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple
 def _race(
     suite: Suite, case: Case, contenders: Sequence[Contender], x: Inputs, pass_: str, device: torch.device
 ) -> list[Row]:
-    """Every contender once a round, and the matrix product in between."""
+    """Every contender once a round, each time another one first, and the matrix product in between."""
     product = matmul(suite.matmul, case.type, device)
     product_pace = pace(product, device)
     rate: list[float] = []
@@ -127,9 +127,10 @@ def _race(
     peaks: dict[str, int] = {}
     samples: dict[str, list[float]] = {c.peer.name: [] for c in contenders}
     excuses: dict[str, tuple[str, str]] = {c.peer.name: c.no for c in contenders if c.no}
-    for _ in range(suite.rounds):
+    for turn in range(suite.rounds):
         rate.append(2.0 * suite.matmul**3 / sample(product, product_pace, device) / 1e12)
-        for c in contenders:
+        first = turn % len(contenders)
+        for c in (*contenders[first:], *contenders[:first]):
             name = c.peer.name
             if name in excuses or c.attend is None:
                 continue

@@ -118,13 +118,12 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
         delta_s = _lse_rows(p, delta, s.b, s.rows)
         dq_s = torch.zeros(s.q.shape, dtype=kind)
-        dk_s, dv_s = torch.empty(s.k.shape, dtype=kind), torch.empty(s.v.shape, dtype=kind)
+        dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(0, 1) for grad in (dk, dv))
         for h in range(0, p.H_k, heads):
             h_k = slice(h, min(h + heads, p.H_k))
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
-        for whole, part, rows in ((dq, dq_s, s.rows), (dk, dk_s, s.columns), (dv, dv_s, s.columns)):
-            _rows(p, whole, s.b, rows).copy_(part.transpose(0, 1))
+        _rows(p, dq, s.b, s.rows).copy_(dq_s.transpose(0, 1))
     _zero_outside_sequences(p, x, dq, dk, dv)
     if p.recipe.sink:
         index = len(x.extra) - (3 if p.recipe.varlen else 1)

@@ -64,7 +64,7 @@ def query_tiles(mask, b, first, last, M, shift, B_R: tl.constexpr):
 def to_tiles(lo, hi, full_lo, full_hi, SIZE: tl.constexpr):
     """Tiles that touch [lo, hi), and among them those inside [full_lo, full_hi)."""
     first = lo // SIZE
-    end = tl.maximum(tl.cdiv(tl.maximum(hi, 0), SIZE), first)
+    end = tl.where(hi > lo, tl.cdiv(hi, SIZE), first)
     full = tl.minimum(tl.maximum(tl.cdiv(full_lo, SIZE), first), end)
     full_end = tl.minimum(tl.maximum(tl.maximum(full_hi, 0) // SIZE, full), end)
     return first, full, full_end, end

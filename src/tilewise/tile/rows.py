@@ -51,9 +51,15 @@ def origin(X, b, h, row):
 
 
 @triton.jit
-def row_values(x, packed, b, h, H, q0, M):
-    """Address of the numbers that go with head h's rows, one a row: (B, H, M), or packed (H, T) with M = T."""
+def row_values(x, packed, b, h, H, q0, stride):
+    """Address of the numbers that go with head h's rows, one a row: (B, H, stride), or packed (H, stride)."""
     if packed is None:
-        return x + (b.to(tl.int64) * H + h) * M
+        return x + (b.to(tl.int64) * H + h) * stride
     else:
-        return x + h.to(tl.int64) * M + q0
+        return x + h.to(tl.int64) * stride + q0
+
+
+@triton.jit
+def pitch(M):
+    """The stride of row values in scratch: M, rounded up so that every head's first lies on a 64-byte boundary."""
+    return (M + 15) // 16 * 16

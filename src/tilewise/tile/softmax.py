@@ -49,14 +49,16 @@ def join_sink(m, l, sink):  # (B_r,), (B_r,), scalar logit
 
 
 @triton.jit
-def probabilities(S, L, unit, EXACT: tl.constexpr):  # (B_r, B_c), L broadcast to it, scalar
-    """P = exp(unit S - L), from the lse that the forward kept.
+def for_backward(L, EXACT: tl.constexpr):  # (B_r,)
+    """lse as `probabilities` takes it: in base 2, or EXACT in natural log; 0 for a row without keys.
 
-    EXACT, for fp32, subtracts in natural log, which rounds a small difference; turning L into base 2 first rounds a
-    large number, but saves a multiplication.
+    Turning L into base 2 rounds a large number, which fp32 cannot afford: there the difference is turned instead.
     """
-    empty = L == float("-inf")
-    if EXACT:
-        return tl.exp2((S * unit - tl.where(empty, 0.0, L)) * LOG2E)
-    else:
-        return tl.exp2(S * (unit * LOG2E) - tl.where(empty, 0.0, L * LOG2E))
+    return tl.where(L == float("-inf"), 0.0, L if EXACT else L * LOG2E)
+
+
+@triton.jit
+def probabilities(S, L, unit, EXACT: tl.constexpr):  # (B_r, B_c), L broadcast to it, scalar
+    """P = exp(S - lse), from L = for_backward(lse) and logits that `unit` turns into L's logarithm."""
+    x = S * unit - L
+    return tl.exp2(x * LOG2E if EXACT else x)

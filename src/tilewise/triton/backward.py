@@ -8,10 +8,10 @@ import triton.language as tl
 
 from ..tile.dropout import kept
 from ..tile.masks import visible
-from ..tile.rows import origin, row_values, rows_of
+from ..tile.rows import origin, pitch, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import back, through
-from ..tile.softmax import probabilities
+from ..tile.softmax import for_backward, probabilities
 from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, query_range, store_rows, tile_at
 
 # lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
@@ -19,8 +19,11 @@ NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section"
 
 
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles"])
-def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
-    """D = rowsum(dO * O) - dL; dL, the gradient of lse, may be None."""
+def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
+    """What the other kernels read of a row: L, the lse in their logarithm, and D = rowsum(dO * O) - dL.
+
+    dL, the gradient of lse, may be None.
+    """
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
@@ -34,7 +37,11 @@ def delta(O, dO, dL, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexp
     sums = tl.sum(o * do, 1)  # (B_r,)
     if dL is not None:
         sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
-    tl.store(row_values(D, packed, b, h, H, q0, rows_in_all) + rows, sums, mask=rows < M)
+    logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M)
+    logs = for_backward(logs, O.ptr.dtype.element_ty == tl.float32)
+    stride = pitch(rows_in_all)
+    tl.store(row_values(L, packed, b, h, H, q0, stride) + rows, logs, mask=rows < M)
+    tl.store(row_values(D, packed, b, h, H, q0, stride) + rows, sums, mask=rows < M)
 
 
 @triton.jit
@@ -84,13 +91,13 @@ def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: 
     B_R: tl.constexpr = Q.at.shape[0]
     q = load_rows(Q, place.i0, place.M, MASKED)  # (B_r, d)
     do = load_rows(dO, place.i0, place.M, MASKED)  # (B_r, d_v)
-    lse = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: rows past the end vanish
+    logs = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: no row past the end
     sums = load_row_values(D, place.i0, B_R, place.M, 0.0, MASKED)
     S = product(k, q.T, PRECISION)  # (B_c, B_r)
     dP = product(v, do.T, PRECISION)  # (B_c, B_r)
     i, j = tl.arange(0, B_R)[None, :], tl.arange(0, k.shape[0])[:, None]
     EXACT: tl.constexpr = q.dtype == tl.float32
-    P, dS = scores_gradient(S, dP, lse[None, :], sums[None, :], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
+    P, dS = scores_gradient(S, dP, logs[None, :], sums[None, :], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
 
 
@@ -104,7 +111,7 @@ def dkdv(
     matrix, reversed_t = assign(tl.program_id(0), tiles, heads, section)
     t = tiles - 1 - reversed_t  # the first keys are seen by the most queries
     b, h_k = matrix // H_k, matrix % H_k
-    rows_in_all = M
+    stride = pitch(M)
     q0, M, k0, N = rows_of(packed, b, M, N)
     j0 = t * B_C
     if j0 >= N:
@@ -115,28 +122,28 @@ def dkdv(
     for g in range(G):
         h = h_k * G + g
         queries, gradients = block(Q, b, h, q0, B_R, d), block(dO, b, h, q0, B_R, d_v)
-        lse = row_values(L, packed, b, h, H_k * G, q0, rows_in_all)
-        sums = row_values(D, packed, b, h, H_k * G, q0, rows_in_all)
+        logs = row_values(L, packed, b, h, H_k * G, q0, stride)
+        sums = row_values(D, packed, b, h, H_k * G, q0, stride)
         lists = list_at(variant.visits, b, h, t)
         lo, full_lo, full_hi, hi = query_range(variant, lists, b, j0, M, N, B_R, B_C)
         for x in range(full_lo - lo + hi - full_hi):
             i0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, unit, one, True, PRECISION
+                dk, dv, k, v, queries, gradients, logs, sums, place, variant, j0, unit, one, True, PRECISION
             )  # fmt: skip
         for x in range(full_lo, full_hi):
             i0 = tile_at(variant.visits, lists, x) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, queries, gradients, lse, sums, place, variant, j0, unit, one, False, PRECISION
+                dk, dv, k, v, queries, gradients, logs, sums, place, variant, j0, unit, one, False, PRECISION
             )  # fmt: skip
     store_rows(block(dK, b, h_k, k0, B_C, d), j0, N, dk * factor)
     store_rows(block(dV, b, h_k, k0, B_C, d_v), j0, N, dv)
 
 
 @triton.jit
-def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def dq_step(j0, acc, q, do, logs, sums, K, V, place, variant, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile's share of dQ."""
     k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
     v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
@@ -144,7 +151,7 @@ def dq_step(j0, acc, q, do, lse, sums, K, V, place, variant, unit, one, MASKED: 
     dP = product(do, v.T, PRECISION)  # (B_r, B_c)
     i, j = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
     EXACT: tl.constexpr = q.dtype == tl.float32
-    _, dS = scores_gradient(S, dP, lse[:, None], sums[:, None], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
+    _, dS = scores_gradient(S, dP, logs[:, None], sums[:, None], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     return accumulate(acc, dS, k, one, PRECISION)
 
 
@@ -157,7 +164,7 @@ def dq(
     """dQ of one tile of queries: the forward's walk with the gradient in place of the output."""
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
-    rows_in_all = M
+    stride = pitch(M)
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
     if i0 >= M:
@@ -165,18 +172,18 @@ def dq(
     place = Place(b, h, matrix, i0, M, N, N - M)
     q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
     do = load_rows(block(dO, b, h, q0, B_R, d_v), i0, M, True)  # (B_r, d_v)
-    lse = load_row_values(row_values(L, packed, b, h, H, q0, rows_in_all), i0, B_R, M, float("inf"), True)
-    sums = load_row_values(row_values(D, packed, b, h, H, q0, rows_in_all), i0, B_R, M, 0.0, True)
+    logs = load_row_values(row_values(L, packed, b, h, H, q0, stride), i0, B_R, M, float("inf"), True)
+    sums = load_row_values(row_values(D, packed, b, h, H, q0, stride), i0, B_R, M, 0.0, True)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
     acc = tl.zeros(q.shape, tl.float32)
     lists = list_at(variant.visits, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):
         j0 = tile_at(variant.visits, lists, x) * B_C
-        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, unit, one, False, PRECISION)
+        acc = dq_step(j0, acc, q, do, logs, sums, keys, values, place, variant, unit, one, False, PRECISION)
     for x in range(full_lo - lo + hi - full_hi):
         j0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C
-        acc = dq_step(j0, acc, q, do, lse, sums, keys, values, place, variant, unit, one, True, PRECISION)
+        acc = dq_step(j0, acc, q, do, logs, sums, keys, values, place, variant, unit, one, True, PRECISION)
     store_rows(block(dQ, b, h, q0, B_R, d), i0, M, acc * factor)
 
 
@@ -209,14 +216,14 @@ def dbias(
         do = load_rows(block(dO, b, h, 0, B_R, d_v), i0, M, True)  # (B_r, d_v)
         k = load_rows(block(K, b, h // G, 0, B_C, d), j0, N, True)  # (B_c, d)
         v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
-        lse = load_row_values(row_values(L, None, b, h, H, 0, M), i0, B_R, M, float("inf"), True)
-        sums = load_row_values(row_values(D, None, b, h, H, 0, M), i0, B_R, M, 0.0, True)
+        logs = load_row_values(row_values(L, None, b, h, H, 0, pitch(M)), i0, B_R, M, float("inf"), True)
+        sums = load_row_values(row_values(D, None, b, h, H, 0, pitch(M)), i0, B_R, M, 0.0, True)
         S = product(q, k.T, PRECISION)  # (B_r, B_c)
         dP = product(do, v.T, PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)
         EXACT: tl.constexpr = q.dtype == tl.float32
-        lse, sums = lse[:, None], sums[:, None]
-        acc += scores_gradient(S, dP, lse, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
+        logs, sums = logs[:, None], sums[:, None]
+        acc += scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
     if ONE_ROW:
         acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
     if ONE_COLUMN:

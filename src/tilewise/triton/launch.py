@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     c: float
     """Logits times c are in base 2, the forward's unit."""
     unit: float
-    """Logits times this are in natural log, the backward's unit."""
+    """Logits times this are in the backward's unit: base 2, or natural log for fp32."""
     factor: float
     """What the sums of dS K and dS^T Q are multiplied by."""
     section: int
@@ -62,11 +62,13 @@ def plan(p: Problem) -> Plan:
     constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
     # scores want scaled logits; without them the scale goes into the exponent. A scale of 0 stays above it, so that
     # -inf * c is -inf; exp2(tiny) is 1 all the same.
-    unit, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
+    natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
+    c = natural * LOG2E.value
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     values = None if p.extra else device_values(p, ())
     tiles = choose(FORWARD, p), choose(DKDV, p), choose(DQ, p)
-    return Plan(*tiles, unit * LOG2E.value, unit, factor, section, listed, constants, values, {})
+    unit = natural if p.dtype == torch.float32 else c
+    return Plan(*tiles, c, unit, factor, section, listed, constants, values, {})
 
 
 def precision(p: Problem) -> str | None:
@@ -106,7 +108,7 @@ class Launch(NamedTuple):
         """Starts the kernel, if it has anything to do."""
         if not self.programs:
             return
-        at = self.kernel, self.key
+        at = self.kernel.fn, self.key  # Triton's own objects are slow to hash
         if at not in self.compiled:
             compiled = self.kernel[(self.programs,)](*self.arguments, **self.constants)
             if compiled is not None:  # the interpreter compiles nothing
@@ -135,12 +137,13 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     grads = empty_grads(p, x)
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
-    delta = torch.empty_like(saved.lse, memory_format=torch.contiguous_format)
-    for launch in backward_launches(p, x, saved, do, dlse, delta, grads):
+    logs, delta = empty_row_values(p, x), empty_row_values(p, x)
+    for launch in backward_launches(p, x, saved, do, dlse, logs, delta, grads):
         launch.run()
     extra = list(grads.extra)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
+        delta = delta[..., : saved.lse.shape[-1]]
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))
 
@@ -150,6 +153,13 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
     o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
     return Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
+
+
+def empty_row_values(p: Problem, x: Operands) -> Tensor:
+    """Scratch for one number a row, in the kernels' `pitch`."""
+    stride = cdiv(lengths(p)[0], 16) * 16
+    shape = (p.H, stride) if p.recipe.varlen else (p.B, p.H, stride)
+    return torch.empty(shape, dtype=torch.float32, device=x.q.device)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
@@ -178,9 +188,9 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
 
 
 def backward_launches(
-    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, delta: Tensor, grads: Grads
+    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, logs: Tensor, delta: Tensor, grads: Grads
 ) -> Iterator[Launch]:
-    """Delta; dK and dV; dQ; and one for every bias that wants a gradient."""
+    """Row values (logs and delta, scratch); dK and dV; dQ; and one for every bias that wants a gradient."""
     pl = plan(p)
     where = packed(p, x)
     lse = saved.lse.contiguous()
@@ -192,13 +202,13 @@ def backward_launches(
 
     tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
-    arguments = (rows(p, saved.o), rows(p, do), dL, delta, where, M, p.H, tiles)
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, M, p.H, tiles)
     constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
     yield Launch(
         kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None or dL.data_ptr() % 16)
     )
 
-    given = (*(rows(p, t) for t in (*x[:3], do)), lse, delta)
+    given = (*(rows(p, t) for t in (*x[:3], do)), logs, delta)
     lists, listing = visits(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
