@@ -23,11 +23,21 @@ def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
 
 @triton.jit
 def log2(x):
-    """Of a positive number, to 2^-22 whatever its size: the hardware's own errs by 2^-22 of the result."""
+    """Of a positive number, as a whole number and a rest in [0, 1): the hardware's own errs by 2^-22 of the result."""
     bits = x.to(tl.int32, bitcast=True)
     mantissa = (bits & 0x007FFFFF | 0x3F800000).to(tl.float32, bitcast=True)  # in [1, 2)
-    result = ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa)
-    return tl.where(x < float("inf"), result, x)  # NaN stays
+    whole = ((bits >> 23) - 127).to(tl.float32)
+    return whole, tl.where(x < float("inf"), tl.log2(mantissa), x)  # NaN stays
+
+
+@triton.jit
+def natural(m, l):  # (B_r,), (B_r,)
+    """(m + log2 l) ln 2, rounded once: what is lost in the sum of m and l's exponent (Knuth's two-sum) is put back."""
+    whole, rest = log2(l)
+    sum = m + whole
+    back = sum - m
+    lost = (m - (sum - back)) + (whole - back)
+    return tl.fma(sum, LN2, (lost + rest) * LN2)
 
 
 @triton.jit
@@ -35,7 +45,7 @@ def finalize(m, l):  # (B_r,), (B_r,)
     """The factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
-    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), (m + log2(l_safe)) * LN2)
+    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), natural(m, l_safe))
     return 1.0 / l_safe, L
 
 
