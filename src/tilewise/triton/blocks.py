@@ -51,9 +51,9 @@ class Place(NamedTuple):
 @triton.jit
 def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
     """B rows of head h from row `first` on; 64-bit offsets, padded to a power of two.  # (B, BLOCK)"""
-    # fp32 rows of under 64 entries: Triton 3.6 makes wgmma read past the end of shared memory (docs/adr/0004)
-    SMALLEST: tl.constexpr = 64 if X.ptr.dtype.element_ty == tl.float32 else 16
-    BLOCK: tl.constexpr = max(SMALLEST, triton.next_power_of_2(d))
+    # with narrower blocks of fp32, or of rows that need padding, wgmma reads past shared memory (docs/adr/0004)
+    NARROW: tl.constexpr = X.ptr.dtype.element_ty != tl.float32 and d == triton.next_power_of_2(d)
+    BLOCK: tl.constexpr = max(16 if NARROW else 64, triton.next_power_of_2(d))
     entries = tl.arange(0, BLOCK)
     at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :]
     exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
