@@ -9,8 +9,8 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
+from tilewise.tile.visits import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton import launch
-from tilewise.triton.blocks import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton.tiles import FORWARD, Tiles
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")

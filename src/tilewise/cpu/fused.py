@@ -29,7 +29,7 @@ def why_not(p: Problem) -> list[str]:
 def forward(p: Problem, x: Operands) -> Saved:
     q, k, v = (_heads_first(t) for t in x[:3])
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, bool(p.recipe.mask), scale=p.scale)
-    lse = lse.to(_lse_type(p)).masked_fill(lse == torch.inf, torch.nan)  # inf - inf, as everywhere else
+    lse = lse.to(_lse_type(p)).nan_to_num(torch.nan, torch.nan, -torch.inf)  # inf - inf is NaN, as everywhere else
     return Saved(o.transpose(1, 2).contiguous(), lse.contiguous(), None)
 
 

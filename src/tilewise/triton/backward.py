@@ -12,7 +12,8 @@ from ..tile.rows import origin, pitch, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import back, through
 from ..tile.softmax import for_backward, probabilities
-from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, query_range, store_rows, tile_at
+from ..tile.visits import Place, key_range, list_at, partial_at, query_range, tile_at
+from .blocks import block, load_rows, product, store_rows
 
 # lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]

@@ -9,7 +9,8 @@ from ..tile.rows import row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, online_softmax
-from .blocks import Place, block, key_range, list_at, load_rows, partial_at, product, store_rows, tile_at
+from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
+from .blocks import block, load_rows, product, store_rows
 
 
 @triton.jit

@@ -1,0 +1,173 @@
+"""What the GPU back ends share on the host: from a problem's values to kernel arguments, and launches."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mask import OPEN, Value
+from ..problem import Operands, Problem
+from ..reference import dropout_threshold
+from . import masks, scores
+from .dropout import Dropout
+from .rows import Packed, Rows
+from .visits import Visits, list_tiles
+
+DEVICE_MASKS: Any = masks
+DEVICE_SCORES: Any = scores
+"""Where values' device functions are looked up by name."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """How many blocks of b hold a."""
+    return -(-a // b)
+
+
+class Launch(NamedTuple):
+    """One kernel with its arguments: ready to run, or to compile for a chip that is not here."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    compiled: dict[Any, Any]
+    """Where kernels that are compiled already wait, by kernel and `key`: Triton's own look-up costs more than the rest
+    of a call, and everything that it looks at follows from the problem, except what `key` holds."""
+    key: Any = None
+
+    def run(self) -> None:
+        """Starts the kernel, if it has anything to do."""
+        if not self.programs:
+            return
+        at = self.kernel.fn, self.key  # Triton's own objects are slow to hash
+        if at not in self.compiled:
+            compiled = self.kernel[(self.programs,)](*self.arguments, **self.constants)
+            if compiled is not None:  # the interpreter compiles nothing
+                rest = self.kernel.arg_names[len(self.arguments) :]
+                self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
+            return
+        compiled, rest = self.compiled[at]
+        compiled[(self.programs, 1, 1)](*self.arguments, *rest)
+
+    def compile(self) -> Any:
+        """The compiled kernel for the active driver's target, without a GPU."""
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+
+
+def visits(
+    p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool
+) -> tuple[Visits | None, list[Launch]]:
+    """None for interval masks, else lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them.
+
+    Of the back end's plan `pl` and its tiles, it reads `listed` and `compiled`, `B_r` and `B_c`.
+    """
+    if not pl.listed:
+        return None, []
+    of_rows, of_columns = cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c)
+    count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
+    batch, heads = _mask_shape(p)
+    lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
+    strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
+    made = Visits(lists, strides[0], strides[1], lists.stride(2))
+    constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
+    arguments = (made, parts, p.M, p.N, heads, count, across)
+    return made, [Launch(list_tiles, batch * heads * count, arguments, constants, pl.compiled, (tiles, by_key))]
+
+
+def _mask_shape(p: Problem) -> tuple[int, int]:
+    """Over how many batch entries and heads the mask differs."""
+    batch, heads, index = 1, 1, 0
+    for kind in p.kinds[: len(p.recipe.mask)]:
+        if kind.device == "dense":
+            shape = p.extra[index].shape
+            shape = (1,) * (4 - len(shape)) + tuple(shape)
+            batch, heads = max(batch, shape[0]), max(heads, shape[1])
+        elif kind.captures:
+            batch = p.B
+        index += len(kind.captures)
+    return batch, heads
+
+
+def device_values(p: Problem, extra: tuple[Tensor, ...]) -> tuple[Any, Any, Tensor | None]:
+    """The mask's parts and the scores as kernel arguments, and the sink."""
+    mask, score, sink = p.values(extra)
+    parts = tuple([_mask_part(p, part) for part in mask])
+    changes = tuple([_score_part(p, change) for change in score])
+    if changes:
+        changes = (scores.Part(DEVICE_SCORES.scale_fn, DEVICE_SCORES.scale_grad, (p.scale,)), *changes)
+    return parts, changes, sink
+
+
+def _mask_part(p: Problem, mask: Any) -> masks.Part:
+    keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
+    if not mask.interval:
+        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, _captured(p, mask))
+    keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
+    return masks.Part(keep, keys, queries, _captured(p, mask))
+
+
+def _score_part(p: Problem, score: Any) -> scores.Part:
+    fn, grad = (getattr(DEVICE_SCORES, f"{score.device}_{side}") for side in ("fn", "grad"))
+    return scores.Part(fn, grad, _captured(p, score))
+
+
+def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
+    """What the device functions of a value read, in their order: numbers, or tensors with their strides."""
+    sizes = (p.M, p.N)
+    match value.device:
+        case "window":
+            return tuple([OPEN if side is None else min(side, OPEN) for side in value.plain[1:]])
+        case "prefix" | "padding":
+            return (value.tensors[0].contiguous(),)
+        case "padding_keys":
+            return (value.tensors[0], *value.tensors[0].stride(), p.N)
+        case "documents":
+            q_ids, k_ids = value.tensors
+            return (q_ids, *q_ids.stride(), k_ids, *k_ids.stride(), *sizes)
+        case "dense" | "bias":
+            (tensor,) = value.tensors
+            return (tensor, *tensor.expand(p.B, p.H, *sizes).stride(), *sizes)
+        case "alibi":
+            (slopes,) = value.tensors
+            return (slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1))
+        case _:
+            return value.plain[1:]
+
+
+def packed(p: Problem, x: Operands) -> Packed | None:
+    """The layout's cu_seqlens as a kernel argument."""
+    if not p.recipe.varlen:
+        return None
+    cu_q, cu_k = x.extra[-2:]
+    return Packed(cu_q.contiguous(), cu_k.contiguous())
+
+
+def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
+    if seed is None:
+        return None
+    return Dropout(seed, dropout_threshold(p.recipe.dropout), 1.0 / (1.0 - p.recipe.dropout))
+
+
+def lengths(p: Problem) -> tuple[int, int]:
+    """M and N as the kernels take them: for packed sequences the rows in all."""
+    return (p.q.shape[0], p.k.shape[0]) if p.recipe.varlen else (p.M, p.N)
+
+
+def rows(p: Problem, t: Tensor) -> Rows:
+    """An operand by its strides; the entries of a row lie side by side (see `adjacent`)."""
+    if p.recipe.varlen:
+        row, head, _ = t.stride()
+        return Rows(t, 0, row, head)
+    batch, row, head, _ = t.stride()
+    return Rows(t, batch, row, head)
+
+
+def with_adjacent_rows(x: Operands) -> Operands:
+    """q, k and v as the kernels read them."""
+    return Operands(adjacent(x.q), adjacent(x.k), adjacent(x.v), x.extra)
+
+
+def adjacent(t: Tensor) -> Tensor:
+    """The tensor, copied only if the entries of a row do not lie side by side. Triton 3.6 would load them in a layout
+    whose fp32 products read outside shared memory (docs/adr/0004)."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
