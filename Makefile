@@ -55,7 +55,7 @@ format: $(FOR_TEST)
 	$(PY) -m ruff check --fix .
 
 pytest: $(FOR_TEST)
-	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) $(ARGS)
+	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
 	$(PY) benchmarks/run.py $(ARGS)

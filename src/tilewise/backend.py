@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .problem import Grads, Operands, Problem, Saved, Unsupported
 
-ORDER = ("triton", "cpu")
+ORDER = ("hopper", "triton", "cpu")
 """The first with nothing against a problem runs it."""
 
 

@@ -28,10 +28,13 @@ class Part(NamedTuple):
 @triton.jit
 def visible(mask, b, h, i, j):
     """Whether every part of the mask shows key j to row i; i and j broadcast together."""
-    seen = (i >= -OPEN) & (j >= 0)
-    for p in tl.static_range(len(mask)):
-        seen = seen & mask[p].keep(b, h, i, j, *mask[p].captured)
-    return seen
+    if len(mask) == 0:
+        return (i >= -OPEN) & (j >= 0)
+    else:
+        seen = mask[0].keep(b, h, i, j, *mask[0].captured)
+        for p in tl.static_range(1, len(mask)):
+            seen = seen & mask[p].keep(b, h, i, j, *mask[p].captured)
+        return seen
 
 
 @triton.jit

@@ -8,14 +8,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
-    """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum.
+def row_max(S, m, c):  # (B_r, B_c), (B_r,), scalar
+    """The new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet.
 
-    m is kept as the rounded c * max(S) that the exponents really used, so that alpha is exactly 1 while m stays: a
+    m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays: a
     factor off by one bit would be applied once per tile, and long rows would drift.
     """
     m_new = tl.maximum(m, tl.max(S, 1) * c)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
+    return m_new, tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
+
+
+@triton.jit
+def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
+    """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
+    m_new, shift = row_max(S, m, c)
     P = tl.exp2(S * c - shift[:, None])
     alpha = tl.exp2(m - shift)
     return P, alpha, m_new, l * alpha + tl.sum(P, 1)

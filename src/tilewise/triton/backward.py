@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from ..tile.dropout import kept
-from ..tile.masks import visible
+from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.rows import origin, pitch, row_values, rows_of
 from ..tile.schedule import assign
-from ..tile.scores import back, through
 from ..tile.softmax import for_backward, probabilities
 from ..tile.visits import Place, key_range, list_at, partial_at, query_range, tile_at
 from .blocks import block, load_rows, product, store_rows
@@ -49,22 +48,16 @@ def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.
 def scores_gradient(
     S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
 ):
-    """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T.
-
-    i and j are positions inside the tile that starts at (i0, j0). They broadcast together either way round, so S may
-    be transposed; L and D broadcast with i.
-    """
-    rows, columns = place.i0 + i + place.shift, j0 + j
-    S_out = through(variant.scores, S, place.b, place.h, rows, columns, len(variant.scores))
+    """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
+    S_out = logits(S, place, variant, i, j0, j)
     if MASKED:
-        seen = visible(variant.mask, place.b, place.h, rows, columns) & (columns < place.N)
-        S_out = tl.where(seen, S_out, float("-inf"))
+        S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))
     P = probabilities(S_out, L, unit, EXACT)
     P_kept = P
     if variant.dropout is not None:
         Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
-    return P_kept, back(variant.scores, P * (dP - D), S, place.b, place.h, rows, columns, STOP)
+    return P_kept, logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP)
 
 
 @triton.jit

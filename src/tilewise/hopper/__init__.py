@@ -1,0 +1,74 @@
+"""The Hopper back end: Gluon kernels for sm_90, asynchronous and warp-specialised."""
+
+import torch
+from torch import Tensor
+
+from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..score import Bias
+from . import launch
+from .tiles import BACKWARD, forward_row, padded
+
+
+class Hopper:
+    """16-bit types whose rows TMA can address."""
+
+    name = "hopper"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Chip, type, head sizes, addresses; in a backward, what is left to the portable kernels."""
+        p = problem
+        if p.target != "sm_90":
+            return [f"it is written for sm_90, the tensors are on {p.target}"]
+        against = []
+        if p.dtype not in (torch.float16, torch.bfloat16):
+            against.append(f"it takes fp16 and bf16, not {str(p.dtype).removeprefix('torch.')}")
+        if p.D % 8 or p.D_v % 8:
+            against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
+        if p.N < 2 or 0 in (p.B, p.M):
+            against.append("it needs a query and two keys")
+        for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
+            if reason := _unaddressable(spec):
+                against.append(f"{name} {reason}; make it contiguous")
+        if p.recipe.deterministic:
+            against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
+        if any(want for want, kind in zip(p.wanted, captured_by(p), strict=False) if kind is Bias):
+            against.append("it has no gradient of a Bias")
+        if p.recipe.varlen and p.recipe.sink and p.wanted and p.wanted[-3]:
+            against.append("it has no gradient of a sink with packed sequences")
+        return against
+
+    def tiles(self, problem: Problem) -> str:
+        """The two main kernels' tiles."""
+        row, back = forward_row(problem), BACKWARD[padded(problem)]
+        return (
+            f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
+            f"backward {back.B_r}x{back.B_c}, split by {'gradient' if back.sides else 'keys'}"
+        )
+
+    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        with torch.cuda.device(x.q.device):
+            return launch.forward(problem, x, seed)
+
+    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        with torch.cuda.device(x.q.device):
+            return launch.backward(problem, x, saved, do, dlse)
+
+
+def captured_by(p: Problem) -> list[type]:
+    """Whose every extra operand is."""
+    return [kind for kind in p.kinds for _ in kind.captures]
+
+
+def _unaddressable(spec: Spec) -> str | None:
+    """Why TMA cannot read a tensor where it lies."""
+    if not spec.aligned:
+        return "does not start on a 16-byte boundary"
+    if spec.stride[-1] != 1 and spec.shape[-1] != 1:
+        return "has rows whose entries are not adjacent"
+    for size, stride in zip(spec.shape[:-1], spec.stride[:-1], strict=True):
+        if size > 1 and (stride * 2 % 16 or stride <= 0):
+            return f"has a stride of {stride} entries, which is no positive multiple of 16 bytes"
+    return None
+
+
+backend = Hopper()

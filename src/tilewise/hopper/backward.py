@@ -1,0 +1,597 @@
+"""The backward's main kernel on Hopper. A program owns B_c rows of K and V and walks the query tiles that see them.
+
+    load          one warp    K and V once, then Q, L, dO and D of every query tile, by TMA
+    add_dq        one warp    adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA
+    two groups    8 warps     the five products, shared out in one of two ways
+        rows_of_keys      head sizes to 128: each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV;
+                          for dQ the groups exchange dS through shared memory
+        side_of_v, side_of_k    head size 256: one group owns dV (S, P), the other dK (dP, dS); P goes one way, dS back
+
+S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of a
+query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile.dropout import kept
+from ..tile.gradients import logits, logits_gradient, seen
+from ..tile.rows import rows_of
+from ..tile.schedule import assign
+from ..tile.softmax import probabilities
+from ..tile.visits import Place, list_at, query_range, tile_at
+from . import releases
+from .around import first_block
+from .channel import Channel, arrive, barriers, expect, stage, wait, wait_before
+from .forward import store_inside, zero_from
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; all constants."""
+
+    B_R: gl.constexpr
+    B_C: gl.constexpr
+    D: gl.constexpr
+    """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    Q_STAGES: gl.constexpr
+    DO_STAGES: gl.constexpr
+    SIDES: gl.constexpr
+    """Whether one group owns dV and the other dK, rather than each half of the keys."""
+    GROUP: gl.constexpr
+    """Query heads of a key head."""
+
+
+class Shape(NamedTuple):
+    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+
+    M: object
+    N: object
+    d: object
+    d_v: object
+    H: object
+    blocks: object
+    """Query tiles of a head in the sums of dQ."""
+    heads: object
+    section: object
+    tiles: object
+
+
+class Shared(NamedTuple):
+    """Everything in shared memory."""
+
+    k: object
+    v: object
+    kv: object
+    """`full` and `empty` of both."""
+    q: object
+    logs: object
+    do: object
+    sums: object
+    ds: object
+    dq: object
+    p: object
+
+
+class Keys(NamedTuple):
+    """The tile of keys of a program."""
+
+    b: object
+    h_k: object
+    t: object
+    j0: object
+    q0: object
+    k0: object
+    M: object
+    N: object
+
+
+class Walk(NamedTuple):
+    """The query tiles that see it: positions lo up to hi, of which [full_lo, full_hi) need no mask."""
+
+    lo: object
+    full_lo: object
+    full_hi: object
+    hi: object
+
+
+@gluon.jit
+def keys_of(t, shape, packed, tile: gl.constexpr):
+    """Where tile t of all is. The first keys, seen by the most queries, come first."""
+    B_C: gl.constexpr = tile.B_C
+    GROUP: gl.constexpr = tile.GROUP
+    matrix, reversed_t = assign(t, shape.tiles, shape.heads, shape.section)
+    t_k = shape.tiles - 1 - reversed_t
+    H_K = shape.H // GROUP
+    b, h_k = matrix // H_K, matrix % H_K
+    q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
+    return Keys(b, h_k, t_k, t_k * B_C, q0, k0, M, N)
+
+
+@gluon.jit
+def walk_of(keys, lists, variant, tile: gl.constexpr):
+    """The query tiles of a tile of keys. One that sticks out past the last key is masked everywhere."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    lo, full_lo, full_hi, hi = query_range(variant, lists, keys.b, keys.j0, keys.M, keys.N, B_R, B_C)
+    return Walk(lo, full_lo, gl.where(keys.j0 + B_C > keys.N, full_lo, full_hi), hi)
+
+
+@gluon.jit
+def load(Q, K, V, dO, L, D, shared, shape, packed, variant, tile: gl.constexpr):
+    """The producer warp."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    n = 0  # tiles of keys so far
+    y = 0  # tiles of queries so far
+    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:
+            b = keys.b if packed is None else 0
+            wait_before(shared.kv.empty, n)
+            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k)
+            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+                for x in range(walk.lo, walk.hi):
+                    m = tile_at(variant.visits, lists, x)
+                    wait_before(shared.q.empty, y)
+                    bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
+                    releases.load(Q, [b, h, keys.q0 + m * B_R, 0], bar, stage(shared.q.memory, y))
+                    releases.load(L, [(block0 + m) * B_R], bar, stage(shared.logs, y))
+                    wait_before(shared.do.empty, y)
+                    bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
+                    releases.load(dO, [b, h, keys.q0 + m * B_R, 0], bar, stage(shared.do.memory, y))
+                    releases.load(D, [(block0 + m) * B_R], bar, stage(shared.sums, y))
+                    y += 1
+
+
+@gluon.jit
+def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
+    """The writer warp: each group's pieces of dQ, as they come."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    PIECES: gl.constexpr = tile.D * tile.B_R // 8192  # of each group in a query tile
+    y = 0
+    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+                for x in range(walk.lo, walk.hi):
+                    m = tile_at(variant.visits, lists, x)
+                    for piece in gl.static_range(PIECES):
+                        for w in gl.static_range(2):
+                            mbarrier.wait(shared.dq.full.index(w), y & 1)
+                            row = (((block0 + m) * 2 + w) * PIECES + piece) * 16
+                            releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
+                        tma.store_wait(1)
+                        mbarrier.arrive(shared.dq.empty.index(0))
+                        tma.store_wait(0)
+                        mbarrier.arrive(shared.dq.empty.index(1))
+                        y += 1
+
+
+@gluon.jit
+def hand_over(dq, shared, y, W: gl.constexpr):
+    """A piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
+    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+    shared.dq.memory.index(W).store(x)
+    fence_async_shared()
+    mbarrier.arrive(shared.dq.full.index(W))
+
+
+@gluon.jit
+def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through a 16 KB buffer."""
+    x = x.to(G.dtype)
+    if packed is None:
+        store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
+    elif row + x.shape[0] <= keys.N:
+        store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+    else:
+        store_inside(G_rows, x, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+
+
+@gluon.jit
+def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
+    """One box of TMA."""
+    out = releases.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
+    out.store(x.reshape(G.block_shape))
+    fence_async_shared()
+    releases.barrier()
+    releases.store(G, [b, h, row, COLUMN], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def zero_keys(keys, packed, k, v, B_C: gl.constexpr):
+    """The keys past the end of a packed sequence are another's."""
+    if packed is not None:
+        if keys.j0 + B_C > keys.N:
+            zero_from(k, keys.N - keys.j0)
+            zero_from(v, keys.N - keys.j0)
+
+
+@gluon.jit
+def place_of(keys, shape, h, m, B_R: gl.constexpr):
+    """Query tile m of head h."""
+    return Place(keys.b, h, keys.b * shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
+
+
+@gluon.jit
+def weights(S, logs, place, j0, edge, variant, unit):
+    """P of a transposed tile, before dropout; `edge` tells whether the mask is needed."""
+    layout: gl.constexpr = S.type.layout
+    i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
+    P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
+    if edge:
+        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+    return P
+
+
+@gluon.jit
+def keep_factor(P, place, j0, variant):
+    """Dropout's Z of a transposed tile, or 1."""
+    if variant.dropout is None:
+        return 1.0
+    else:
+        layout: gl.constexpr = P.type.layout
+        i = gl.arange(0, P.shape[1], gl.SliceLayout(0, layout))[None, :]
+        j = gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None]
+        return kept(variant.dropout, place.matrix, place.i0, i, j0, j)
+
+
+@gluon.jit
+def gradient(P, dP, sums, S, place, j0, variant):
+    """dS of a transposed tile: the gradient with respect to Q K^T."""
+    layout: gl.constexpr = S.type.layout
+    i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
+    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 0)
+
+
+@gluon.jit
+def zero_queries(place, packed, shared, y, tile: gl.constexpr):
+    """The queries past the end of a packed sequence are another's."""
+    B_R: gl.constexpr = tile.B_R
+    D: gl.constexpr = tile.D
+    if packed is not None:
+        if place.i0 + B_R > place.M:
+            wait(shared.q.full, y)
+            wait(shared.do.full, y)
+            zero_from(stage(shared.q.memory, y).reshape([B_R, D]), place.M - place.i0)
+            zero_from(stage(shared.do.memory, y).reshape([B_R, D]), place.M - place.i0)
+
+
+@gluon.jit
+def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
+    """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
+    B_R: gl.constexpr = tile.B_R
+    D: gl.constexpr = tile.D
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    zero = gl.zeros([64, B_R], gl.float32, s_layout)
+    zero_queries(place, packed, shared, y, tile)
+    q = stage(shared.q.memory, y).reshape([B_R, D])
+    do = stage(shared.do.memory, y).reshape([B_R, D])
+    k = shared.k.reshape([tile.B_C, D])
+    v = shared.v.reshape([tile.B_C, D])
+    wait(shared.q.full, y)
+    S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait(shared.do.full, y)
+    dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    logs = stage(shared.logs, y).load(row_layout)
+    S = warpgroup_mma_wait(1, [S])
+    P = weights(S, logs, place, j0, edge, variant, unit)
+    Z = keep_factor(P, place, j0, variant)
+    if B_R == 64:
+        sums = stage(shared.sums, y).load(row_layout)
+    p = gl.convert_layout((P * Z).to(dtype), p_layout)
+    dP = warpgroup_mma_wait(0, [dP])
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    if B_R == 128:  # as late as possible: 32 registers fewer while S and dP are alive
+        sums = stage(shared.sums, y).load(row_layout)
+    return dv, gradient(P, dP * Z, sums[None, :], S, place, j0, variant).to(dtype)
+
+
+@gluon.jit
+def dq_piece(ds, k, W: gl.constexpr, B_R: gl.constexpr, layout: gl.constexpr):
+    """Starts group W's piece of dQ = dS K: half the columns, or of 128 rows half the rows."""
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    if B_R == 64:
+        return warpgroup_mma(ds.permute((1, 0)), k.slice(64 * W, 64, 1), zero, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def rows_of_keys(
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+):
+    """Rows 64 W to 64 W + 63 of a tile of keys."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    GROUP: gl.constexpr = tile.GROUP
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    k = shared.k.reshape([B_C, D])
+    n = 0
+    y = 0
+    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:
+            j0 = keys.j0 + 64 * W
+            dk = gl.zeros([64, D], gl.float32, acc)
+            dv = gl.zeros([64, D], gl.float32, acc)
+            wait(shared.kv.full, n)
+            zero_keys(keys, packed, k, shared.v.reshape([B_C, D]), B_C)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                if walk.hi > walk.lo:
+                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, walk.lo), B_R)
+                    edge = (walk.lo < walk.full_lo) | (walk.lo >= walk.full_hi)
+                    dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
+                    stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
+                    fence_async_shared()
+                    arrive(shared.ds.full, y)
+                    q = stage(shared.q.memory, y).reshape([B_R, D])
+                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                    dv = warpgroup_mma_wait(1, [dv_next])
+                    arrive(shared.do.empty, y)
+                    dk = warpgroup_mma_wait(0, [dk_next])
+                    arrive(shared.q.empty, y)
+                    for x in range(walk.lo + 1, walk.hi):
+                        place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                        edge_x = (x < walk.full_lo) | (x >= walk.full_hi)
+                        dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                        # both halves of the dS before are there, and both groups are done with the one before that
+                        wait(shared.ds.full, y)
+                        stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+                        fence_async_shared()
+                        dq = dq_piece(stage(shared.ds.memory, y), k, W, B_R, dq_layout)
+                        q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
+                        dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
+                        dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+                        arrive(shared.ds.full, y + 1)
+                        arrive(shared.do.empty, y + 1)
+                        hand_over(dq, shared, y, W)
+                        dk = warpgroup_mma_wait(0, [dk_next])
+                        arrive(shared.q.empty, y + 1)
+                        y += 1
+                    wait(shared.ds.full, y)
+                    dq_last = dq_piece(stage(shared.ds.memory, y), k, W, B_R, dq_layout)
+                    hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+                    y += 1
+            arrive(shared.kv.empty, 0)
+            buffer = shared.dq.memory.index(W)
+            mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+            store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
+            store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+
+
+@gluon.jit
+def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
+    """Starts dQ[:, COLUMN : COLUMN + 64] = dS K."""
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(COLUMN, 64, 1), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_halves(G, G_rows, x, keys, packed, d, buffer):
+    """64 rows of 256 columns of dK or dV, in two boxes."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
+    store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
+    store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
+
+
+@gluon.jit
+def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.constexpr):
+    """S, P, dV, and the left half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    GROUP: gl.constexpr = tile.GROUP
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.reshape([B_C, D])
+    n = 0
+    y = 0
+    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:
+            dv = gl.zeros([B_C, D], gl.float32, acc)
+            wait(shared.kv.full, n)
+            zero_keys(keys, packed, k, shared.v.reshape([B_C, D]), B_C)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                for x in range(walk.lo, walk.hi):
+                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                    edge = (x < walk.full_lo) | (x >= walk.full_hi)
+                    zero_queries(place, packed, shared, y, tile)
+                    wait(shared.q.full, y)
+                    q = stage(shared.q.memory, y).reshape([B_R, D])
+                    S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+                    S = warpgroup_mma_wait(0, [S])
+                    arrive(shared.q.empty, y)
+                    P = weights(S, logs, place, keys.j0, edge, variant, unit)
+                    # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+                    ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+                    p = (P * keep_factor(P, place, keys.j0, variant)).to(dtype)
+                    shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+                    arrive(shared.p.full, y)
+                    wait(shared.do.full, y)
+                    do = stage(shared.do.memory, y).reshape([B_R, D])
+                    dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+                    wait(shared.ds.full, y)
+                    dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
+                    dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
+                    dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+                    arrive(shared.do.empty, y)
+                    hand_over(dq, shared, 2 * y, 0)
+                    hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+                    y += 1
+            arrive(shared.kv.empty, 0)
+            mbarrier.wait(shared.dq.empty.index(0), 1)
+            store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+
+
+@gluon.jit
+def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.constexpr):
+    """dP, dS, dK, and the right half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    GROUP: gl.constexpr = tile.GROUP
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.reshape([B_C, D])
+    v = shared.v.reshape([B_C, D])
+    n = 0
+    y = 0
+    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:
+            dk = gl.zeros([B_C, D], gl.float32, acc)
+            wait(shared.kv.full, n)
+            zero_keys(keys, packed, k, v, B_C)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                for x in range(walk.lo, walk.hi):
+                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                    zero_queries(place, packed, shared, y, tile)
+                    wait(shared.do.full, y)
+                    do = stage(shared.do.memory, y).reshape([B_R, D])
+                    dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+                    dP = warpgroup_mma_wait(0, [dP])
+                    arrive(shared.do.empty, y)
+                    dP = dP * keep_factor(dP, place, keys.j0, variant) - sums[None, :]
+                    wait(shared.p.full, y)
+                    ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
+                    shared.ds.memory.store(ds)
+                    fence_async_shared()
+                    arrive(shared.ds.full, y)
+                    wait(shared.q.full, y)
+                    q = stage(shared.q.memory, y).reshape([B_R, D])
+                    dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
+                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                    dq = warpgroup_mma_wait(1, [dq])
+                    hand_over(dq, shared, 2 * y, 1)
+                    dk = warpgroup_mma_wait(0, [dk_next])
+                    dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+                    arrive(shared.q.empty, y)
+                    hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+                    y += 1
+            arrive(shared.kv.empty, 0)
+            mbarrier.wait(shared.dq.empty.index(1), 1)
+            store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+
+
+@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+def backward(
+    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, packed, variant, unit, factor, shape,
+    tile: gl.constexpr, num_warps: gl.constexpr = 4,
+):  # fmt: skip
+    """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    SIZE: gl.constexpr = tile.D
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    DO_STAGES: gl.constexpr = tile.DO_STAGES
+    GROUPS_OF_DS: gl.constexpr = 1 if tile.SIDES else 2
+    dtype: gl.constexpr = Q.dtype
+    s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
+    kv_full = barriers(1, 1)
+    ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
+    if tile.SIDES:
+        ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
+        p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
+    else:
+        ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
+        p_memory = ds_memory
+    p_full = barriers(1, 1)
+    k = gl.allocate_shared_memory(dtype, [1, 1, B_C, SIZE], K.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, B_C, SIZE], V.layout)
+    shared = Shared(
+        k,
+        v,
+        Channel(k, kv_full, barriers(1, 2)),
+        Channel(
+            gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, B_R, SIZE], Q.layout),
+            barriers(Q_STAGES, 1),
+            barriers(Q_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, B_R], L.layout),
+        Channel(
+            gl.allocate_shared_memory(dtype, [DO_STAGES, 1, 1, B_R, SIZE], dO.layout),
+            barriers(DO_STAGES, 1),
+            barriers(DO_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [DO_STAGES, B_R], D.layout),
+        Channel(ds_memory, ds_full, ds_full),
+        Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
+        Channel(p_memory, p_full, p_full),
+    )
+    fence_async_shared()
+    if tile.SIDES:
+        gl.warp_specialize(
+            [
+                (side_of_v, (dV, dV_rows, shared, shape, packed, variant, unit, tile)),
+                (side_of_k, (dK, dK_rows, shared, shape, packed, variant, factor, tile)),
+                (load, (Q, K, V, dO, L, D, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, shared, shape, packed, variant, tile)),
+            ],
+            [4, 1, 1], [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (rows_of_keys, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (rows_of_keys, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (load, (Q, K, V, dO, L, D, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, shared, shape, packed, variant, tile)),
+            ],
+            [4, 1, 1], [240, 24, 24],
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Hand-over between warps: barriers in shared memory that count how often a buffer was filled or emptied.
+
+Use n of a channel happens in stage n % stages; the barrier's phase is the parity of how often the stage came round.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+class Channel(NamedTuple):
+    """Stages of shared memory, with one barrier each for "full" and for "empty"."""
+
+    memory: object
+    full: object
+    empty: object
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """One barrier a stage, complete after COUNT arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), COUNT)
+    return bars
+
+
+@gluon.jit
+def wait(bars, n):
+    """Until use n is complete."""
+    STAGES: gl.constexpr = bars.shape[0]
+    mbarrier.wait(bars.index(n % STAGES), n // STAGES & 1)
+
+
+@gluon.jit
+def wait_before(bars, n):
+    """Until the use before n of the same stage is complete; at once if there was none."""
+    STAGES: gl.constexpr = bars.shape[0]
+    mbarrier.wait(bars.index(n % STAGES), (n // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def arrive(bars, n):
+    """This warpgroup's arrival at use n."""
+    STAGES: gl.constexpr = bars.shape[0]
+    mbarrier.arrive(bars.index(n % STAGES))
+
+
+@gluon.jit
+def expect(bars, n, BYTES: gl.constexpr):
+    """Use n is complete once that many bytes have come; gives the stage's barrier for them."""
+    STAGES: gl.constexpr = bars.shape[0]
+    bar = bars.index(n % STAGES)
+    mbarrier.expect(bar, BYTES)
+    return bar
+
+
+@gluon.jit
+def stage(memory, n):
+    """The stage of use n."""
+    STAGES: gl.constexpr = memory.shape[0]
+    return memory.index(n % STAGES)
+
+
+@gluon.jit
+def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
+    """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
+    # ids 9 to 11: Triton itself uses those from 0 on
+    if WHO == 0:
+        gl.inline_asm_elementwise(
+            "bar." + OP + " 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    elif WHO == 1:
+        gl.inline_asm_elementwise(
+            "bar." + OP + " 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar." + OP + " 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )

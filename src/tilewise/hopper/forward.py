@@ -1,0 +1,436 @@
+"""The forward on Hopper: one persistent program per multiprocessor, its warps in roles.
+
+    load      one warp      streams tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
+    attend    warpgroups    64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
+
+Matrix products are asynchronous. S of the next key tile is started before O += P V of this one, so both run while the
+other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile.dropout import kept
+from ..tile.masks import visible
+from ..tile.rows import origin, row_values, rows_of
+from ..tile.schedule import assign
+from ..tile.scores import through
+from ..tile.softmax import finalize, join_sink, row_max
+from ..tile.visits import Place, key_range, list_at, tile_at
+from . import releases
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; all constants."""
+
+    WARPGROUPS: gl.constexpr
+    """Of 64 query rows each."""
+    B_C: gl.constexpr
+    D: gl.constexpr
+    """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    Q_STAGES: gl.constexpr
+    KV_STAGES: gl.constexpr
+    TURNS: gl.constexpr
+    """Whether named barriers order the warpgroups' products (ping-pong)."""
+    EDGES: gl.constexpr
+    """Whether other key tiles than a query tile's first may need the mask."""
+    DRAW_EARLY: gl.constexpr
+    """Whether the next tile is drawn behind the second load rather than behind the last."""
+    SPLIT: gl.constexpr
+    """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way."""
+
+
+class Shape(NamedTuple):
+    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+
+    M: object
+    N: object
+    d_v: object
+    H: object
+    group: object
+    heads: object
+    section: object
+    tiles: object
+
+
+class Shared(NamedTuple):
+    """Everything in shared memory."""
+
+    q: object
+    k: object
+    v: object
+    """`empty` is one for both: complete for use n when the products with K's use n and V's use n - 1 are over."""
+    drawn: object
+
+
+class Walk(NamedTuple):
+    """The key tiles of one query tile: positions hi - 1 down to lo, of which [full_lo, full_hi) need no mask."""
+
+    lo: object
+    full_lo: object
+    full_hi: object
+    hi: object
+    some: object
+    """Whether any key is seen; if none is, tile 0 is visited, all of it masked."""
+
+
+@gluon.jit
+def query_tile(t, shape, packed, tile: gl.constexpr):
+    """Where tile t of all is, and the first rows of its queries and keys."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    matrix, m = assign(t, shape.tiles, shape.heads, shape.section)
+    b, h = matrix // shape.H, matrix % shape.H
+    q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
+    return Place(b, h, matrix, m * (64 * WARPGROUPS), M, N, N - M), m, q0, k0
+
+
+@gluon.jit
+def walk_of(place, variant, lists, tile: gl.constexpr):
+    """The key tiles of a query tile; one at least, so that a row without keys gets its zeros the same way."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    lo, full_lo, full_hi, hi = key_range(variant, lists, place, 64 * WARPGROUPS, B_C)
+    return Walk(lo, full_lo, full_hi, gl.maximum(hi, lo + 1), hi > lo)
+
+
+@gluon.jit
+def key_tile(variant, lists, walk, x):
+    """The key tile at position x."""
+    return gl.where(walk.some, tile_at(variant.visits, lists, x), 0)
+
+
+@gluon.jit
+def draw(drawn, counter, n):
+    """The next tile from the counter, handed on to the warpgroups."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    t = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    wait_before(drawn.empty, n)
+    stage(drawn.memory, n).store(gl.full([1], t, gl.int32, one))
+    arrive(drawn.full, n)
+    return t
+
+
+@gluon.jit
+def drawn_tile(drawn, n):
+    """What the producer drew."""
+    wait(drawn.full, n)
+    t = gl.max(stage(drawn.memory, n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    arrive(drawn.empty, n)
+    return t
+
+
+@gluon.jit
+def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
+    """The producer warp."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    DRAW_EARLY: gl.constexpr = tile.DRAW_EARLY
+    t = gl.program_id(0)
+    drawn = 0
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    while t < shape.tiles * shape.heads:
+        place, m, q0, k0 = query_tile(t, shape, packed, tile)
+        t_next = t
+        if place.i0 < place.M:
+            b = place.b if packed is None else 0
+            lists = list_at(variant.visits, place.b, place.h, m)
+            walk = walk_of(place, variant, lists, tile)
+            h_k = place.h // shape.group
+            wait_before(shared.q.empty, n)
+            bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+            for w in gl.static_range(WARPGROUPS):
+                at = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + w)
+                releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, at)
+            count = walk.hi - walk.lo
+            j_before = 0
+            for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
+                j = j_before
+                wait_before(shared.k.empty, y)
+                if x < count:
+                    j = key_tile(variant, lists, walk, walk.hi - 1 - x)
+                    bar = expect(shared.k.full, y, K.block_type.nbytes)
+                    releases.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
+                if x > 0:
+                    bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
+                    releases.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
+                if DRAW_EARLY:
+                    if x == 1:
+                        t_next = draw(shared.drawn, counter, drawn)
+                j_before = j
+                y += 1
+            y -= 1
+            if not DRAW_EARLY:
+                t_next = draw(shared.drawn, counter, drawn)
+            n += 1
+        else:  # past the end of a packed sequence
+            t_next = draw(shared.drawn, counter, drawn)
+        drawn += 1
+        t = t_next
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program out leaves the counter as it was
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def indices(S, place, row0, j):
+    """Rows (shifted) and columns of a tile of S, as they broadcast."""
+    layout: gl.constexpr = S.type.layout
+    i = row0 + place.shift + gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))
+    columns = j * S.shape[1] + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
+    return i[:, None], columns[None, :]
+
+
+@gluon.jit
+def scored(S, place, row0, j, variant):
+    """The logits after all scores."""
+    i, columns = indices(S, place, row0, j)
+    return through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
+
+
+@gluon.jit
+def masked(S, place, row0, j, variant):
+    """The logits where the mask shows them, else -inf."""
+    i, columns = indices(S, place, row0, j)
+    seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
+    return gl.where(seen, S, float("-inf"))
+
+
+@gluon.jit
+def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
+    """P = exp2(c S - shift).
+
+    ptxas moves the wait that follows up above all exponentials, unless a basic block ends in between: a wait on `bars`
+    that has long been passed is the cheapest such end.
+    """
+    if SPLIT == 1:
+        wait(bars, y)
+    x = S * c - shift[:, None]
+    if SPLIT == 2:
+        ROWS: gl.constexpr = S.shape[0]
+        COLUMNS: gl.constexpr = S.shape[1]
+        left, right = gl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        left = gl.exp2(left)
+        wait(bars, y)
+        P = gl.join(left, gl.exp2(right)).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+        return gl.convert_layout(P, S.type.layout)
+    else:
+        return gl.exp2(x)
+
+
+@gluon.jit
+def dropped(P, place, row0, j, variant):
+    """P after dropout."""
+    if variant.dropout is None:
+        return P
+    else:
+        layout: gl.constexpr = P.type.layout
+        i = gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None]
+        columns = gl.arange(0, P.shape[1], gl.SliceLayout(0, layout))[None, :]
+        return P * kept(variant.dropout, place.matrix, row0, i, j * P.shape[1], columns)
+
+
+@gluon.jit
+def zero_from(memory, row):
+    """Zeros in a tile from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
+    ROWS: gl.constexpr = memory.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for r in gl.static_range(ROWS // 16):
+        if row < 16 * (r + 1):
+            part = memory.slice(16 * r, 16, 0)
+            rows = 16 * r + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            part.store(gl.where((rows < row)[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+    releases.barrier()
+
+
+@gluon.jit
+def store_inside(O, o, h, first, M, d_v, COLUMN: gl.constexpr):
+    """Rows of a packed sequence, of which M exist: a box of TMA would write over the next sequence."""
+    layout: gl.constexpr = o.type.layout
+    rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
+    columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    at = origin(O, h * 0, h, first) + rows.to(gl.int64) * O.row + columns
+    gl.store(at, o, mask=(rows < M) & (columns < d_v))
+
+
+@gluon.jit
+def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
+    """Warpgroup W: 64 rows of every query tile."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    TURNS: gl.constexpr = tile.TURNS
+    EDGES: gl.constexpr = tile.EDGES
+    SPLIT: gl.constexpr = tile.SPLIT
+    ROWS: gl.constexpr = 64
+    dtype: gl.constexpr = O.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
+    t = gl.program_id(0)
+    drawn = 0
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    if TURNS and W == WARPGROUPS - 1:
+        take_turns("arrive", 0)
+    while t < shape.tiles * shape.heads:
+        place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
+        if place.i0 < place.M:
+            lists = list_at(variant.visits, place.b, place.h, tile_of_head)
+            walk = walk_of(place, variant, lists, tile)
+            row0 = place.i0 + ROWS * W
+            q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
+            x = walk.hi - 1
+            j = key_tile(variant, lists, walk, x)
+            wait(shared.q.full, n)
+            wait(shared.k.full, y)
+            k = stage(shared.k.memory, y).reshape([B_C, D])
+            S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            S = warpgroup_mma_wait(0, [S])
+            arrive(shared.k.empty, y)
+            S = scored(S, place, row0, j, variant)
+            if (x < walk.full_lo) | (x >= walk.full_hi):
+                S = masked(S, place, row0, j, variant)
+            m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
+            P = gl.exp2(S * c - shift[:, None])
+            l = gl.sum(P, 1)
+            p = gl.convert_layout(dropped(P, place, row0, j, variant).to(dtype), p_layout)
+            if packed is not None:
+                if (j + 1) * B_C > place.N:
+                    wait(shared.v.full, y)
+                    zero_from(stage(shared.v.memory, y).reshape([B_C, D]), place.N - j * B_C)
+            o = gl.zeros([ROWS, D], gl.float32, o_layout)
+            if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
+                if n > 0:
+                    tma.store_wait(0)
+                    arrive(shared.q.empty, n - 1)
+            while x > walk.lo:
+                x -= 1
+                j = key_tile(variant, lists, walk, x)
+                wait(shared.k.full, y + 1)
+                if TURNS:
+                    take_turns("sync", W)
+                k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
+                S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait(shared.v.full, y)
+                o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+                if TURNS:
+                    take_turns("arrive", (W + 1) % WARPGROUPS)
+                S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j, variant)
+                if EDGES:
+                    if (x < walk.full_lo) | (x >= walk.full_hi):
+                        S_new = masked(S_new, place, row0, j, variant)
+                m_new, shift = row_max(S_new, m, c)
+                P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
+                alpha = gl.exp2(m - shift)
+                l = l * alpha + gl.sum(P_new, 1)
+                m = m_new
+                P_new = dropped(P_new, place, row0, j, variant)
+                o = warpgroup_mma_wait(0, [o_next])
+                arrive(shared.k.empty, y + 1)
+                p = gl.convert_layout(P_new.to(dtype), p_layout)
+                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+                y += 1
+            wait(shared.v.full, y)
+            o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+            y += 1
+            t = drawn_tile(shared.drawn, drawn)
+            o = warpgroup_mma_wait(0, [o_last])
+            if sink is not None:
+                m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
+                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+            inverse, lse = finalize(m, l)
+            rows = row0 + gl.arange(0, ROWS, row_layout)
+            gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
+            o = (o * gl.convert_layout(inverse, o_row_layout)[:, None]).to(dtype)
+            if packed is None:
+                q.store(o)
+                fence_async_shared()
+                releases.store(O, [place.b, place.h, row0, 0], q)
+            elif row0 + ROWS <= place.M:
+                q.store(o)
+                fence_async_shared()
+                releases.store(O, [0, place.h, q0 + row0, 0], q)
+            else:
+                store_inside(O_rows, o, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+            if Q_STAGES == 1:
+                tma.store_wait(0)
+                arrive(shared.q.empty, n)
+            n += 1
+        else:
+            t = drawn_tile(shared.drawn, drawn)
+        drawn += 1
+    tma.store_wait(0)
+
+
+# lengths, and what is counted from them
+@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+def forward(
+    Q, K, V, O, O_rows, L, counter, packed, sink, variant, c, shape,
+    tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
+):  # fmt: skip
+    """O and L of every tile of queries. c turns logits into base 2."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    KV_STAGES: gl.constexpr = tile.KV_STAGES
+    dtype: gl.constexpr = Q.dtype
+    done = barriers(KV_STAGES, WARPGROUPS)
+    shared = Shared(
+        Channel(
+            gl.allocate_shared_memory(dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], Q.layout),
+            barriers(Q_STAGES, 1),
+            barriers(Q_STAGES, WARPGROUPS),
+        ),
+        Channel(
+            gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, B_C, D], K.layout),
+            barriers(KV_STAGES, 1),
+            done,
+        ),
+        Channel(
+            gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, B_C, D], V.layout),
+            barriers(KV_STAGES, 1),
+            done,
+        ),
+        Channel(
+            gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+            barriers(2, 1),
+            barriers(2, WARPGROUPS),
+        ),
+    )
+    fence_async_shared()
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (2, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, 32],
+        )  # fmt: skip

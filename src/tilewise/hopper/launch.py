@@ -1,0 +1,212 @@
+"""Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..problem import Grads, Operands, Problem, Saved
+from ..tile.launch import Launch, cdiv, device_values, dropout, lengths, packed, rows, visits
+from ..reference import sink_gradient
+from ..tile.softmax import LOG2E
+from ..tile.visits import Variant
+from . import backward as gradients
+from . import forward as kernels
+from .around import finish, prepare
+from .tiles import BACKWARD, Backward, Forward, forward_row, padded
+
+TINY = 2.0**-126
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+SECTION = 16
+"""Score matrices that run side by side where tiles differ in length."""
+PROCESSORS = 132
+CACHED_QUERIES = 24 << 20
+"""Bytes of Q, dO and sums of dQ that programs running side by side may share."""
+PIECE = gl.NVMMASharedLayout(0, 32, rank=2)
+
+
+class Plan(NamedTuple):
+    """Everything about a launch that follows from the problem alone."""
+
+    forward: Forward
+    forward_tile: Any
+    backward: Backward
+    backward_tile: Any
+    c: float
+    """Logits times c are in base 2."""
+    factor: float
+    """What the sums of dS K and dS^T Q are multiplied by."""
+    listed: bool
+    values: tuple[Any, Any, Tensor | None] | None
+    compiled: dict[Any, Any]
+
+
+class Scratch(NamedTuple):
+    """Between the backward's kernels, in blocks of B_r rows: lse in base 2, delta, and sums of dQ."""
+
+    logs: Tensor
+    delta: Tensor
+    dq: Tensor
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Tiles and constants of a problem."""
+    row = forward_row(p)
+    tile = kernels.Tile(
+        row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
+        row.turns, has_edges(p, row), row.draw_early, row.split,
+    )  # fmt: skip
+    back = BACKWARD[padded(p)]
+    back_tile = gradients.Tile(
+        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, p.H // p.H_k
+    )
+    listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
+    natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
+    c = natural * LOG2E.value
+    return Plan(row, tile, back, back_tile, c, factor, listed, None if p.extra else device_values(p, ()), {})
+
+
+def has_edges(p: Problem, row: Forward) -> bool:
+    """Whether key tiles other than a query tile's first may need a mask: not where the diagonal meets square tiles."""
+    if not p.recipe.mask:
+        return False
+    aligned = row.B_r == row.B_c and (p.N - p.M) % row.B_c == 0 and p.N >= p.M and not p.recipe.varlen
+    return not (p.recipe.mask == (("Causal",),) and aligned)
+
+
+def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
+    """One launch, and one before it if tiles are listed."""
+    pl = plan(p)
+    parts, changes, sink = pl.values or device_values(p, x.extra)
+    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
+    section = SECTION if p.recipe.mask else 1
+    D = pl.forward_tile.D
+    arguments = (
+        descriptor(p, x.q, 64, D), descriptor(p, x.k, pl.forward.B_c, D), descriptor(p, x.v, pl.forward.B_c, D),
+        descriptor(p, saved.o, 64, D), rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
+        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
+        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles),
+    )  # fmt: skip
+    constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
+    return [*listing, Launch(kernels.forward, min(heads * tiles, PROCESSORS), arguments, constants, pl.compiled)]
+
+
+def backward_launches(
+    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
+) -> list[Launch]:
+    """What the main kernel reads of each row; lists of tiles; dK, dV and sums of dQ; dQ."""
+    pl = plan(p)
+    row, D = pl.backward, pl.backward_tile.D
+    where = packed(p, x)
+    M, N = lengths(p)
+    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
+    key = do.stride(), saved.o.stride(), do.data_ptr() % 16, dL is None
+    parts, changes, _ = pl.values or device_values(p, x.extra)
+    blocks, matrices = row_blocks(p, row.B_r), p.B * p.H
+
+    per_program = 4096 // D
+    tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, M, p.H, tiles, blocks)
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
+    before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
+
+    lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
+    variant = Variant(parts, changes, dropout(p, saved.seed), lists)
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
+    section = max(1, min(heads, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8)))
+    box = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
+    given = [descriptor(p, t, size, D) for t, size in ((x.q, row.B_r), (x.k, row.B_c), (x.v, row.B_c), (do, row.B_r))]
+    pieces = TensorDescriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    arguments = (
+        *given, *(vector(t, row.B_r) for t in scratch[:2]), pieces,
+        descriptor(p, grads.k, *box), descriptor(p, grads.v, *box),
+        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), where, variant, pl.c, pl.factor,
+        gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
+    )  # fmt: skip
+    programs = min(heads * tiles, PROCESSORS) if is_short(p) else heads * tiles
+    constants = {"tile": pl.backward_tile, "num_warps": 4}
+    main = Launch(gradients.backward, programs, arguments, constants, pl.compiled, key)
+
+    tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
+    arguments = (scratch.dq, rows(p, grads.q), where, pl.factor, M, p.H, tiles, blocks)
+    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D}
+    return [before, *listing, main, Launch(finish, matrices * tiles, arguments, constants, pl.compiled)]
+
+
+def is_short(p: Problem) -> bool:
+    """Whether programs take several tiles in a fixed order: it gains where tiles are many and short."""
+    return bool(p.recipe.mask) and p.N < 2048 and padded(p) < 256
+
+
+def row_blocks(p: Problem, B_r: int) -> int:
+    """Query tiles of a head in the sums of dQ; of packed sequences, of all of them."""
+    return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
+
+
+def empty_scratch(p: Problem, device: torch.device) -> Scratch:
+    """Unwritten."""
+    row = BACKWARD[padded(p)]
+    count = row_blocks(p, row.B_r) * row.B_r * p.H * (1 if p.recipe.varlen else p.B)
+    sizes = count, count, count * padded(p)
+    return Scratch(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
+
+
+def vector(t: Tensor, size: int) -> TensorDescriptor:
+    """Numbers in a row, in boxes of `size`."""
+    return TensorDescriptor(t, [t.numel()], [1], [size], gl.NVMMASharedLayout(0, 32, rank=1))
+
+
+def descriptor(p: Problem, t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A tensor as TMA sees it: boxes of `rows` rows of one head. Reads past its ends give 0, writes are dropped."""
+    t = t[None] if p.recipe.varlen else t
+    t = t.transpose(1, 2)
+    box = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(box, TYPES[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+
+
+def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+    """o and lse."""
+    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
+    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
+    saved = Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
+    for launch in forward_launches(p, x, saved, counter(x.q.device)):
+        launch.run()
+    return saved
+
+
+def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+    """dq, dk, dv, and the sink's."""
+    do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+    extra: list[Tensor | None] = [None] * len(x.extra)
+    grads, scratch = Grads(q, k, v, tuple(extra)), empty_scratch(p, x.q.device)
+    for launch in backward_launches(p, x, saved, do, dlse, scratch, grads):
+        launch.run()
+    if p.recipe.sink and p.wanted and p.wanted[-1]:
+        delta = scratch.delta.view(p.B, p.H, -1)[..., : p.M]
+        extra[-1] = sink_gradient(x.extra[-1], saved.lse, delta).to(x.extra[-1].dtype)
+    return grads._replace(extra=tuple(extra))
+
+
+def addressable(t: Tensor) -> Tensor:
+    """The tensor, copied if TMA cannot read it where it lies."""
+    good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
+    return t if good and 0 not in t.stride() else t.contiguous()
+
+
+def counter(device: torch.device) -> Tensor:
+    """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _counter(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(1024)
+def _counter(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
