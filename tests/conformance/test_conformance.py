@@ -16,8 +16,8 @@ from . import rule
 from .cases import CASES, Call, Case, make
 
 GPU = torch.cuda.is_available()
-TRITON = "triton" if GPU else "triton-interpreter"
-BACKENDS = ("cpu", "cpu-tiled", TRITON)
+ON_GPU = ("hopper", "triton")
+BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else ("triton-interpreter",)))
 
 
 @contextmanager
@@ -55,14 +55,14 @@ def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
     record_property("backend", backend)
     if backend == "triton-interpreter" and case.size != "tiny":
         pytest.skip("too large for Triton's interpreter")
-    call, true, allowed = prepared(case, "cuda" if backend == "triton" else "cpu")
+    call, true, allowed = prepared(case, "cuda" if backend in ON_GPU else "cpu")
     skip_unless_taken(case, backend, call)
     with chosen(backend) as name:
         first = rule.run(case, call, name)
         again = rule.run(case, call, name)
     assert {name: t.dtype for name, t in first.items()} == rule.result_types(call)
     rule.assert_as_accurate_as_torch(first, true, allowed)
-    for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or backend != "triton" else [])):
+    for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or backend not in ON_GPU else [])):
         same = torch.equal(first[result].nan_to_num(nan=7.0), again[result].nan_to_num(nan=7.0))
         assert same, f"{result} differs when run again"
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
-from ..score import Bias
 from . import launch
 from .tiles import BACKWARD, forward_row, padded
 
@@ -31,8 +30,6 @@ class Hopper:
                 against.append(f"{name} {reason}; make it contiguous")
         if p.recipe.deterministic:
             against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
-        if any(want for want, kind in zip(p.wanted, captured_by(p), strict=False) if kind is Bias):
-            against.append("it has no gradient of a Bias")
         if p.recipe.varlen and p.recipe.sink and p.wanted and p.wanted[-3]:
             against.append("it has no gradient of a sink with packed sequences")
         return against
@@ -52,11 +49,6 @@ class Hopper:
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         with torch.cuda.device(x.q.device):
             return launch.backward(problem, x, saved, do, dlse)
-
-
-def captured_by(p: Problem) -> list[type]:
-    """Whose every extra operand is."""
-    return [kind for kind in p.kinds for _ in kind.captures]
 
 
 def _unaddressable(spec: Spec) -> str | None:

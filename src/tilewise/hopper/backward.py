@@ -308,6 +308,8 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     if B_R == 64:
         sums = stage(shared.sums, y).load(row_layout)
     p = gl.convert_layout((P * Z).to(dtype), p_layout)
+    if B_R == 128 and len(variant.mask) > 0:  # 32 registers fewer while dP is waited for
+        P = P.to(dtype).to(gl.float32)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if B_R == 128:  # as late as possible: 32 registers fewer while S and dP are alive

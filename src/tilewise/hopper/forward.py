@@ -289,7 +289,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     if TURNS and W == WARPGROUPS - 1:
         take_turns("arrive", 0)
     while t < shape.tiles * shape.heads:
-        place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
+        place, tile_of_head, q0, _ = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:
             lists = list_at(variant.visits, place.b, place.h, tile_of_head)
             walk = walk_of(place, variant, lists, tile)

@@ -9,19 +9,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile.launch import Launch, cdiv, device_values, dropout, lengths, packed, rows, visits
 from ..reference import sink_gradient
+from ..tile.launch import (
+    Launch,
+    bias_launches,
+    cdiv,
+    device_values,
+    dropout,
+    empty_extra,
+    lengths,
+    packed,
+    rows,
+    visits,
+)
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as gradients
 from . import forward as kernels
 from .around import finish, prepare
-from .tiles import BACKWARD, Backward, Forward, forward_row, padded
+from .tiles import BACKWARD, BIAS, Backward, Forward, forward_row, padded
 
 TINY = 2.0**-126
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 SECTION = 16
-"""Score matrices that run side by side where tiles differ in length."""
+"""Score matrices that run side by side, at least, where tiles differ in length."""
+CACHED_KEYS = 32 << 20
+"""Bytes of K and V that they may share: what stays in the second-level cache."""
 PROCESSORS = 132
 CACHED_QUERIES = 24 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
@@ -61,9 +74,7 @@ def plan(p: Problem) -> Plan:
         row.turns, has_edges(p, row), row.draw_early, row.split,
     )  # fmt: skip
     back = BACKWARD[padded(p)]
-    back_tile = gradients.Tile(
-        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, p.H // p.H_k
-    )
+    back_tile = gradients.Tile(back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, p.H // p.H_k)
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     c = natural * LOG2E.value
@@ -84,11 +95,13 @@ def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> 
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
-    section = SECTION if p.recipe.mask else 1
+    of_keys = CACHED_KEYS // (p.N * 2 * pl.forward_tile.D * 2) * (p.H // p.H_k)
+    section = max(SECTION, of_keys) if p.recipe.mask else 1
     D = pl.forward_tile.D
     arguments = (
         descriptor(p, x.q, 64, D), descriptor(p, x.k, pl.forward.B_c, D), descriptor(p, x.v, pl.forward.B_c, D),
-        descriptor(p, saved.o, 64, D), rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
+        descriptor(p, saved.o, 64, D), rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter,
+        packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
         kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles),
     )  # fmt: skip
@@ -135,7 +148,17 @@ def backward_launches(
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (scratch.dq, rows(p, grads.q), where, pl.factor, M, p.H, tiles, blocks)
     constants = {"d": p.D, "B_R": row.B_r, "SIZE": D}
-    return [before, *listing, main, Launch(finish, matrices * tiles, arguments, constants, pl.compiled)]
+    after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
+
+    operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
+    tiles = BIAS[D]
+    constants = {
+        "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    stride = blocks * row.B_r
+    biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
+    return [before, *listing, main, after, *biases]
 
 
 def is_short(p: Problem) -> bool:
@@ -181,10 +204,10 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-    """dq, dk, dv, and the sink's."""
+    """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-    extra: list[Tensor | None] = [None] * len(x.extra)
+    extra = list(empty_extra(p, x))
     grads, scratch = Grads(q, k, v, tuple(extra)), empty_scratch(p, x.q.device)
     for launch in backward_launches(p, x, saved, do, dlse, scratch, grads):
         launch.run()

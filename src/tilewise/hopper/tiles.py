@@ -25,7 +25,7 @@ class Forward(NamedTuple):
 
 FORWARD = {
     64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
-    (64, "rich"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
+    (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
     128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
     256: Forward(2, 64, 1, 2, turns=False, draw_early=False, split=2, registers=240),
 }
@@ -48,14 +48,27 @@ BACKWARD = {
 }
 
 
+class Bias(NamedTuple):
+    """Tiles of the kernel for a bias's gradient."""
+
+    B_r: int
+    B_c: int
+    warps: int
+    stages: int
+
+
+BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 2)}
+
+
 def padded(p: Problem) -> int:
     """Columns of a row in shared memory: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
 
 
 def forward_row(p: Problem) -> Forward:
-    """The row of a problem; "rich" ones serve scores, dropout and lists of tiles."""
+    """The row of a problem. At head size 64 three warpgroups leave no registers for scores and dropout, 192 rows are
+    no list's, and waste the most at the edges of masks: there two do better up to 4k tokens."""
     interval = all(getattr(kind, "interval", True) for kind in p.kinds)
+    two = p.recipe.score or p.recipe.dropout or not interval or (p.recipe.mask and p.M <= 4096)
     size = padded(p)
-    rich = p.recipe.score or p.recipe.dropout or not interval
-    return FORWARD.get((size, "rich"), FORWARD[size]) if rich else FORWARD[size]
+    return FORWARD.get((size, "two"), FORWARD[size]) if two else FORWARD[size]

@@ -1,14 +1,16 @@
-"""P and dS of one tile in the backward (Dao et al. 2022, algorithm 4): S computed again, P from the lse that was kept.
+"""P and dS of one tile of the backward (Dao et al. 2022, algorithm 4): S computed again, P from the lse that was kept.
 
-i and j are positions inside the tile that starts at (place.i0, j0). They broadcast together either way round, so S may be
-transposed; L and D broadcast with i.
+i and j are positions inside the tile that starts at (place.i0, j0). They broadcast together either way round, so S may
+be transposed; L and D broadcast with i.
 """
 
 import triton
 import triton.language as tl
 
+from .dropout import kept
 from .masks import visible
 from .scores import back, through
+from .softmax import probabilities
 
 
 @triton.jit
@@ -28,3 +30,19 @@ def logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP: tl.constexpr):
     """dS of the logits that entered score STOP; dP after dropout, S = Q K^T."""
     rows = place.i0 + i + place.shift
     return back(variant.scores, P * (dP - D), S, place.b, place.h, rows, j0 + j, STOP)
+
+
+@triton.jit
+def scores_gradient(
+    S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
+):
+    """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
+    S_out = logits(S, place, variant, i, j0, j)
+    if MASKED:
+        S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))
+    P = probabilities(S_out, L, unit, EXACT)
+    P_kept = P
+    if variant.dropout is not None:
+        Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
+        P_kept, dP = P * Z, dP * Z
+    return P_kept, logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP)

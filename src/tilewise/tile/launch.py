@@ -1,14 +1,17 @@
 """What the GPU back ends share on the host: from a problem's values to kernel arguments, and launches."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..mask import OPEN, Value
-from ..problem import Operands, Problem
+from ..problem import Grads, Operands, Problem
 from ..reference import dropout_threshold
+from ..score import Bias
 from . import masks, scores
+from .bias import dbias
 from .dropout import Dropout
 from .rows import Packed, Rows
 from .visits import Visits, list_tiles
@@ -171,3 +174,47 @@ def adjacent(t: Tensor) -> Tensor:
     """The tensor, copied only if the entries of a row do not lie side by side. Triton 3.6 would load them in a layout
     whose fp32 products read outside shared memory (docs/adr/0004)."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def bias_launches(
+    p: Problem, given: Any, variant: Any, unit: float, stride: int, grads: Grads, tiles: Any, constants: Any, pl: Any,
+    key: Any,
+) -> Iterator[Launch]:  # fmt: skip
+    """One launch for every bias that wants a gradient. `given` are the operands Q, K, V, dO, L and D of a backward."""
+    index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
+    for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
+        grad = grads.extra[index] if issubclass(kind, Bias) else None
+        index += len(kind.captures)
+        if grad is None:
+            continue
+        whole = grad[(None,) * (4 - grad.ndim)]
+        batch, heads, length, width = whole.shape
+        tiles_r, tiles_c = cdiv(length, tiles.B_r), cdiv(width, tiles.B_c)
+        nothing = 0 in (p.B, p.M, p.N)
+        each = (1, 1, 1, 1) if nothing else (
+            p.B // batch, p.H // heads,
+            cdiv(p.M, tiles.B_r) if length == 1 else 1, cdiv(p.N, tiles.B_c) if width == 1 else 1,
+        )  # fmt: skip
+        steps = whole.stride()
+        arguments = (
+            *given, Rows(grad, steps[0], steps[2], steps[1]), variant,
+            unit, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each, stride,
+        )  # fmt: skip
+        which = position + 1  # entry 0 of the kernel's scores is the scale
+        flags = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1}
+        programs = 0 if nothing else batch * heads * tiles_r * tiles_c
+        at = key, which, grad.data_ptr() % 16
+        yield Launch(dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
+
+
+def empty_extra(p: Problem, x: Operands) -> tuple[Tensor | None, ...]:
+    """Unwritten gradients of the extras; those of biases with no rows to sum over are zero."""
+    if not p.wanted:
+        return (None,) * len(x.extra)
+    value = 0.0 if 0 in (p.B, p.M, p.N) else torch.nan
+    return tuple(
+        [
+            torch.full(t.shape, value, dtype=t.dtype, device=t.device) if want else None
+            for t, want in zip(x.extra, p.wanted, strict=True)
+        ]
+    )

@@ -1,4 +1,4 @@
-"""The backward kernels: delta, then dK and dV by key tiles, dQ by query tiles, and the gradient of biases.
+"""The backward kernels: delta, then dK and dV by key tiles and dQ by query tiles.
 
 S and P are computed again from lse (Dao et al. 2022, algorithm 4); no kernel adds to memory that another one wrote.
 """
@@ -6,13 +6,12 @@ S and P are computed again from lse (Dao et al. 2022, algorithm 4); no kernel ad
 import triton
 import triton.language as tl
 
-from ..tile.dropout import kept
-from ..tile.gradients import logits, logits_gradient, seen
-from ..tile.rows import origin, pitch, row_values, rows_of
+from ..tile.blocks import block, load_row_values, load_rows, product, store_rows
+from ..tile.gradients import scores_gradient
+from ..tile.rows import pitch, row_values, rows_of
 from ..tile.schedule import assign
-from ..tile.softmax import for_backward, probabilities
+from ..tile.softmax import for_backward
 from ..tile.visits import Place, key_range, list_at, partial_at, query_range, tile_at
-from .blocks import block, load_rows, product, store_rows
 
 # lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
@@ -45,38 +44,12 @@ def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.
 
 
 @triton.jit
-def scores_gradient(
-    S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
-):
-    """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
-    S_out = logits(S, place, variant, i, j0, j)
-    if MASKED:
-        S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))
-    P = probabilities(S_out, L, unit, EXACT)
-    P_kept = P
-    if variant.dropout is not None:
-        Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
-        P_kept, dP = P * Z, dP * Z
-    return P_kept, logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP)
-
-
-@triton.jit
 def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
     """acc + a b. In fp32 a fresh sum per tile is added by FMA, because matrix units truncate as they sum."""
     if b.dtype == tl.float32:
         return tl.fma(product(a, b, PRECISION), one, acc)
     else:
         return tl.dot(a.to(b.dtype), b, acc)
-
-
-@triton.jit
-def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
-    """One number for each of B rows.  # (B,)"""
-    rows = i0 + tl.arange(0, B)
-    if CHECK:
-        return tl.load(start + rows, mask=rows < M, other=other)
-    else:
-        return tl.load(start + rows)
 
 
 @triton.jit
@@ -179,49 +152,3 @@ def dq(
         j0 = partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C
         acc = dq_step(j0, acc, q, do, logs, sums, keys, values, place, variant, unit, one, True, PRECISION)
     store_rows(block(dQ, b, h, q0, B_R, d), i0, M, acc * factor)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "dBias", "variant", "M", "N", "H", "rows", "columns", "heads", "tiles_r", "tiles_c",
-        "b_each", "h_each", "r_each", "c_each",
-    ]
-)  # fmt: skip
-def dbias(
-    Q, K, V, dO, L, D, dBias, variant, unit, M, N, H, rows, columns, heads, tiles_r, tiles_c,
-    b_each, h_each, r_each, c_each,
-    WHICH: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, G: tl.constexpr, d: tl.constexpr,
-    d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of score WHICH, a bias: one program owns a tile of it and sums what the bias was broadcast over.
-
-    The bias has `heads` heads, `rows` rows and `columns` columns. Each of its tiles serves b_each batch entries, h_each
-    heads, and r_each by c_each tiles of S. No atomics, so its bits repeat.
-    """
-    program = tl.program_id(0)
-    t_c, t_r = program % tiles_c, program // tiles_c % tiles_r
-    h0, b0 = program // tiles_c // tiles_r % heads, program // tiles_c // tiles_r // heads
-    i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
-    acc = tl.zeros([B_R, B_C], tl.float32)
-    for x in range(b_each * h_each * r_each * c_each):
-        i0, j0 = (t_r + x // c_each % r_each) * B_R, (t_c + x % c_each) * B_C
-        h, b = h0 + x // c_each // r_each % h_each, b0 + x // c_each // r_each // h_each
-        q = load_rows(block(Q, b, h, 0, B_R, d), i0, M, True)  # (B_r, d)
-        do = load_rows(block(dO, b, h, 0, B_R, d_v), i0, M, True)  # (B_r, d_v)
-        k = load_rows(block(K, b, h // G, 0, B_C, d), j0, N, True)  # (B_c, d)
-        v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
-        logs = load_row_values(row_values(L, None, b, h, H, 0, pitch(M)), i0, B_R, M, float("inf"), True)
-        sums = load_row_values(row_values(D, None, b, h, H, 0, pitch(M)), i0, B_R, M, 0.0, True)
-        S = product(q, k.T, PRECISION)  # (B_r, B_c)
-        dP = product(do, v.T, PRECISION)  # (B_r, B_c)
-        place = Place(b, h, b * H + h, i0, M, N, N - M)
-        EXACT: tl.constexpr = q.dtype == tl.float32
-        logs, sums = logs[:, None], sums[:, None]
-        acc += scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
-    if ONE_ROW:
-        acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
-    if ONE_COLUMN:
-        acc = tl.broadcast_to(tl.sum(acc, 1, keep_dims=True), acc.shape)
-    i, j = t_r * B_R + i, t_c * B_C + j
-    at = origin(dBias, b0, h0, 0) + i.to(tl.int64) * dBias.row + j
-    tl.store(at, acc.to(dBias.ptr.dtype.element_ty), mask=(i < rows) & (j < columns))

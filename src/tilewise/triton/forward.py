@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..tile.blocks import block, load_rows, product, store_rows
 from ..tile.dropout import kept
 from ..tile.masks import visible
 from ..tile.rows import row_values, rows_of
@@ -10,7 +11,6 @@ from ..tile.schedule import assign
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, online_softmax
 from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
-from .blocks import block, load_rows, product, store_rows
 
 
 @triton.jit

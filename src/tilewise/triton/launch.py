@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..problem import PRECISIONS, Grads, Operands, Problem, Saved
 from ..reference import sink_gradient
-from ..score import Bias
 from ..tile.launch import (
     Launch,
     adjacent,
+    bias_launches,
     cdiv,
     device_values,
     dropout,
+    empty_extra,
     lengths,
     packed,
     rows,
     visits,
     with_adjacent_rows,
 )
-from ..tile.rows import Rows
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as kernels
@@ -131,14 +131,9 @@ def empty_row_values(p: Problem, x: Operands) -> Tensor:
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
-    """Unwritten gradients; those of biases with no rows to sum over are zero."""
-    nothing = 0 in (p.B, p.M, p.N)
+    """Unwritten gradients."""
     q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-    extra = [
-        torch.full(t.shape, 0.0 if nothing else torch.nan, dtype=t.dtype, device=t.device) if want else None
-        for t, want in zip(x.extra, p.wanted, strict=True)
-    ] if p.wanted else [None] * len(x.extra)  # fmt: skip
-    return Grads(q, k, v, tuple(extra))
+    return Grads(q, k, v, empty_extra(p, x))
 
 
 def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
@@ -191,35 +186,8 @@ def backward_launches(
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
-    index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
-    for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
-        grad = grads.extra[index] if issubclass(kind, Bias) else None
-        if grad is not None:
-            yield _bias_launch(
-                p, given, variant, grad, position + 1, key
-            )  # entry 0 of the kernel's scores is the scale
-        index += len(kind.captures)
-
-
-def _bias_launch(p: Problem, given: Any, variant: Variant, grad: Tensor, which: int, key: Any) -> Launch:
-    pl = plan(p)
-    B_r, B_c = pl.dq.B_r, pl.dq.B_c
-    whole = grad[(None,) * (4 - grad.ndim)]
-    batch, heads, length, width = whole.shape
-    tiles_r, tiles_c = cdiv(length, B_r), cdiv(width, B_c)
-    nothing = 0 in (p.B, p.M, p.N)
-    each = (1, 1, 1, 1) if nothing else (
-        p.B // batch, p.H // heads,
-        cdiv(p.M, B_r) if length == 1 else 1, cdiv(p.N, B_c) if width == 1 else 1,
-    )  # fmt: skip
-    stride = whole.stride()
-    arguments = (
-        *given, Rows(grad, stride[0], stride[2], stride[1]), variant,
-        pl.unit, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each,
-    )  # fmt: skip
-    constants = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1, **pl.constants, **meta(pl.dq)}
-    programs = 0 if nothing else batch * heads * tiles_r * tiles_c
-    return Launch(kernels.dbias, programs, arguments, constants, pl.compiled, (key, which, grad.data_ptr() % 16))
+    stride = logs.shape[-1]
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.dq, {**pl.constants, **meta(pl.dq)}, pl, key)
 
 
 def meta(tiles: Tiles) -> dict[str, int]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import origin
+from .rows import origin
 
 
 class Block(NamedTuple):
@@ -39,6 +39,16 @@ def load_rows(X, first, length, CHECK: tl.constexpr):
     if CHECK:
         inside = inside & (first + tl.arange(0, X.at.shape[0]) < length)[:, None]
     return tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
+    """One number for each of B rows.  # (B,)"""
+    rows = i0 + tl.arange(0, B)
+    if CHECK:
+        return tl.load(start + rows, mask=rows < M, other=other)
+    else:
+        return tl.load(start + rows)
 
 
 @triton.jit
