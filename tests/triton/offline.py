@@ -184,7 +184,7 @@ class Compiled(NamedTuple):
 def read(kernel: Any) -> Compiled:
     """Disassembles a compiled kernel."""
     if "cubin" in kernel.asm:
-        text = _sass(kernel.asm["cubin"])
+        text = sass(kernel.asm["cubin"])
         matrix, otherwise = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA\b"
         local = r"\b(?:LDL|STL)\b"
         registers = re.search(r"REG:(\d+)", text)
@@ -200,7 +200,7 @@ def read(kernel: Any) -> Compiled:
     return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
 
 
-def _sass(cubin: bytes) -> str:
+def sass(cubin: bytes) -> str:
     """Read by Triton's own tool, or by that of TILEWISE_CUOBJDUMP: the newest compiles for sm_70 but cannot read it."""
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

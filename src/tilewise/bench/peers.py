@@ -42,10 +42,14 @@ class Peer:
 SEED = 1234
 
 
-def _tilewise(case: Case, device: torch.device) -> Attention:
+def _tilewise(case: Case, device: torch.device, backend: str | None = None) -> Attention:
     mask = tw.Causal() if case.causal else tw.Full()
     seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
-    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed)
+    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed, backend=backend)
+
+
+def _portable(case: Case, device: torch.device) -> Attention:
+    return _tilewise(case, device, "triton")
 
 
 class _Tiled(torch.autograd.Function):
@@ -168,6 +172,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("tilewise", _tilewise, seeded=True),
+        Peer("tilewise triton", _portable, _needs_gpu, seeded=True),
         Peer("tilewise tiled", _tiled, _needs_cpu, seeded=True),
         Peer("standard", _standard),
         Peer("sdpa", _sdpa),

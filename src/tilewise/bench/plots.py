@@ -17,6 +17,7 @@ from .tables import OURS, RATE, STANDARD, describe, in_its_unit, ratios, setting
 COLOURS = {
     OURS: "#d1495b",
     "tilewise tiled": "#e8a0a8",
+    "tilewise triton": "#e8a0a8",
     STANDARD: "#8d99ae",
     "sdpa": "#2e6f95",
     "sdpa cudnn": "#2e6f95",

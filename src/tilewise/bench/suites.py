@@ -108,7 +108,7 @@ SUITES = {
     for suite in (
         Suite(
             "paper", "FlashAttention-2's grid: 16k tokens, hidden size 2048", _paper(), (FORWARD, BACKWARD),
-            ("tilewise", *SDPA, "flex", *PACKAGES, "standard"), 7, 8192, (1024, 4096),
+            ("tilewise", "tilewise triton", *SDPA, "flex", *PACKAGES, "standard"), 7, 8192, (1024, 4096),
         ),
         Suite(
             "classic", "FlashAttention 0.1's benchmark: batch 8, 12 heads of 64", _classic(), (BOTH,),

@@ -136,13 +136,18 @@ def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _paper(rows: Sequence[Row]) -> list[str]:
-    return [
-        line
-        for pass_ in (FORWARD, BACKWARD)
-        for line in _against(rows, CUDNN, f"{pass_}, head sizes 64 and 128, from 1k tokens", lambda row, pass_=pass_: (
-            row.pass_ == pass_ and row.of.head_size <= 128 and row.of.length >= 1024
-        ))
-    ]  # fmt: skip
+    lines = []
+    for ours in (OURS, f"{OURS} triton"):
+        for pass_ in (FORWARD, BACKWARD):
+            for sizes in ((64, 128), (256,)):
+                where = f"{pass_}, head size {' and '.join(map(str, sizes))}, from 1k tokens"
+                lines += _against(
+                    rows, CUDNN, where,
+                    lambda row, pass_=pass_, sizes=sizes: (
+                        row.pass_ == pass_ and row.of.head_size in sizes and row.of.length >= 1024
+                    ), ours,
+                )  # fmt: skip
+    return lines
 
 
 def _against(rows: Sequence[Row], peer: str, where: str, chosen: Callable[[Row], bool], ours: str = OURS) -> list[str]:

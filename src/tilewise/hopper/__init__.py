@@ -14,7 +14,7 @@ class Hopper:
     name = "hopper"
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Chip, type, head sizes, addresses; in a backward, what is left to the portable kernels."""
+        """Chip, type, head sizes, addresses, and what is left to the portable kernels."""
         p = problem
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
@@ -30,8 +30,6 @@ class Hopper:
                 against.append(f"{name} {reason}; make it contiguous")
         if p.recipe.deterministic:
             against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
-        if p.recipe.varlen and p.recipe.sink and p.wanted and p.wanted[-3]:
-            against.append("it has no gradient of a sink with packed sequences")
         return against
 
     def tiles(self, problem: Problem) -> str:

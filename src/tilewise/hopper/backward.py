@@ -38,15 +38,15 @@ from .forward import store_inside, zero_from
 class Tile(NamedTuple):
     """What a kernel is compiled for; all constants."""
 
-    B_R: gl.constexpr
-    B_C: gl.constexpr
-    D: gl.constexpr
+    B_R: int
+    B_C: int
+    D: int
     """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
-    Q_STAGES: gl.constexpr
-    DO_STAGES: gl.constexpr
-    SIDES: gl.constexpr
+    Q_STAGES: int
+    DO_STAGES: int
+    SIDES: bool
     """Whether one group owns dV and the other dK, rather than each half of the keys."""
-    GROUP: gl.constexpr
+    GROUP: int
     """Query heads of a key head."""
 
 

@@ -32,20 +32,20 @@ from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait,
 class Tile(NamedTuple):
     """What a kernel is compiled for; all constants."""
 
-    WARPGROUPS: gl.constexpr
+    WARPGROUPS: int
     """Of 64 query rows each."""
-    B_C: gl.constexpr
-    D: gl.constexpr
+    B_C: int
+    D: int
     """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
-    Q_STAGES: gl.constexpr
-    KV_STAGES: gl.constexpr
-    TURNS: gl.constexpr
+    Q_STAGES: int
+    KV_STAGES: int
+    TURNS: bool
     """Whether named barriers order the warpgroups' products (ping-pong)."""
-    EDGES: gl.constexpr
+    EDGES: bool
     """Whether other key tiles than a query tile's first may need the mask."""
-    DRAW_EARLY: gl.constexpr
+    DRAW_EARLY: bool
     """Whether the next tile is drawn behind the second load rather than behind the last."""
-    SPLIT: gl.constexpr
+    SPLIT: int
     """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way."""
 
 

@@ -38,7 +38,7 @@ CACHED_KEYS = 32 << 20
 PROCESSORS = 132
 CACHED_QUERIES = 24 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
-PIECE = gl.NVMMASharedLayout(0, 32, rank=2)
+PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 class Plan(NamedTuple):
@@ -189,7 +189,7 @@ def descriptor(p: Problem, t: Tensor, rows: int, columns: int) -> TensorDescript
     t = t[None] if p.recipe.varlen else t
     t = t.transpose(1, 2)
     box = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, TYPES[t.dtype])
+    layout: Any = gl.NVMMASharedLayout.get_default_for(box, TYPES[t.dtype])
     return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
 
 
@@ -211,10 +211,21 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     grads, scratch = Grads(q, k, v, tuple(extra)), empty_scratch(p, x.q.device)
     for launch in backward_launches(p, x, saved, do, dlse, scratch, grads):
         launch.run()
-    if p.recipe.sink and p.wanted and p.wanted[-1]:
-        delta = scratch.delta.view(p.B, p.H, -1)[..., : p.M]
-        extra[-1] = sink_gradient(x.extra[-1], saved.lse, delta).to(x.extra[-1].dtype)
+    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    if p.recipe.sink and extra[sink] is not None:
+        delta = by_row(p, x, scratch.delta)
+        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))
+
+
+def by_row(p: Problem, x: Operands, numbers: Tensor) -> Tensor:
+    """Numbers in blocks of B_r rows, by rows as lse has them."""
+    if not p.recipe.varlen:
+        return numbers.view(p.B, p.H, -1)[..., : p.M]
+    cu, B_r = x.extra[-2], BACKWARD[padded(p)].B_r
+    row = torch.arange(p.q.shape[0], device=cu.device)
+    b = torch.bucketize(row, cu[1:], right=True).clamp(max=p.B - 1)
+    return numbers.view(p.H, -1)[:, (cu[b] // B_r + b) * B_r + row - cu[b]]
 
 
 def addressable(t: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Compiles the Hopper kernels without a GPU and reads what came out: one JSON line a kernel of every call in `calls`.
+
+Runs in a process of its own with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical
+from tilewise.hopper import backend, launch
+from tilewise.problem import Grads, Saved
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from offline import innermost_loops, meta, read, sass, use_target
+
+B, S, H = 2, 1024, 4
+
+
+CALLS = {
+    64: ("long causal", "causal", "rich"),
+    128: ("full", "causal", "varlen", "rich"),
+    256: ("causal", "listed"),
+}
+"""What is compiled of each head size: every row of the tables, and every kind of kernel once."""
+
+
+def calls() -> dict[str, dict[str, Any]]:
+    """Options of one call per kind of kernel."""
+    ends = meta(B + 1, dtype=torch.int32)
+    return {
+        "full": {},
+        "causal": {"mask": tw.Causal()},
+        "long causal": {"mask": tw.Causal(), "S": 8192},
+        "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
+        "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
+        "rich": {
+            "mask": tw.Causal(),
+            "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
+            "sink": meta(H, dtype=torch.float32),
+            "dropout": 0.1,
+        },
+    }
+
+
+def launches(D: int, options: dict[str, Any]) -> list[Any]:
+    """Forward and backward of a call with meta tensors."""
+    options = dict(options)
+    length = options.pop("S", S)
+    shape = (B * length, H, D) if "layout" in options else (B, length, H, D)
+    q = meta(*shape, dtype=torch.bfloat16)
+    defaults = {
+        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
+        "deterministic": False, "backend": None,
+    }  # fmt: skip
+    x, recipe, longest = _gather(q, q, q, *{**defaults, **options}.values())
+    p = _hypothetical(x, recipe, longest, "sm_90")
+    assert not backend.why_not(p)
+    seed = meta(dtype=torch.int64) if recipe.dropout else None
+    lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
+    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
+    scratch = launch.empty_scratch(p, q.device)
+    counter = meta(2, dtype=torch.int32)
+    backward = launch.backward_launches(p, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads)
+    return [*launch.forward_launches(p, x, saved, counter), *backward]
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Every kernel that multiplies, per head size and call."""
+    use_target("sm_90")
+    for D, names in CALLS.items():
+        for name in names:
+            for one in launches(D, calls()[name]):
+                kernel = one.kernel.fn.__name__
+                if kernel in ("forward", "backward"):
+                    compiled = one.compile()
+                    text = sass(compiled.asm["cubin"])
+                    row = {"kernel": kernel, "D": D, "call": name} | read(compiled)._asdict()
+                    row["waits"] = [body.count("DEPBAR.LE gsb0, 0x0") for body in innermost_loops(text, r"\bHGMMA\b")]
+                    row["tma"] = [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text]
+                    yield row
+
+
+if __name__ == "__main__":
+    for line in main():
+        print(json.dumps({"triton": triton.__version__, **line}), flush=True)

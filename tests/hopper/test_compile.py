@@ -1,0 +1,86 @@
+"""Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
+
+How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and may
+not grow; `python tests/hopper/test_compile.py` measures it anew. A wait too many means that ptxas put products that were
+meant to run side by side one after the other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+RECORD = HERE / "spills.json"
+SHARED = 227 * 1024
+RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
+"""The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
+
+
+def offline(folder):
+    """What offline.py prints with the Triton of a folder, or with the installed one."""
+    path = [*filter(None, [folder]), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "offline.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def name(row):
+    """A kernel's name in the record."""
+    return f"{row['kernel']} {row['D']} {row['call']}"
+
+
+def counts(row):
+    """What may not grow."""
+    return {"spills": row["spills"], "waits": max(row["waits"])}
+
+
+def faults(row, record):
+    """What is wrong with a kernel, as sentences."""
+    found = []
+    if row["shared"] > SHARED:
+        found.append(f"{row['shared']} bytes of shared memory, the chip has {SHARED}")
+    if row["matrix"] != ["HGMMA"]:
+        found.append(f"uses the matrix instructions {row['matrix']}; meant is HGMMA")
+    meant = ["UTMALDG", "UTMASTG", *(["UTMAREDG"] if row["kernel"] == "backward" else [])]
+    if row["tma"] != meant:
+        found.append(f"moves memory by {row['tma']}; meant are {meant}")
+    if name(row) not in record:
+        return [*found, f"is not in {RECORD}; measure it by `python {Path(__file__).relative_to(Path.cwd())}`"]
+    for what, count in counts(row).items():
+        if count > record[name(row)][what]:
+            found.append(f"{count} {what} in a loop, allowed are {record[name(row)][what]}")
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_kernel_compiles_well(release):
+    variable = RELEASES[release]
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"{variable} does not say where the newest Triton lies")
+    rows = offline(os.environ[variable] if variable else None)
+    record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
+    assert {(row["kernel"], row["D"]) for row in rows} == {(k, D) for k in ("forward", "backward") for D in (64, 128, 256)}
+    wrong = {name(row): found for row in rows if (found := faults(row, record))}
+    assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
+
+
+def measure():
+    """Writes the record, for every Triton there is."""
+    record = {}
+    for folder in (None, *filter(None, [os.environ.get("TILEWISE_TRITON_NEWEST")])):
+        rows = offline(folder)
+        record[rows[0]["triton"]] = {name(row): counts(row) for row in rows}
+        print(rows[0]["triton"], *(f"{name(row)}: {counts(row)}" for row in rows), sep="\n  ", flush=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    measure()
