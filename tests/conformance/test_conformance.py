@@ -48,7 +48,8 @@ def suited(case: Case, backend: str) -> Case:
     wide = case.dtype == torch.float32
     if not wide:
         return replace(case, D=D, D_v=D_v)
-    return replace(case, name=f"{case.name} in bf16", dtype=torch.bfloat16, precision=None, D=D, D_v=D_v)
+    bf16, sink = torch.bfloat16, case.sink and torch.bfloat16
+    return replace(case, name=f"{case.name} in bf16", dtype=bf16, sink=sink, precision=None, D=D, D_v=D_v)
 
 
 def skip_unless_taken(case: Case, backend: str, call: Call) -> None:

@@ -1,8 +1,8 @@
 """Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
 
-How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and may
-not grow; `python tests/hopper/test_compile.py` measures it anew. A wait too many means that ptxas put products that were
-meant to run side by side one after the other.
+How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and
+may not grow; `python tests/hopper/test_compile.py` measures it anew. A wait too many means that ptxas put products that
+were meant to run side by side one after the other.
 """
 
 import json
@@ -67,7 +67,8 @@ def test_every_kernel_compiles_well(release):
         pytest.skip(f"{variable} does not say where the newest Triton lies")
     rows = offline(os.environ[variable] if variable else None)
     record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
-    assert {(row["kernel"], row["D"]) for row in rows} == {(k, D) for k in ("forward", "backward") for D in (64, 128, 256)}
+    for kernel in ("forward", "backward"):
+        assert {row["D"] for row in rows if row["kernel"] == kernel} == {64, 128, 256}
     wrong = {name(row): found for row in rows if (found := faults(row, record))}
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
