@@ -41,7 +41,7 @@ class Missing:
         self.name, self.error = name, error
 
     def why_not(self, problem: Problem) -> list[str]:
-        return [f"it needs a package that cannot be imported ({self.error}); pip install 'tilewise[{self.name}]'"]
+        return [f"it needs a package that cannot be imported ({self.error}); pip install 'tilewise[triton]'"]
 
 
 @cache

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
-from ..tile.launch import on_device
 from . import launch
 from .tiles import BACKWARD, forward_row, padded
+
+SMALL = 1 << 33
+"""Of B H M N (D + D_v): about 35 microseconds of work, which is what descriptors add to a call on the host."""
 
 
 class Hopper:
@@ -29,6 +31,8 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
+        if p.recipe.backend != self.name and p.B * p.H * p.M * p.N * (p.D + p.D_v) < SMALL:
+            against.append("the call is so small that descriptors for TMA would cost the host more than they save")
         if p.recipe.deterministic:
             against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
         return against
@@ -42,11 +46,11 @@ class Hopper:
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        with on_device(x.q):
+        with torch.cuda.device(x.q.device):
             return launch.forward(problem, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        with on_device(x.q):
+        with torch.cuda.device(x.q.device):
             return launch.backward(problem, x, saved, do, dlse)
 
 
@@ -56,8 +60,8 @@ def _unaddressable(spec: Spec) -> str | None:
         return "does not start on a 16-byte boundary"
     if spec.stride[-1] != 1 and spec.shape[-1] != 1:
         return "has rows whose entries are not adjacent"
-    for size, stride in zip(spec.shape[:-1], spec.stride[:-1], strict=True):
-        if size > 1 and (stride * 2 % 16 or stride <= 0):
+    for stride in spec.stride[:-1]:
+        if stride * spec.dtype.itemsize % 16 or stride <= 0:
             return f"has a stride of {stride} entries, which is no positive multiple of 16 bytes"
     return None
 

@@ -38,19 +38,7 @@ CACHED_KEYS = 32 << 20
 PROCESSORS = 132
 CACHED_QUERIES = 24 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
-LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
-
-
-Box = tuple[list[int], list[int], list[int], Any]
-"""Shape, strides, box and layout of a descriptor."""
-
-
-class Descriptor(TensorDescriptor):
-    """A tensor as TMA sees it. Gluon's own checks cost more than the launch; `why_not` has made them."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check."""
 
 
 class Plan(NamedTuple):
@@ -64,9 +52,6 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     factor: float
     """What the sums of dS K and dS^T Q are multiplied by."""
-    boxes: tuple[Box, ...]
-    """Of q, k, v and o in the forward, and of q, k, v, dk and dv in the backward."""
-    section: int
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -93,20 +78,7 @@ def plan(p: Problem) -> Plan:
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     c = natural * LOG2E.value
-    D = padded(p)
-    of_o = (*p.q.shape[:-1], p.D_v)
-    edge = (back.B_c, 8192 // back.B_c) if back.sides else (64, D)
-    boxes = (
-        box(p, p.q.shape, p.q.stride, 64, D), box(p, p.k.shape, p.k.stride, row.B_c, D),
-        box(p, p.v.shape, p.v.stride, row.B_c, D), box(p, of_o, contiguous(of_o), 64, D),
-        box(p, p.q.shape, p.q.stride, back.B_r, D), box(p, p.k.shape, p.k.stride, back.B_c, D),
-        box(p, p.v.shape, p.v.stride, back.B_c, D),
-        box(p, p.k.shape, contiguous(p.k.shape), *edge), box(p, p.v.shape, contiguous(p.v.shape), *edge),
-    )  # fmt: skip
-    of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
-    section = max(SECTION, of_keys) if p.recipe.mask else 1
-    values = None if p.extra else device_values(p, ())
-    return Plan(row, tile, back, back_tile, c, factor, boxes, section, listed, values, {})
+    return Plan(row, tile, back, back_tile, c, factor, listed, None if p.extra else device_values(p, ()), {})
 
 
 def has_edges(p: Problem, row: Forward) -> bool:
@@ -123,11 +95,15 @@ def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> 
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
+    of_keys = CACHED_KEYS // (p.N * 2 * pl.forward_tile.D * 2) * (p.H // p.H_k)
+    section = max(SECTION, of_keys) if p.recipe.mask else 1
+    D = pl.forward_tile.D
     arguments = (
-        *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes[:4], strict=True)],
-        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
+        descriptor(p, x.q, 64, D), descriptor(p, x.k, pl.forward.B_c, D), descriptor(p, x.v, pl.forward.B_c, D),
+        descriptor(p, saved.o, 64, D), rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter,
+        packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
-        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, pl.section, tiles),
+        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles),
     )  # fmt: skip
     constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
     return [*listing, Launch(kernels.forward, min(heads * tiles, PROCESSORS), arguments, constants, pl.compiled)]
@@ -156,12 +132,12 @@ def backward_launches(
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
     section = max(1, min(heads, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8)))
-    operands = x.q, x.k, x.v, grads.k, grads.v
-    Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(operands, pl.boxes[4:], strict=True))
-    dO = Descriptor(do, *box(p, do.shape, do.stride(), row.B_r, D))
-    pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    box = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
+    given = [descriptor(p, t, size, D) for t, size in ((x.q, row.B_r), (x.k, row.B_c), (x.v, row.B_c), (do, row.B_r))]
+    pieces = TensorDescriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
+        *given, *(vector(t, row.B_r) for t in scratch[:2]), pieces,
+        descriptor(p, grads.k, *box), descriptor(p, grads.v, *box),
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), where, variant, pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
@@ -203,28 +179,18 @@ def empty_scratch(p: Problem, device: torch.device) -> Scratch:
     return Scratch(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
 
-def vector(t: Tensor, size: int) -> Descriptor:
+def vector(t: Tensor, size: int) -> TensorDescriptor:
     """Numbers in a row, in boxes of `size`."""
-    return Descriptor(t, [t.numel()], [1], [size], LINE)
+    return TensorDescriptor(t, [t.numel()], [1], [size], gl.NVMMASharedLayout(0, 32, rank=1))
 
 
-def box(p: Problem, shape: tuple[int, ...], stride: tuple[int, ...], rows: int, columns: int) -> Box:
-    """How TMA sees a tensor of this shape: (batch, heads, length, size), in boxes of `rows` rows of one head.
-
-    Reads past its ends give 0, writes are dropped.
-    """
-    if p.recipe.varlen:
-        shape, stride = (1, *shape), (0, *stride)
-    size = [shape[n] for n in (0, 2, 1, 3)]
-    # TMA wants multiples of 16 bytes even where there is nothing to step over
-    step = [stride[n] if shape[n] > 1 else 8 for n in (0, 2, 1)]
-    return size, [*step, 1], [1, 1, rows, columns], layout_of(rows, columns, p.dtype)
-
-
-@lru_cache(64)
-def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
+def descriptor(p: Problem, t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A tensor as TMA sees it: boxes of `rows` rows of one head. Reads past its ends give 0, writes are dropped."""
+    t = t[None] if p.recipe.varlen else t
+    t = t.transpose(1, 2)
+    box = [1, 1, rows, columns]
+    layout: Any = gl.NVMMASharedLayout.get_default_for(box, TYPES[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
 
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
@@ -272,18 +238,9 @@ def counter(device: torch.device) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # type: ignore[attr-defined]
+    return _counter(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @lru_cache(1024)
 def _counter(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a fresh tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
