@@ -125,10 +125,11 @@ def geometric_mean(values: Iterable[float]) -> float:
 def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
     """What the suite says about tilewise, in sentences."""
     lines = {"paper": _paper, "classic": _classic, "long": _long, "cpu": _cpu}[suite](rows)
-    hosts = [row.host_microseconds for row in rows if row.implementation == OURS and row.pass_ == FORWARD]
-    hosts = sorted(h for h in hosts if h is not None)
-    if hosts:
-        lines.append(f"Host cost of one forward call: {hosts[len(hosts) // 2]:.0f} microseconds (median of the cases).")
+    for ours in (OURS, f"{OURS} triton"):
+        hosts = [row.host_microseconds for row in rows if row.implementation == ours and row.pass_ == FORWARD]
+        if known := sorted(h for h in hosts if h is not None):
+            median = known[len(known) // 2]
+            lines.append(f"Host cost of one forward call of {ours}: {median:.0f} microseconds (median of the cases).")
     wrong = [row for row in rows if row.status == WRONG and row.implementation.startswith(OURS)]
     if wrong:
         lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
