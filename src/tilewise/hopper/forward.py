@@ -265,6 +265,29 @@ def store_inside(O, o, h, first, M, d_v, COLUMN: gl.constexpr):
 
 
 @gluon.jit
+def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink):
+    """O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    if sink is not None:
+        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
+        o = o * gl.convert_layout(alpha, row_layout)[:, None]
+    inverse, lse = finalize(m, l)
+    rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
+    gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
+    o = (o * gl.convert_layout(inverse, row_layout)[:, None]).to(O.dtype)
+    if packed is None:
+        q.store(o)
+        fence_async_shared()
+        releases.store(O, [place.b, place.h, row0, 0], q)
+    elif row0 + o.shape[0] <= place.M:
+        q.store(o)
+        fence_async_shared()
+        releases.store(O, [0, place.h, q0 + row0, 0], q)
+    else:
+        store_inside(O_rows, o, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+
+
+@gluon.jit
 def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
     """Warpgroup W: 64 rows of every query tile."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -351,23 +374,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             y += 1
             t = drawn_tile(shared.drawn, drawn)
             o = warpgroup_mma_wait(0, [o_last])
-            if sink is not None:
-                m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
-                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
-            inverse, lse = finalize(m, l)
-            rows = row0 + gl.arange(0, ROWS, row_layout)
-            gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
-            o = (o * gl.convert_layout(inverse, o_row_layout)[:, None]).to(dtype)
-            if packed is None:
-                q.store(o)
-                fence_async_shared()
-                releases.store(O, [place.b, place.h, row0, 0], q)
-            elif row0 + ROWS <= place.M:
-                q.store(o)
-                fence_async_shared()
-                releases.store(O, [0, place.h, q0 + row0, 0], q)
-            else:
-                store_inside(O_rows, o, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+            write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
             if Q_STAGES == 1:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n)
