@@ -35,7 +35,6 @@ SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
-PROCESSORS = 132
 CACHED_QUERIES = 24 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
@@ -106,7 +105,8 @@ def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> 
         kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles),
     )  # fmt: skip
     constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
-    return [*listing, Launch(kernels.forward, min(heads * tiles, PROCESSORS), arguments, constants, pl.compiled)]
+    programs = min(heads * tiles, processors(x.q.device))
+    return [*listing, Launch(kernels.forward, programs, arguments, constants, pl.compiled)]
 
 
 def backward_launches(
@@ -118,7 +118,8 @@ def backward_launches(
     where = packed(p, x)
     M, N = lengths(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    key = do.stride(), saved.o.stride(), do.data_ptr() % 16, dL is None
+    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
+    key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.values or device_values(p, x.extra)
     blocks, matrices = row_blocks(p, row.B_r), p.B * p.H
 
@@ -141,7 +142,7 @@ def backward_launches(
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), where, variant, pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
-    programs = min(heads * tiles, PROCESSORS) if is_short(p) else heads * tiles
+    programs = min(heads * tiles, processors(x.q.device)) if is_short(p) else heads * tiles
     constants = {"tile": pl.backward_tile, "num_warps": 4}
     main = Launch(gradients.backward, programs, arguments, constants, pl.compiled, key)
 
@@ -159,6 +160,12 @@ def backward_launches(
     stride = blocks * row.B_r
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
     return [before, *listing, main, after, *biases]
+
+
+@lru_cache(64)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the card, or of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def is_short(p: Problem) -> bool:
