@@ -16,7 +16,8 @@ from ..tile.launch import (
     cdiv,
     device_values,
     dropout,
-    empty_extra,
+    empty_grads,
+    empty_saved,
     lengths,
     packed,
     rows,
@@ -195,16 +196,19 @@ def descriptor(p: Problem, t: Tensor, rows: int, columns: int) -> TensorDescript
     """A tensor as TMA sees it: boxes of `rows` rows of one head. Reads past its ends give 0, writes are dropped."""
     t = t[None] if p.recipe.varlen else t
     t = t.transpose(1, 2)
-    box = [1, 1, rows, columns]
-    layout: Any = gl.NVMMASharedLayout.get_default_for(box, TYPES[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
+    layout = layout_of(rows, columns, t.dtype)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, columns], layout)
+
+
+@lru_cache(64)
+def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a box lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
 
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
-    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
-    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-    saved = Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
+    saved = empty_saved(p, x, seed)
     for launch in forward_launches(p, x, saved, counter(x.q.device)):
         launch.run()
     return saved
@@ -213,9 +217,8 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-    extra = list(empty_extra(p, x))
-    grads, scratch = Grads(q, k, v, tuple(extra)), empty_scratch(p, x.q.device)
+    grads, scratch = empty_grads(p, x), empty_scratch(p, x.q.device)
+    extra = list(grads.extra)
     for launch in backward_launches(p, x, saved, do, dlse, scratch, grads):
         launch.run()
     sink = len(extra) - 1 - 2 * p.recipe.varlen
@@ -232,7 +235,9 @@ def by_row(p: Problem, x: Operands, numbers: Tensor) -> Tensor:
     cu, B_r = x.extra[-2], BACKWARD[padded(p)].B_r
     row = torch.arange(p.q.shape[0], device=cu.device)
     b = torch.bucketize(row, cu[1:], right=True).clamp(max=p.B - 1)
-    return numbers.view(p.H, -1)[:, (cu[b] // B_r + b) * B_r + row - cu[b]]
+    by_head = numbers.view(p.H, -1)
+    at = (cu[b] // B_r + b) * B_r + row - cu[b]
+    return by_head[:, at.clamp(0, by_head.shape[1] - 1)]  # bad cu_seqlens stay inside
 
 
 def addressable(t: Tensor) -> Tensor:

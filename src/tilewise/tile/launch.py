@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..mask import OPEN, Value
-from ..problem import Grads, Operands, Problem
+from ..problem import Grads, Operands, Problem, Saved
 from ..reference import dropout_threshold
 from ..score import Bias
 from . import masks, scores
@@ -205,6 +205,19 @@ def bias_launches(
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
         at = key, which, grad.data_ptr() % 16
         yield Launch(dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
+
+
+def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+    """Unwritten outputs of a forward."""
+    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
+    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
+    return Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
+
+
+def empty_grads(p: Problem, x: Operands) -> Grads:
+    """Unwritten gradients."""
+    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+    return Grads(q, k, v, empty_extra(p, x))
 
 
 def empty_extra(p: Problem, x: Operands) -> tuple[Tensor | None, ...]:

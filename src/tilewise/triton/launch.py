@@ -16,7 +16,8 @@ from ..tile.launch import (
     cdiv,
     device_values,
     dropout,
-    empty_extra,
+    empty_grads,
+    empty_saved,
     lengths,
     packed,
     rows,
@@ -116,24 +117,11 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     return grads._replace(extra=tuple(extra))
 
 
-def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
-    """Unwritten outputs of a forward."""
-    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
-    return Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
-
-
 def empty_row_values(p: Problem, x: Operands) -> Tensor:
     """Scratch for one number a row, in the kernels' `pitch`."""
     stride = cdiv(lengths(p)[0], 16) * 16
     shape = (p.H, stride) if p.recipe.varlen else (p.B, p.H, stride)
     return torch.empty(shape, dtype=torch.float32, device=x.q.device)
-
-
-def empty_grads(p: Problem, x: Operands) -> Grads:
-    """Unwritten gradients."""
-    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-    return Grads(q, k, v, empty_extra(p, x))
 
 
 def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
