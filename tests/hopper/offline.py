@@ -66,9 +66,9 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
     scratch = launch.empty_scratch(p, q.device)
-    counter = meta(2, dtype=torch.int32)
-    backward = launch.backward_launches(p, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads)
-    return [*launch.forward_launches(p, x, saved, counter), *backward]
+    counter, pl = meta(2, dtype=torch.int32), launch.plan(p)
+    backward = launch.backward_launches(p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads)
+    return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
 def main() -> Iterator[dict[str, Any]]:

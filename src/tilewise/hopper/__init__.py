@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..tile.launch import on_device
 from . import launch
 from .tiles import BACKWARD, forward_row, padded
 
@@ -46,11 +47,11 @@ class Hopper:
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        with torch.cuda.device(x.q.device):
+        with on_device(x.q):
             return launch.forward(problem, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        with torch.cuda.device(x.q.device):
+        with on_device(x.q):
             return launch.backward(problem, x, saved, do, dlse)
 
 

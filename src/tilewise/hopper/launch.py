@@ -1,5 +1,6 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,7 +39,17 @@ CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
 CACHED_QUERIES = 24 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
+LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
+Box = tuple[list[int], list[int], list[int], Any]
+"""Shape, strides, box and layout of a descriptor."""
+
+
+class Descriptor(TensorDescriptor):
+    """A tensor as TMA sees it. Gluon's own checks cost more than the launch; `why_not` has made them."""
+
+    def __post_init__(self) -> None:
+        """Nothing to check."""
 
 
 class Plan(NamedTuple):
@@ -52,6 +63,10 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     factor: float
     """What the sums of dS K and dS^T Q are multiplied by."""
+    boxes: tuple[Box, ...]
+    """Of q, k, v and o in the forward, and of q, k, v, dk and dv in the backward."""
+    section: int
+    """Of the forward."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -77,8 +92,19 @@ def plan(p: Problem) -> Plan:
     back_tile = gradients.Tile(back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, p.H // p.H_k)
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
-    c = natural * LOG2E.value
-    return Plan(row, tile, back, back_tile, c, factor, listed, None if p.extra else device_values(p, ()), {})
+    D, o = padded(p), (*p.q.shape[:-1], p.D_v)
+    edge = (back.B_c, 8192 // back.B_c) if back.sides else (64, D)
+    boxes = (
+        box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
+        box(p.v.shape, p.v.stride, row.B_c, D, p), box(o, contiguous(o), 64, D, p),
+        box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
+        box(p.v.shape, p.v.stride, back.B_c, D, p),
+        box(p.k.shape, contiguous(p.k.shape), *edge, p), box(p.v.shape, contiguous(p.v.shape), *edge, p),
+    )  # fmt: skip
+    of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
+    section = max(SECTION, of_keys) if p.recipe.mask else 1
+    values = None if p.extra else device_values(p, ())
+    return Plan(row, tile, back, back_tile, natural * LOG2E.value, factor, boxes, section, listed, values, {})
 
 
 def has_edges(p: Problem, row: Forward) -> bool:
@@ -89,21 +115,16 @@ def has_edges(p: Problem, row: Forward) -> bool:
     return not (p.recipe.mask == (("Causal",),) and aligned)
 
 
-def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
+def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """One launch, and one before it if tiles are listed."""
-    pl = plan(p)
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
-    of_keys = CACHED_KEYS // (p.N * 2 * pl.forward_tile.D * 2) * (p.H // p.H_k)
-    section = max(SECTION, of_keys) if p.recipe.mask else 1
-    D = pl.forward_tile.D
     arguments = (
-        descriptor(p, x.q, 64, D), descriptor(p, x.k, pl.forward.B_c, D), descriptor(p, x.v, pl.forward.B_c, D),
-        descriptor(p, saved.o, 64, D), rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter,
-        packed(p, x), sink,
+        *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes[:4], strict=True)],
+        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
-        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles),
+        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, pl.section, tiles),
     )  # fmt: skip
     constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
     programs = min(heads * tiles, processors(x.q.device))
@@ -111,10 +132,9 @@ def forward_launches(p: Problem, x: Operands, saved: Saved, counter: Tensor) -> 
 
 
 def backward_launches(
-    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
 ) -> list[Launch]:
     """What the main kernel reads of each row; lists of tiles; dK, dV and sums of dQ; dQ."""
-    pl = plan(p)
     row, D = pl.backward, pl.backward_tile.D
     where = packed(p, x)
     M, N = lengths(p)
@@ -134,12 +154,12 @@ def backward_launches(
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
     section = max(1, min(heads, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8)))
-    box = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
-    given = [descriptor(p, t, size, D) for t, size in ((x.q, row.B_r), (x.k, row.B_c), (x.v, row.B_c), (do, row.B_r))]
-    pieces = TensorDescriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    operands = x.q, x.k, x.v, grads.k, grads.v
+    Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(operands, pl.boxes[4:], strict=True))
+    dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
+    pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        *given, *(vector(t, row.B_r) for t in scratch[:2]), pieces,
-        descriptor(p, grads.k, *box), descriptor(p, grads.v, *box),
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), where, variant, pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
@@ -187,17 +207,21 @@ def empty_scratch(p: Problem, device: torch.device) -> Scratch:
     return Scratch(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
 
-def vector(t: Tensor, size: int) -> TensorDescriptor:
+def vector(t: Tensor, size: int) -> Descriptor:
     """Numbers in a row, in boxes of `size`."""
-    return TensorDescriptor(t, [t.numel()], [1], [size], gl.NVMMASharedLayout(0, 32, rank=1))
+    return Descriptor(t, [t.numel()], [1], [size], LINE)
 
 
-def descriptor(p: Problem, t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A tensor as TMA sees it: boxes of `rows` rows of one head. Reads past its ends give 0, writes are dropped."""
-    t = t[None] if p.recipe.varlen else t
-    t = t.transpose(1, 2)
-    layout = layout_of(rows, columns, t.dtype)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, columns], layout)
+def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
+    """How TMA sees a tensor of this shape: (batch, heads, length, size), in boxes of `rows` rows of one head.
+
+    Reads past its ends give 0, writes are dropped.
+    """
+    if p.recipe.varlen:
+        shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
+    order = 0, 2, 1, 3
+    layout = layout_of(rows, columns, p.dtype)
+    return [shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout
 
 
 @lru_cache(64)
@@ -209,7 +233,7 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
-    for launch in forward_launches(p, x, saved, counter(x.q.device)):
+    for launch in forward_launches(p, plan(p), x, saved, counter(x.q.device)):
         launch.run()
     return saved
 
@@ -219,7 +243,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     grads, scratch = empty_grads(p, x), empty_scratch(p, x.q.device)
     extra = list(grads.extra)
-    for launch in backward_launches(p, x, saved, do, dlse, scratch, grads):
+    for launch in backward_launches(p, plan(p), x, saved, do, dlse, scratch, grads):
         launch.run()
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
@@ -250,9 +274,18 @@ def counter(device: torch.device) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counter(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # type: ignore[attr-defined]
 
 
 @lru_cache(1024)
 def _counter(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a fresh tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

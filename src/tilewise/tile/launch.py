@@ -1,6 +1,7 @@
 """What the GPU back ends share on the host: from a problem's values to kernel arguments, and launches."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,13 @@ from .visits import Visits, list_tiles
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
 """Where values' device functions are looked up by name."""
+
+
+def on_device(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device; entering q's costs time only where it is another one."""
+    if q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(q.device)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,13 +1,11 @@
 """The portable back end: Triton kernels for every GPU that Triton reaches, and its interpreter on the CPU."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..tile.launch import on_device
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER
 
@@ -42,7 +40,7 @@ class Portable:
         if problem.target == "cpu":
             saved = launch.forward(*_widened(problem, x), seed)
             return saved._replace(o=saved.o.to(problem.dtype))
-        with _on_device(x.q):
+        with on_device(x.q):
             return launch.forward(problem, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
@@ -51,15 +49,8 @@ class Portable:
             grads = launch.backward(*_widened(problem, x), *wide, dlse)
             dq, dk, dv = (g.to(problem.dtype) for g in grads[:3])
             return Grads(dq, dk, dv, grads.extra)
-        with _on_device(x.q):
+        with on_device(x.q):
             return launch.backward(problem, x, saved, do, dlse)
-
-
-def _on_device(q: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; entering q's costs time only where it is another one."""
-    if q.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(q.device)
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
