@@ -67,7 +67,9 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
     scratch = launch.empty_scratch(p, q.device)
     counter, pl = meta(2, dtype=torch.int32), launch.plan(p)
-    backward = launch.backward_launches(p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads)
+    backward = launch.backward_launches(
+        p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter
+    )
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 

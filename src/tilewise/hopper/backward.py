@@ -31,8 +31,9 @@ from ..tile.softmax import probabilities
 from ..tile.visits import Place, list_at, query_range, tile_at
 from . import releases
 from .around import first_block
-from .channel import Channel, arrive, barriers, expect, stage, wait, wait_before
+from .channel import Channel, arrive, barriers, expect, only, stage, wait, wait_before
 from .forward import store_inside, zero_from
+from .queue import draw, hand_on, leave, ticket, tickets
 
 
 class Tile(NamedTuple):
@@ -46,6 +47,8 @@ class Tile(NamedTuple):
     DO_STAGES: int
     SIDES: bool
     """Whether one group owns dV and the other dK, rather than each half of the keys."""
+    EDGES: bool
+    """Whether other query tiles than a key tile's first may need the mask."""
     GROUP: int
     """Query heads of a key head."""
 
@@ -79,6 +82,7 @@ class Shared(NamedTuple):
     ds: object
     dq: object
     p: object
+    drawn: object
 
 
 class Keys(NamedTuple):
@@ -126,20 +130,22 @@ def walk_of(keys, lists, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def load(Q, K, V, dO, L, D, shared, shape, packed, variant, tile: gl.constexpr):
+def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     B_R: gl.constexpr = tile.B_R
     GROUP: gl.constexpr = tile.GROUP
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
-    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:
+        if keys.j0 < keys.N:  # packed sequences may end before
+            hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k)
-            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
+            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
             for g in range(GROUP):
                 h = keys.h_k * GROUP + g
@@ -157,6 +163,9 @@ def load(Q, K, V, dO, L, D, shared, shape, packed, variant, tile: gl.constexpr):
                     releases.load(dO, [b, h, keys.q0 + m * B_R, 0], bar, stage(shared.do.memory, y))
                     releases.load(D, [(block0 + m) * B_R], bar, stage(shared.sums, y))
                     y += 1
+        t = draw(counter)
+    hand_on(shared.drawn, t, n)
+    leave(counter)
 
 
 @gluon.jit
@@ -166,26 +175,29 @@ def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
     GROUP: gl.constexpr = tile.GROUP
     PIECES: gl.constexpr = tile.D * tile.B_R // 8192  # of each group in a query tile
     y = 0
-    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+    n = 0
+    t = ticket(shared.drawn, n, 1)
+    while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:
-            for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
-                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-                for x in range(walk.lo, walk.hi):
-                    m = tile_at(variant.visits, lists, x)
-                    for piece in gl.static_range(PIECES):
-                        for w in gl.static_range(2):
-                            mbarrier.wait(shared.dq.full.index(w), y & 1)
-                            row = (((block0 + m) * 2 + w) * PIECES + piece) * 16
-                            releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
-                        tma.store_wait(1)
-                        mbarrier.arrive(shared.dq.empty.index(0))
-                        tma.store_wait(0)
-                        mbarrier.arrive(shared.dq.empty.index(1))
-                        y += 1
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+            for x in range(walk.lo, walk.hi):
+                m = tile_at(variant.visits, lists, x)
+                for piece in gl.static_range(PIECES):
+                    for w in gl.static_range(2):
+                        mbarrier.wait(shared.dq.full.index(w), y & 1)
+                        row = (((block0 + m) * 2 + w) * PIECES + piece) * 16
+                        releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
+                    tma.store_wait(1)
+                    mbarrier.arrive(shared.dq.empty.index(0))
+                    tma.store_wait(0)
+                    mbarrier.arrive(shared.dq.empty.index(1))
+                    y += 1
+        n += 1
+        t = ticket(shared.drawn, n, 1)
 
 
 @gluon.jit
@@ -222,12 +234,14 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
 
 
 @gluon.jit
-def zero_keys(keys, packed, k, v, B_C: gl.constexpr):
+def zero_keys(keys, packed, shared, tile: gl.constexpr):
     """The keys past the end of a packed sequence are another's."""
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
     if packed is not None:
         if keys.j0 + B_C > keys.N:
-            zero_from(k, keys.N - keys.j0)
-            zero_from(v, keys.N - keys.j0)
+            zero_from(shared.k.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
 
 
 @gluon.jit
@@ -283,6 +297,22 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 
 @gluon.jit
+def rounded(P, dtype: gl.constexpr):
+    """P in 16 bits, and what those are in fp32. Left to itself, ptxas rounds one number at a time, which is slow."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $4, $3; {.reg .b32 x; shl.b32 x, $0, 16; mov.b32 $1, x;"
+            "and.b32 x, $0, 0xffff0000; mov.b32 $2, x;}",
+            "=r,=f,=f,f,f", [P], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $4, $3; {.reg .b16 x, y; mov.b32 {x, y}, $0; cvt.f32.f16 $1, x; cvt.f32.f16 $2, y;}",
+            "=r,=f,=f,f,f", [P], dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
 def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
     """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
@@ -295,8 +325,8 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     zero_queries(place, packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = shared.k.reshape([tile.B_C, D])
-    v = shared.v.reshape([tile.B_C, D])
+    k = only(shared.k, y).reshape([tile.B_C, D])
+    v = only(shared.v, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
@@ -307,9 +337,11 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     Z = keep_factor(P, place, j0, variant)
     if B_R == 64:
         sums = stage(shared.sums, y).load(row_layout)
-    p = gl.convert_layout((P * Z).to(dtype), p_layout)
-    if B_R == 128 and len(variant.mask) > 0:  # 32 registers fewer while dP is waited for
-        P = P.to(dtype).to(gl.float32)
+    if B_R == 128 and variant.dropout is None:
+        p16, P = rounded(P, dtype)
+    else:
+        p16 = (P * Z).to(dtype)
+    p = gl.convert_layout(p16, p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if B_R == 128:  # as late as possible: 32 registers fewer while S and dP are alive
@@ -335,66 +367,67 @@ def rows_of_keys(
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
+    EDGES: gl.constexpr = tile.EDGES
     GROUP: gl.constexpr = tile.GROUP
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    k = shared.k.reshape([B_C, D])
-    n = 0
     y = 0
-    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:
-            j0 = keys.j0 + 64 * W
-            dk = gl.zeros([64, D], gl.float32, acc)
-            dv = gl.zeros([64, D], gl.float32, acc)
-            wait(shared.kv.full, n)
-            zero_keys(keys, packed, k, shared.v.reshape([B_C, D]), B_C)
-            n += 1
-            for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
-                if walk.hi > walk.lo:
-                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, walk.lo), B_R)
-                    edge = (walk.lo < walk.full_lo) | (walk.lo >= walk.full_hi)
-                    dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
-                    stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
-                    fence_async_shared()
-                    arrive(shared.ds.full, y)
-                    q = stage(shared.q.memory, y).reshape([B_R, D])
-                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-                    dv = warpgroup_mma_wait(1, [dv_next])
-                    arrive(shared.do.empty, y)
-                    dk = warpgroup_mma_wait(0, [dk_next])
-                    arrive(shared.q.empty, y)
-                    for x in range(walk.lo + 1, walk.hi):
-                        place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                        edge_x = (x < walk.full_lo) | (x >= walk.full_hi)
-                        dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
-                        # both halves of the dS before are there, and both groups are done with the one before that
-                        wait(shared.ds.full, y)
-                        stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
-                        fence_async_shared()
-                        dq = dq_piece(stage(shared.ds.memory, y), k, W, B_R, dq_layout)
-                        q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
-                        dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
-                        dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
-                        arrive(shared.ds.full, y + 1)
-                        arrive(shared.do.empty, y + 1)
-                        hand_over(dq, shared, y, W)
-                        dk = warpgroup_mma_wait(0, [dk_next])
-                        arrive(shared.q.empty, y + 1)
-                        y += 1
+        j0 = keys.j0 + 64 * W
+        dk = gl.zeros([64, D], gl.float32, acc)
+        dv = gl.zeros([64, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            if walk.hi > walk.lo:
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, walk.lo), B_R)
+                edge = (walk.lo < walk.full_lo) | (walk.lo >= walk.full_hi)
+                dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
+                stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
+                fence_async_shared()
+                arrive(shared.ds.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                dv = warpgroup_mma_wait(1, [dv_next])
+                arrive(shared.do.empty, y)
+                dk = warpgroup_mma_wait(0, [dk_next])
+                arrive(shared.q.empty, y)
+                for x in range(walk.lo + 1, walk.hi):
+                    place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                    edge_x = EDGES & ((x < walk.full_lo) | (x >= walk.full_hi))
+                    dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                    # both halves of the dS before are there, and both groups are done with the one before that
                     wait(shared.ds.full, y)
-                    dq_last = dq_piece(stage(shared.ds.memory, y), k, W, B_R, dq_layout)
-                    hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+                    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+                    fence_async_shared()
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, B_R, dq_layout)
+                    q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
+                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
+                    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+                    arrive(shared.ds.full, y + 1)
+                    arrive(shared.do.empty, y + 1)
+                    hand_over(dq, shared, y, W)
+                    dk = warpgroup_mma_wait(0, [dk_next])
+                    arrive(shared.q.empty, y + 1)
                     y += 1
-            arrive(shared.kv.empty, 0)
-            buffer = shared.dq.memory.index(W)
-            mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-            store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
-            store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+                wait(shared.ds.full, y)
+                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, B_R, dq_layout)
+                hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        buffer = shared.dq.memory.index(W)
+        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+        n += 1
+        t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit
@@ -426,50 +459,51 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.reshape([B_C, D])
-    n = 0
+    k = shared.k.index(0).reshape([B_C, D])
     y = 0
-    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:
-            dv = gl.zeros([B_C, D], gl.float32, acc)
-            wait(shared.kv.full, n)
-            zero_keys(keys, packed, k, shared.v.reshape([B_C, D]), B_C)
-            n += 1
-            for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
-                for x in range(walk.lo, walk.hi):
-                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                    edge = (x < walk.full_lo) | (x >= walk.full_hi)
-                    zero_queries(place, packed, shared, y, tile)
-                    wait(shared.q.full, y)
-                    q = stage(shared.q.memory, y).reshape([B_R, D])
-                    S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-                    S = warpgroup_mma_wait(0, [S])
-                    arrive(shared.q.empty, y)
-                    P = weights(S, logs, place, keys.j0, edge, variant, unit)
-                    # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
-                    ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-                    p = (P * keep_factor(P, place, keys.j0, variant)).to(dtype)
-                    shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
-                    arrive(shared.p.full, y)
-                    wait(shared.do.full, y)
-                    do = stage(shared.do.memory, y).reshape([B_R, D])
-                    dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
-                    wait(shared.ds.full, y)
-                    dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
-                    dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
-                    dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
-                    arrive(shared.do.empty, y)
-                    hand_over(dq, shared, 2 * y, 0)
-                    hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
-                    y += 1
-            arrive(shared.kv.empty, 0)
-            mbarrier.wait(shared.dq.empty.index(0), 1)
-            store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+        dv = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            for x in range(walk.lo, walk.hi):
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                edge = (x < walk.full_lo) | (x >= walk.full_hi)
+                zero_queries(place, packed, shared, y, tile)
+                wait(shared.q.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+                S = warpgroup_mma_wait(0, [S])
+                arrive(shared.q.empty, y)
+                P = weights(S, logs, place, keys.j0, edge, variant, unit)
+                # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+                ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+                p = (P * keep_factor(P, place, keys.j0, variant)).to(dtype)
+                shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+                arrive(shared.p.full, y)
+                wait(shared.do.full, y)
+                do = stage(shared.do.memory, y).reshape([B_R, D])
+                dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+                wait(shared.ds.full, y)
+                dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
+                dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
+                dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+                arrive(shared.do.empty, y)
+                hand_over(dq, shared, 2 * y, 0)
+                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(0), 1)
+        store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit
@@ -485,55 +519,56 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.reshape([B_C, D])
-    v = shared.v.reshape([B_C, D])
-    n = 0
+    k = shared.k.index(0).reshape([B_C, D])
+    v = shared.v.index(0).reshape([B_C, D])
     y = 0
-    for t in range(gl.program_id(0), shape.tiles * shape.heads, gl.num_programs(0)):
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:
-            dk = gl.zeros([B_C, D], gl.float32, acc)
-            wait(shared.kv.full, n)
-            zero_keys(keys, packed, k, v, B_C)
-            n += 1
-            for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
-                for x in range(walk.lo, walk.hi):
-                    place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                    zero_queries(place, packed, shared, y, tile)
-                    wait(shared.do.full, y)
-                    do = stage(shared.do.memory, y).reshape([B_R, D])
-                    dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
-                    dP = warpgroup_mma_wait(0, [dP])
-                    arrive(shared.do.empty, y)
-                    dP = dP * keep_factor(dP, place, keys.j0, variant) - sums[None, :]
-                    wait(shared.p.full, y)
-                    ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
-                    shared.ds.memory.store(ds)
-                    fence_async_shared()
-                    arrive(shared.ds.full, y)
-                    wait(shared.q.full, y)
-                    q = stage(shared.q.memory, y).reshape([B_R, D])
-                    dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
-                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-                    dq = warpgroup_mma_wait(1, [dq])
-                    hand_over(dq, shared, 2 * y, 1)
-                    dk = warpgroup_mma_wait(0, [dk_next])
-                    dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
-                    arrive(shared.q.empty, y)
-                    hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
-                    y += 1
-            arrive(shared.kv.empty, 0)
-            mbarrier.wait(shared.dq.empty.index(1), 1)
-            store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+        dk = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            for x in range(walk.lo, walk.hi):
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                zero_queries(place, packed, shared, y, tile)
+                wait(shared.do.full, y)
+                do = stage(shared.do.memory, y).reshape([B_R, D])
+                dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+                dP = warpgroup_mma_wait(0, [dP])
+                arrive(shared.do.empty, y)
+                dP = dP * keep_factor(dP, place, keys.j0, variant) - sums[None, :]
+                wait(shared.p.full, y)
+                ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
+                shared.ds.memory.store(ds)
+                fence_async_shared()
+                arrive(shared.ds.full, y)
+                wait(shared.q.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
+                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                dq = warpgroup_mma_wait(1, [dq])
+                hand_over(dq, shared, 2 * y, 1)
+                dk = warpgroup_mma_wait(0, [dk_next])
+                dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+                arrive(shared.q.empty, y)
+                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(1), 1)
+        store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, packed, variant, unit, factor, shape,
+    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, counter, packed, variant, unit, factor, shape,
     tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
@@ -554,8 +589,8 @@ def backward(
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory = ds_memory
     p_full = barriers(1, 1)
-    k = gl.allocate_shared_memory(dtype, [1, 1, B_C, SIZE], K.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, B_C, SIZE], V.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
     shared = Shared(
         k,
         v,
@@ -575,6 +610,7 @@ def backward(
         Channel(ds_memory, ds_full, ds_full),
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         Channel(p_memory, p_full, p_full),
+        tickets(3),
     )
     fence_async_shared()
     if tile.SIDES:
@@ -582,7 +618,7 @@ def backward(
             [
                 (side_of_v, (dV, dV_rows, shared, shape, packed, variant, unit, tile)),
                 (side_of_k, (dK, dK_rows, shared, shape, packed, variant, factor, tile)),
-                (load, (Q, K, V, dO, L, D, shared, shape, packed, variant, tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
@@ -592,7 +628,7 @@ def backward(
             [
                 (rows_of_keys, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (rows_of_keys, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
-                (load, (Q, K, V, dO, L, D, shared, shape, packed, variant, tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],

@@ -65,6 +65,13 @@ def stage(memory, n):
 
 
 @gluon.jit
+def only(memory, n):
+    """The one stage there is, by a number that is always 0 but that ptxas cannot know: it would keep every address that
+    a product of it takes from loop to loop, in registers that it does not have."""
+    return memory.index(n >> 31)
+
+
+@gluon.jit
 def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
     """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
     # ids 9 to 11: Triton itself uses those from 0 on

@@ -27,6 +27,7 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
 from . import releases
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .queue import draw, hand_on, leave, ticket, tickets
 
 
 class Tile(NamedTuple):
@@ -109,26 +110,6 @@ def key_tile(variant, lists, walk, x):
 
 
 @gluon.jit
-def draw(drawn, counter, n):
-    """The next tile from the counter, handed on to the warpgroups."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    t = gl.num_programs(0) + gl.atomic_add(counter, 1)
-    wait_before(drawn.empty, n)
-    stage(drawn.memory, n).store(gl.full([1], t, gl.int32, one))
-    arrive(drawn.full, n)
-    return t
-
-
-@gluon.jit
-def drawn_tile(drawn, n):
-    """What the producer drew."""
-    wait(drawn.full, n)
-    t = gl.max(stage(drawn.memory, n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    arrive(drawn.empty, n)
-    return t
-
-
-@gluon.jit
 def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -136,13 +117,12 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DRAW_EARLY: gl.constexpr = tile.DRAW_EARLY
     t = gl.program_id(0)
-    drawn = 0
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     while t < shape.tiles * shape.heads:
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
-        t_next = t
-        if place.i0 < place.M:
+        if place.i0 < place.M:  # packed sequences may end before
+            hand_on(shared.drawn, t, n)
             b = place.b if packed is None else 0
             lists = list_at(variant.visits, place.b, place.h, m)
             walk = walk_of(place, variant, lists, tile)
@@ -166,20 +146,17 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                     releases.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
                 if DRAW_EARLY:
                     if x == 1:
-                        t_next = draw(shared.drawn, counter, drawn)
+                        t = draw(counter)
                 j_before = j
                 y += 1
             y -= 1
             if not DRAW_EARLY:
-                t_next = draw(shared.drawn, counter, drawn)
+                t = draw(counter)
             n += 1
-        else:  # past the end of a packed sequence
-            t_next = draw(shared.drawn, counter, drawn)
-        drawn += 1
-        t = t_next
-    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program out leaves the counter as it was
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
+        else:
+            t = draw(counter)
+    hand_on(shared.drawn, t, n)
+    leave(counter)
 
 
 @gluon.jit
@@ -305,83 +282,78 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
-    t = gl.program_id(0)
-    drawn = 0
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     if TURNS and W == WARPGROUPS - 1:
         take_turns("arrive", 0)
+    t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, _ = query_tile(t, shape, packed, tile)
-        if place.i0 < place.M:
-            lists = list_at(variant.visits, place.b, place.h, tile_of_head)
-            walk = walk_of(place, variant, lists, tile)
-            row0 = place.i0 + ROWS * W
-            q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
-            x = walk.hi - 1
-            j = key_tile(variant, lists, walk, x)
-            wait(shared.q.full, n)
-            wait(shared.k.full, y)
-            k = stage(shared.k.memory, y).reshape([B_C, D])
-            S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-            S = warpgroup_mma_wait(0, [S])
-            arrive(shared.k.empty, y)
-            S = scored(S, place, row0, j, variant)
-            if (x < walk.full_lo) | (x >= walk.full_hi):
-                S = masked(S, place, row0, j, variant)
-            m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
-            P = gl.exp2(S * c - shift[:, None])
-            l = gl.sum(P, 1)
-            p = gl.convert_layout(dropped(P, place, row0, j, variant).to(dtype), p_layout)
-            if packed is not None:
-                if (j + 1) * B_C > place.N:
-                    wait(shared.v.full, y)
-                    zero_from(stage(shared.v.memory, y).reshape([B_C, D]), place.N - j * B_C)
-            o = gl.zeros([ROWS, D], gl.float32, o_layout)
-            if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
-                if n > 0:
-                    tma.store_wait(0)
-                    arrive(shared.q.empty, n - 1)
-            while x > walk.lo:
-                x -= 1
-                j = key_tile(variant, lists, walk, x)
-                wait(shared.k.full, y + 1)
-                if TURNS:
-                    take_turns("sync", W)
-                k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
-                S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
+        walk = walk_of(place, variant, lists, tile)
+        row0 = place.i0 + ROWS * W
+        q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
+        x = walk.hi - 1
+        j = key_tile(variant, lists, walk, x)
+        wait(shared.q.full, n)
+        wait(shared.k.full, y)
+        k = stage(shared.k.memory, y).reshape([B_C, D])
+        S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        S = warpgroup_mma_wait(0, [S])
+        arrive(shared.k.empty, y)
+        S = scored(S, place, row0, j, variant)
+        if (x < walk.full_lo) | (x >= walk.full_hi):
+            S = masked(S, place, row0, j, variant)
+        m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
+        P = gl.exp2(S * c - shift[:, None])
+        l = gl.sum(P, 1)
+        p = gl.convert_layout(dropped(P, place, row0, j, variant).to(dtype), p_layout)
+        if packed is not None:
+            if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
-                o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-                if TURNS:
-                    take_turns("arrive", (W + 1) % WARPGROUPS)
-                S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j, variant)
-                if EDGES:
-                    if (x < walk.full_lo) | (x >= walk.full_hi):
-                        S_new = masked(S_new, place, row0, j, variant)
-                m_new, shift = row_max(S_new, m, c)
-                P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
-                alpha = gl.exp2(m - shift)
-                l = l * alpha + gl.sum(P_new, 1)
-                m = m_new
-                P_new = dropped(P_new, place, row0, j, variant)
-                o = warpgroup_mma_wait(0, [o_next])
-                arrive(shared.k.empty, y + 1)
-                p = gl.convert_layout(P_new.to(dtype), p_layout)
-                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
-                y += 1
-            wait(shared.v.full, y)
-            o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-            y += 1
-            t = drawn_tile(shared.drawn, drawn)
-            o = warpgroup_mma_wait(0, [o_last])
-            write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
-            if Q_STAGES == 1:
+                zero_from(stage(shared.v.memory, y).reshape([B_C, D]), place.N - j * B_C)
+        o = gl.zeros([ROWS, D], gl.float32, o_layout)
+        if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
+            if n > 0:
                 tma.store_wait(0)
-                arrive(shared.q.empty, n)
-            n += 1
-        else:
-            t = drawn_tile(shared.drawn, drawn)
-        drawn += 1
+                arrive(shared.q.empty, n - 1)
+        while x > walk.lo:
+            x -= 1
+            j = key_tile(variant, lists, walk, x)
+            wait(shared.k.full, y + 1)
+            if TURNS:
+                take_turns("sync", W)
+            k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
+            S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+            wait(shared.v.full, y)
+            o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+            if TURNS:
+                take_turns("arrive", (W + 1) % WARPGROUPS)
+            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j, variant)
+            if EDGES:
+                if (x < walk.full_lo) | (x >= walk.full_hi):
+                    S_new = masked(S_new, place, row0, j, variant)
+            m_new, shift = row_max(S_new, m, c)
+            P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
+            alpha = gl.exp2(m - shift)
+            l = l * alpha + gl.sum(P_new, 1)
+            m = m_new
+            P_new = dropped(P_new, place, row0, j, variant)
+            o = warpgroup_mma_wait(0, [o_next])
+            arrive(shared.k.empty, y + 1)
+            p = gl.convert_layout(P_new.to(dtype), p_layout)
+            o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+            y += 1
+        wait(shared.v.full, y)
+        o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+        y += 1
+        t = ticket(shared.drawn, n + 1, 4)
+        o = warpgroup_mma_wait(0, [o_last])
+        write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
+        if Q_STAGES == 1:
+            tma.store_wait(0)
+            arrive(shared.q.empty, n)
+        n += 1
     tma.store_wait(0)
 
 
@@ -415,11 +387,7 @@ def forward(
             barriers(KV_STAGES, 1),
             done,
         ),
-        Channel(
-            gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-            barriers(2, 1),
-            barriers(2, WARPGROUPS),
-        ),
+        tickets(WARPGROUPS),
     )
     fence_async_shared()
     if WARPGROUPS == 2:

@@ -29,6 +29,7 @@ from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as gradients
 from . import forward as kernels
+from . import scores
 from .around import finish, prepare
 from .tiles import BACKWARD, BIAS, Backward, Forward, forward_row, padded
 
@@ -38,7 +39,7 @@ SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
-CACHED_QUERIES = 24 << 20
+CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
 LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
@@ -89,10 +90,13 @@ def plan(p: Problem) -> Plan:
     row = forward_row(p)
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, has_edges(p, row), row.draw_early, row.split,
+        row.turns, has_edges(p, row.B_r, row.B_c), row.draw_early, row.split,
     )  # fmt: skip
     back = BACKWARD[padded(p)]
-    back_tile = gradients.Tile(back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, p.H // p.H_k)
+    edges = has_edges(p, back.B_r, back.B_c) or p.N % back.B_c > 0
+    back_tile = gradients.Tile(
+        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.H // p.H_k
+    )
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -112,21 +116,21 @@ def plan(p: Problem) -> Plan:
     return Plan(
         row, tile, back, back_tile, natural * LOG2E.value, factor, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
-        listed, None if p.extra else device_values(p, ()), {},
+        listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
 
 
-def has_edges(p: Problem, row: Forward) -> bool:
-    """Whether key tiles other than a query tile's first may need a mask: not where the diagonal meets square tiles."""
+def has_edges(p: Problem, B_r: int, B_c: int) -> bool:
+    """Whether a walk may need the mask beyond its first tile: not where the diagonal meets square tiles."""
     if not p.recipe.mask:
         return False
-    aligned = row.B_r == row.B_c and (p.N - p.M) % row.B_c == 0 and p.N >= p.M and not p.recipe.varlen
+    aligned = B_r == B_c and (p.N - p.M) % B_c == 0 and p.N >= p.M and not p.recipe.varlen
     return not (p.recipe.mask == (("Causal",),) and aligned)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """One launch, and one before it if tiles are listed."""
-    parts, changes, sink = pl.values or device_values(p, x.extra)
+    parts, changes, sink = pl.values or device_values(p, x.extra, scores)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     arguments = (
         *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes, strict=False)],
@@ -137,8 +141,9 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 
 
 def backward_launches(
-    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
-) -> list[Launch]:
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
+    counter: Tensor,
+) -> list[Launch]:  # fmt: skip
     """What the main kernel reads of each row; lists of tiles; dK, dV and sums of dQ; dQ."""
     row, D = pl.backward, pl.backward_tile.D
     where = packed(p, x)
@@ -146,7 +151,7 @@ def backward_launches(
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
-    parts, changes, _ = pl.values or device_values(p, x.extra)
+    parts, changes, _ = pl.values or device_values(p, x.extra, scores)
     blocks, matrices = row_blocks(p, row.B_r), p.B * p.H
 
     per_program = 4096 // D
@@ -158,17 +163,19 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    section = max(1, min(heads, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8)))
+    few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
+    section = heads if few else max(1, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
     operands = x.q, x.k, x.v, grads.k, grads.v
     Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(operands, pl.boxes[4:], strict=True))
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), where, variant, pl.c, pl.factor,
+        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, where, variant,
+        pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
-    programs = min(heads * tiles, processors(x.q.device)) if is_short(p) else heads * tiles
+    programs = min(heads * tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4}
     main = Launch(gradients.backward, programs, arguments, constants, pl.compiled, key)
 
@@ -192,11 +199,6 @@ def backward_launches(
 def processors(device: torch.device) -> int:
     """Multiprocessors of the card, or of an H200 where there is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def is_short(p: Problem) -> bool:
-    """Whether programs take several tiles in a fixed order: it gains where tiles are many and short."""
-    return bool(p.recipe.mask) and p.N < 2048 and padded(p) < 256
 
 
 def row_blocks(p: Problem, B_r: int) -> int:
@@ -249,7 +251,8 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Ten
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     grads, scratch = empty_grads(p, x), empty_scratch(p, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
-    for launch in backward_launches(p, plan(p), x, saved, do, dlse, scratch, grads):
+    zeros = counter(x.q.device, stream)
+    for launch in backward_launches(p, plan(p), x, saved, do, dlse, scratch, grads, zeros):
         launch.run(stream)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:

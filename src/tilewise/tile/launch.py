@@ -104,11 +104,11 @@ def _mask_shape(p: Problem) -> tuple[int, int]:
     return batch, heads
 
 
-def device_values(p: Problem, extra: tuple[Tensor, ...]) -> tuple[Any, Any, Tensor | None]:
-    """The mask's parts and the scores as kernel arguments, and the sink."""
+def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
+    """The mask's parts and the scores as kernel arguments, and the sink. A back end may have scores of its `own`."""
     mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask])
-    changes = tuple([_score_part(p, change) for change in score])
+    changes = tuple([_score_part(p, change, own) for change in score])
     if changes:
         changes = (scores.Part(DEVICE_SCORES.scale_fn, DEVICE_SCORES.scale_grad, (p.scale,)), *changes)
     return parts, changes, sink
@@ -122,8 +122,9 @@ def _mask_part(p: Problem, mask: Any) -> masks.Part:
     return masks.Part(keep, keys, queries, _captured(p, mask))
 
 
-def _score_part(p: Problem, score: Any) -> scores.Part:
-    fn, grad = (getattr(DEVICE_SCORES, f"{score.device}_{side}") for side in ("fn", "grad"))
+def _score_part(p: Problem, score: Any, own: Any) -> scores.Part:
+    names = f"{score.device}_fn", f"{score.device}_grad"
+    fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
     return scores.Part(fn, grad, _captured(p, score))
 
 
