@@ -24,6 +24,7 @@ from ..tile.launch import (
     rows,
     visits,
 )
+from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as gradients
@@ -124,7 +125,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes[:4], strict=True)],
         rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
-        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, pl.section, tiles),
+        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, pl.section, tiles, assign),
     )  # fmt: skip
     constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
     programs = min(heads * tiles, processors(x.q.device))
