@@ -128,12 +128,11 @@ def shortest_first(launch: "Launch") -> "Launch":
 
 def masks_everywhere(launch: "Launch") -> "Launch":
     """No tile counts as wholly seen."""
-    from ..tile.masks import Part, everywhere
-    from .ablation_kernels import anything, unsure
+    from .ablation_kernels import NO_TILE_FULL
 
     variant = by_name(launch)["variant"]
-    mask = *variant.mask, Part(anything, unsure, everywhere, ())
-    return with_tile(with_arguments(launch, variant=variant._replace(mask=mask)), EDGES=True)
+    variant = variant._replace(mask=(*variant.mask, NO_TILE_FULL))
+    return with_tile(with_arguments(launch, variant=variant), EDGES=True)
 
 
 # The portable forward

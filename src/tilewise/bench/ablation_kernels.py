@@ -1,4 +1,4 @@
-"""What ablations need and no kernel of the product has: two orders of loops, and two device functions.
+"""What ablations need and tilewise's own kernels have not: two kernels, an order of tiles and a mask.
 
 one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and does its softmax
 keys_outside    the portable forward in FlashAttention-1's order: keys outside, queries inside
@@ -19,7 +19,7 @@ from ..hopper import releases
 from ..hopper.channel import Channel, barriers, expect, stage, wait
 from ..hopper.forward import exponentials, key_tile, masked, query_tile, walk_of, write
 from ..tile.blocks import block, load_rows, product, store_rows
-from ..tile.masks import OPEN, visible
+from ..tile.masks import OPEN, Part, everywhere, visible
 from ..tile.rows import row_values
 from ..tile.schedule import assign
 from ..tile.softmax import finalize, online_softmax, row_max
@@ -43,6 +43,10 @@ def anything(b, h, i, j):
 def unsure(b, i):
     """Every key may be seen, but a tile's first row (a multiple of 64) promises none: so no tile counts as full."""
     return -OPEN, tl.where(i % 64 == 0, 0, OPEN)
+
+
+NO_TILE_FULL = Part(anything, unsure, everywhere, ())
+"""A mask that hides nothing, and yet has to be applied to every tile."""
 
 
 @gluon.jit

@@ -65,8 +65,9 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
     rate = in_its_unit(RATE, rows)
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
-    if ablated := worth(rows):
-        lines.append(_table(ablated, slowdown(rows)))
+    if changes := worth(rows):
+        lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
+        lines.append(_table(changes, slowdown(rows)))
     lines.append(_table(grids(rows, rate), rate))
     for metric in DETAILS:
         if found := grids(rows, metric):

@@ -131,12 +131,12 @@ SUITES = {
             ("tilewise", *SDPA[:3], *PACKAGES, "standard"), 3, 8192, (16384, 65536),
         ),
         Suite(
-            "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),
-            ("tilewise", "tilewise triton", *CHANGES), 5, 8192, (4096,), host=False,
-        ),
-        Suite(
             "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048),
+        ),
+        Suite(
+            "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),
+            ("tilewise", "tilewise triton", *CHANGES), 5, 8192, (4096,), host=False,
         ),
     )
 }  # fmt: skip

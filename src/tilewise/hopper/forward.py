@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
-    order: gl.constexpr
+    order: object
     """Which tile comes when: a device function such as `schedule.assign`."""
 
 
