@@ -20,13 +20,13 @@ RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 
 
-def offline(folder):
-    """What offline.py prints with the Triton of a folder, or with the installed one."""
+def offline(folder, script="offline.py"):
+    """What a script prints with the Triton of a folder, or with the installed one."""
     path = [*filter(None, [folder]), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
     }  # fmt: skip
-    command = [sys.executable, str(HERE / "offline.py")]
+    command = [sys.executable, str(HERE / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -92,7 +92,7 @@ def _admit(
             if judged not in truths:
                 truths[judged] = Truth(judged, x)
             attend = peer.prepare(judged, device)
-            verdict = truths[judged].judge(run_once(peer, attend, x))
+            verdict = truths[judged].judge(run_once(peer, attend, x, suite.passes))
             attend = attend if judged == case else peer.prepare(case, device)
         except Exception as error:
             return Contender(peer, None, None, _excuse(error, heard))
@@ -147,7 +147,7 @@ def _race(
         _row(case, c._replace(no=excuses.get(c.peer.name)), pass_, samples[c.peer.name], rate, peaks.get(c.peer.name))
         for c in contenders
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" and suite.host:
         for row, c in zip(rows, contenders, strict=True):
             if row.status == OK and c.peer.name != suite.sparse[0]:
                 row.host_microseconds = _host_microseconds(c.peer, replace(case, batch=1, length=TINY), pass_, device)

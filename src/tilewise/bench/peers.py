@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise as tw
 
 from ..cpu import Cpu
-from ..problem import Operands, Recipe, Saved, describe
+from ..problem import Operands, Recipe, Saved, describe, target_of
+from . import ablation
 from .suites import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -168,6 +169,19 @@ def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
     return Peer(f"sdpa {name}", _sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
 
 
+def _changed(name: str, change: ablation.Change) -> Peer:
+    """tilewise's own forward with one thing changed; it has no backward."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if reason := _needs_gpu(case, device):
+            return reason
+        if case.dropout:
+            return "is measured without dropout"
+        return ablation.why_not(change, case.shape, case.type, case.causal, target_of(device))
+
+    return Peer(name, lambda case, device: ablation.attention(change, case.causal), why_not)
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -184,6 +198,7 @@ PEERS = {
         _package("flash-attn 2", "flash_attn", dropout=True),
         _package("flash-attn 3", "flash_attn_interface", dropout=False),
         _package("flash-attn 4", "flash_attn.cute", dropout=False),
+        *(_changed(name, change) for name, change in ablation.CHANGES.items()),
     )
 }
 """Every peer, by name."""

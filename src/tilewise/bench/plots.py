@@ -10,9 +10,20 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from .ablation import CHANGES
 from .results import OK, Row
 from .suites import BOTH, Case
-from .tables import OURS, RATE, STANDARD, describe, in_its_unit, ratios, setting
+from .tables import (
+    OURS,
+    RATE,
+    STANDARD,
+    describe,
+    in_its_unit,
+    length_label,
+    ratios,
+    setting,
+    slowdown,
+)
 
 COLOURS = {
     OURS: "#d1495b",
@@ -42,11 +53,6 @@ STYLE: Any = {
     "savefig.bbox": "tight",
     "svg.hashsalt": "tilewise",
 }
-
-
-def length_label(length: int) -> str:
-    """4096 as 4k."""
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def rates(rows: Sequence[Row], path: Path) -> None:
@@ -113,6 +119,60 @@ def against_standard(rows: Sequence[Row], path: Path, read: Callable[[Row], floa
         axes.set_title(f"{BOTH}, against standard attention")
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         _save(figure, path)
+
+
+def worth(rows: Sequence[Row], path: Path) -> None:
+    """How many times longer every changed kernel takes, one panel a head size and kernel that was changed."""
+    read = slowdown(rows).read
+    found = [(row, ratio) for row in rows if (ratio := read(row))]
+    sizes = sorted({row.of.head_size for row, _ in found})
+    measured = {row.implementation for row, _ in found}
+    names: dict[str, list[str]] = {}
+    for name, change in CHANGES.items():
+        if name in measured:
+            names.setdefault(change.peer, []).append(name)
+    with mpl.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            len(names), len(sizes), figsize=(3.6 * len(sizes) + 1.2, 0.34 * sum(map(len, names.values())) + 1.9),
+            height_ratios=[len(changes) for changes in names.values()], sharex="row", sharey="row", squeeze=False,
+            constrained_layout=True,
+        )  # fmt: skip
+        for line, (peer, changes) in zip(grid, names.items(), strict=True):
+            for axes, size in zip(line, sizes, strict=True):
+                _dots(
+                    axes, [(r, x) for r, x in found if r.of.head_size == size and r.implementation in changes], changes
+                )
+                axes.set_title(f"{peer}, head size {size}")
+            if max(x for r, x in found if r.implementation in changes) > 3.0:
+                line[0].set_xscale("log", base=2)
+                line[0].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            line[0].set_ylim(len(changes) - 0.5, -0.5)
+        for axes in grid[-1]:
+            axes.set_xlabel("times the time of the kernel as it is")
+        handles: dict[str, Any] = {}
+        for axes in grid.flat:
+            handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=len(handles)
+        )
+        _save(figure, path)
+
+
+def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -> None:
+    """A line for each change: a colour for each mask, hollow dots for the shorter lengths."""
+    longest = max((row.of.length for row, _ in found), default=0)
+    axes.axvline(1.0, color="#666666", lw=1, ls="--", zorder=1)
+    for causal, length in sorted({(row.of.causal, row.of.length) for row, _ in found}):
+        mine = [(row, ratio) for row, ratio in found if (row.of.causal, row.of.length) == (causal, length)]
+        colour = COLOURS[OURS] if causal else COLOURS["sdpa"]
+        axes.plot(
+            [ratio for _, ratio in mine], [names.index(row.implementation) for row, _ in mine], ls="", marker="o",
+            ms=6.5, color=colour, markerfacecolor=colour if length == longest else "white", zorder=3,
+            label=f"{'causal' if causal else 'full'}, {length_label(length)} tokens",
+        )  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.margins(x=0.08)
+    axes.set_axisbelow(True)
 
 
 def _lines(axes: Any, rows: Sequence[Row], read: Callable[[Row], float | None]) -> None:
@@ -183,6 +243,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
         ),
     ),
     "long": (("rate", "Arithmetic a second, by length", rates), ("memory", "Peak memory, by length", memory)),
+    "ablation": (("worth", "What each technique is worth: time with one change", worth),),
     "cpu": (("rate", "Arithmetic a second, by length", rates),),
 }  # fmt: skip
 """Of each suite: a name for the file, what it shows, and how to draw it."""

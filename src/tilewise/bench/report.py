@@ -21,6 +21,8 @@ from .tables import (
     headlines,
     in_its_unit,
     reasons,
+    slowdown,
+    worth,
 )
 
 HEADER = """# Performance
@@ -63,7 +65,10 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
     rate = in_its_unit(RATE, rows)
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
-    lines += [_table(grids(rows, rate), rate)]
+    if changes := worth(rows):
+        lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
+        lines.append(_table(changes, slowdown(rows)))
+    lines.append(_table(grids(rows, rate), rate))
     for metric in DETAILS:
         if found := grids(rows, metric):
             title = metric.title[0].upper() + metric.title[1:]
@@ -85,14 +90,14 @@ def _origin(env: dict[str, Any], partial: bool) -> str:
 
 def _table(found: Sequence[Grid], metric: Metric) -> str:
     """All grids of one metric, in markdown; ours in bold."""
-    lengths = list(dict.fromkeys(n for grid in found for n in grid.lengths))
-    head = [f"{metric.title}", "implementation", *map(plots.length_label, lengths)]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(lengths)]
+    columns = list(dict.fromkeys(column for grid in found for column in grid.columns))
+    head = [f"{metric.title}", "implementation", *columns]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(columns)]
     for grid in found:
         title = grid.title
         for name, cells in grid.lines.items():
-            at = dict(zip(grid.lengths, cells, strict=True))
-            shown = [at.get(n, "") for n in lengths]
+            at = dict(zip(grid.columns, cells, strict=True))
+            shown = [at.get(column, "") for column in columns]
             bold = "**" if name == OURS else ""
             lines.append(
                 "| " + " | ".join([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))]) + " |"

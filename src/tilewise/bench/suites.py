@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .ablation import CHANGES
+
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
@@ -59,6 +61,8 @@ class Suite:
     quick_lengths: tuple[int, ...]
     sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
     """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
+    host: bool = True
+    """Whether the host's cost of a call is measured as well."""
 
     def quick(self) -> "Suite":
         """A fraction of it, for a first look."""
@@ -100,6 +104,14 @@ def _cpu() -> tuple[Case, ...]:
     )
 
 
+def _ablation() -> tuple[Case, ...]:
+    return tuple(
+        Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
+        for head_size in (64, 128, 256)
+        for causal, length in ((False, 4096), (True, 4096), (True, 1024))
+    )
+
+
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
 PACKAGES = ("flash-attn 2", "flash-attn 3", "flash-attn 4")
 
@@ -121,6 +133,10 @@ SUITES = {
         Suite(
             "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048),
+        ),
+        Suite(
+            "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),
+            ("tilewise", "tilewise triton", *CHANGES), 5, 8192, (4096,), host=False,
         ),
     )
 }  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from .ablation import CHANGES
 from .results import OK, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
 
@@ -48,11 +49,16 @@ def in_its_unit(metric: Metric, rows: Sequence[Row]) -> Metric:
 
 
 class Grid(NamedTuple):
-    """One setting and pass: a line of cells, by length, for each implementation."""
+    """A line of cells for each implementation: of one setting and pass by length, or of one length by setting."""
 
     title: str
-    lengths: tuple[int, ...]
+    columns: tuple[str, ...]
     lines: dict[str, list[str]]
+
+
+def length_label(length: int) -> str:
+    """4096 as 4k."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def setting(case: Case) -> Case:
@@ -79,8 +85,35 @@ def grids(rows: Sequence[Row], metric: Metric) -> list[Grid]:
             if any(cell not in ("", "-") for cell in line):
                 lines[name] = line
         if lines:
-            found.append(Grid(f"{describe(group[0])}, {group[1]}", lengths, lines))
+            found.append(Grid(f"{describe(group[0])}, {group[1]}", tuple(map(length_label, lengths)), lines))
     return found
+
+
+def slowdown(rows: Sequence[Row]) -> Metric:
+    """Of an ablation: the time that a change takes, in times of the kernel that was changed."""
+    times = {(row.of, row.pass_, row.implementation): row.milliseconds for row in rows if row.status == OK}
+
+    def read(row: Row) -> float | None:
+        change = CHANGES.get(row.implementation)
+        own = times.get((row.of, row.pass_, change.peer)) if change else None
+        return row.milliseconds / own if own and row.milliseconds else None
+
+    return Metric("time with one change, in times of the kernel as it is", read, lambda x: f"{x:.2f}")
+
+
+def worth(rows: Sequence[Row]) -> list[Grid]:
+    """Ablations by head size and mask, for each kernel that was changed and each length; none if nothing was."""
+    metric, found = slowdown(rows), []
+    changed = [row for row in rows if row.implementation in CHANGES]
+    for peer, length in _unique((CHANGES[row.implementation].peer, row.of.length) for row in changed):
+        mine = [row for row in changed if (CHANGES[row.implementation].peer, row.of.length) == (peer, length)]
+        cases = _unique(row.of for row in mine)
+        columns = tuple(f"{case.head_size} {'causal' if case.causal else 'full'}" for case in cases)
+        at = {(row.of, row.implementation): _cell(row, metric) for row in mine}
+        lines = {name: [at.get((case, name), "") for case in cases] for name in _unique(n for _, n in at)}
+        lines = {name: line for name, line in lines.items() if set(line) - {"", "-"}}
+        found.append(Grid(f"{peer}, {length_label(length)} tokens", columns, lines))
+    return [grid for grid in found if grid.lines]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
@@ -124,13 +157,17 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
     """What the suite says about tilewise, in sentences."""
-    lines = {"paper": _paper, "classic": _classic, "long": _long, "cpu": _cpu}[suite](rows)
+    lines = {"paper": _paper, "classic": _classic, "long": _long, "ablation": _ablation, "cpu": _cpu}[suite](rows)
     for ours in (OURS, f"{OURS} triton"):
         hosts = [row.host_microseconds for row in rows if row.implementation == ours and row.pass_ == FORWARD]
         if known := sorted(h for h in hosts if h is not None):
             median = known[len(known) // 2]
             lines.append(f"Host cost of one forward call of {ours}: {median:.0f} microseconds (median of the cases).")
-    wrong = [row for row in rows if row.status == WRONG and row.implementation.startswith(OURS)]
+    wrong = [
+        row
+        for row in rows
+        if row.status == WRONG and (row.implementation.startswith(OURS) or row.implementation in CHANGES)
+    ]
     if wrong:
         lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
     return lines
@@ -187,6 +224,19 @@ def _long(rows: Sequence[Row]) -> list[str]:
             each = ", ".join(f"{(row.peak_bytes or 0) / row.of.length:.0f}" for row in mine)
             lengths = ", ".join(str(row.of.length) for row in mine)
             lines.append(f"{describe(case)}, {pass_}: {each} bytes a token at {lengths} tokens.")
+    return lines
+
+
+def _ablation(rows: Sequence[Row]) -> list[str]:
+    metric, lines = slowdown(rows), []
+    for name, change in CHANGES.items():
+        found = {row: r for row in rows if row.implementation == name and (r := metric.read(row))}
+        if found:
+            least, most = (pick(found, key=lambda row: found[row]) for pick in (min, max))
+            lines.append(
+                f"{name}: {geometric_mean(found.values()):.2f} times the time of {change.peer} (geometric mean of "
+                f"{len(found)} cells, {found[least]:.2f} at {least.of} to {found[most]:.2f} at {most.of})."
+            )
     return lines
 
 

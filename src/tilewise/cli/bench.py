@@ -13,11 +13,11 @@ from rich.progress import Progress
 from ..bench import results
 from ..bench.engine import run
 from ..bench.peers import PEERS
-from ..bench.plots import draw, length_label
+from ..bench.plots import draw
 from ..bench.report import write
 from ..bench.results import Row
 from ..bench.suites import SUITES, Suite
-from ..bench.tables import METRICS, OURS, grids, headlines, in_its_unit, reasons
+from ..bench.tables import METRICS, OURS, grids, headlines, in_its_unit, reasons, slowdown, worth
 from .console import err, out, pick_device, print_json, progress, sentences, table
 
 SHOWN = {"cuda": ("rate", "memory", "host"), "cpu": ("rate", "memory")}
@@ -112,11 +112,12 @@ def _tell(bar: Progress, task: Any, text: str) -> None:
 def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) -> None:
     """The tables asked for, then what they say, then what is missing and why."""
     out.rule(f"[bold]{suite.name}[/]: {escape(suite.title)}, on {escape(device)}", align="left")
-    for name in metrics:
-        metric = in_its_unit(METRICS[name], rows)
-        for grid in grids(rows, metric):
+    chosen = [in_its_unit(METRICS[name], rows) for name in metrics]
+    shown = [(slowdown(rows), worth(rows)), *((metric, grids(rows, metric)) for metric in chosen)]
+    for metric, found in shown:
+        for grid in found:
             lines = [[f"[bold]{peer}[/]" if peer == OURS else peer, *cells] for peer, cells in grid.lines.items()]
-            table(f"{metric.title}: {grid.title}", ["", *map(length_label, grid.lengths)], lines)
+            table(f"{metric.title}: {grid.title}", ["", *grid.columns], lines)
     for line in headlines(suite.name, rows):
         out.print(escape(line), soft_wrap=True)
     for line in reasons(rows):

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile.dropout import kept
 from ..tile.masks import visible
 from ..tile.rows import origin, row_values, rows_of
-from ..tile.schedule import assign
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
@@ -47,11 +46,12 @@ class Tile(NamedTuple):
     DRAW_EARLY: bool
     """Whether the next tile is drawn behind the second load rather than behind the last."""
     SPLIT: int
-    """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way."""
+    """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way, 3
+    before it begins: then nothing overlaps inside a warpgroup."""
 
 
 class Shape(NamedTuple):
-    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+    """Lengths, counts and order of a launch; M and N are rows in all for packed sequences."""
 
     M: object
     N: object
@@ -61,6 +61,8 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
+    order: object
+    """Which tile comes when: a device function such as `schedule.assign`."""
 
 
 class Shared(NamedTuple):
@@ -88,7 +90,7 @@ class Walk(NamedTuple):
 def query_tile(t, shape, packed, tile: gl.constexpr):
     """Where tile t of all is, and the first rows of its queries and keys."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    matrix, m = assign(t, shape.tiles, shape.heads, shape.section)
+    matrix, m = shape.order(t, shape.tiles, shape.heads, shape.section)
     b, h = matrix // shape.H, matrix % shape.H
     q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
     return Place(b, h, matrix, m * (64 * WARPGROUPS), M, N, N - M), m, q0, k0
@@ -329,6 +331,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
+            if SPLIT == 3:
+                o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j, variant)
             if EDGES:
                 if (x < walk.full_lo) | (x >= walk.full_hi):

@@ -25,6 +25,7 @@ from ..tile.launch import (
     rows,
     visits,
 )
+from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as gradients
@@ -111,7 +112,7 @@ def plan(p: Problem) -> Plan:
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = max(SECTION, of_keys) if p.recipe.mask else 1
-    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles)
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
     return Plan(
         row, tile, back, back_tile, natural * LOG2E.value, factor, boxes,
