@@ -81,15 +81,15 @@ def row(**fields):
 
 def test_the_best_is_the_fastest_over_all_cases():
     found = made_up(
-        Candidate(row(), milliseconds={"a": 2.0, "b": 4.0}),
-        Candidate(row(B_c=16), milliseconds={"a": 1.0, "b": 4.0}),
+        Candidate(row(), milliseconds={"a": 2.0, "b": 4.0}, spread={"a": 0.01, "b": 0.02}),
+        Candidate(row(B_c=16), milliseconds={"a": 1.0, "b": 4.0}, spread={"a": 0.01, "b": 0.01}),
         Candidate(row(B_c=64), milliseconds={"a": 4.0, "b": 1.0}),
         Candidate(row(B_c=128), "wrong", "o", milliseconds={"a": 0.1}),
     )
     assert [found.speed(c) for c in found.timed] == pytest.approx([8**-0.5, 4**-0.5, 4**-0.5])
     assert found.best is found.candidates[1]
     assert found.behind == pytest.approx(2**0.5 - 1)
-    assert found.verdict() == "the row in use is 41.4 % behind: B_c 16"
+    assert found.verdict() == "the row in use is 41.4 % behind B_c 16 (times spread by up to 2.0 %)"
     assert tuned.reasons(found) == ["B_c 128: wrong, o"]
 
 
@@ -259,6 +259,25 @@ def test_wrong_and_failing_rows_are_listed_with_their_reasons(monkeypatch):
     assert len(tuned.reasons(found)) == 2
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "internal error\n`ptxas` stderr:\nptxas fatal   : insufficient registers\nRepro",
+            "ptxas fatal   : insufficient",
+        ),
+        ("\nfirst\nsecond", "first"),
+        ("", ""),
+    ],
+)
+def test_a_reason_is_one_line_of_the_message(message, told):
+    candidate = Candidate(row())
+    with tune._excused(candidate):
+        raise RuntimeError(message)
+    assert candidate.why.startswith(f"RuntimeError: {told}")
+    assert "\n" not in candidate.why
+
+
 def test_the_time_budget_leaves_rows_that_say_so():
     found = list(tune.tune(tune.slots(DEVICE, [TINY]), DEVICE, 0.0, 1))
     assert {c.status for one in found for c in one.candidates} == {"skipped"}
@@ -268,6 +287,8 @@ def test_the_time_budget_leaves_rows_that_say_so():
 def test_results_of_another_card_or_kind_are_not_overwritten(tmp_path):
     file = tmp_path / "tune-card.json"
     tuned.merge(file, "card", [made_up(Candidate(row()))])
+    tuned.merge(file, "card", [made_up(Candidate(row(), "skipped", "no time"))])
+    assert tuned.load(file)["slots"][0].present.status == "ok", "what was skipped is still known from before"
     with pytest.raises(ValueError, match="holds measurements of card"):
         tuned.merge(file, "another", [made_up(Candidate(row()))])
     file.write_text(json.dumps({"device": "card", "suites": {}}))
@@ -285,7 +306,7 @@ def test_the_report_draws_the_tables(tmp_path):
     tuned.merge(file, "card", [found])
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "## Tiles of card" in page
-    assert "the row in use is 100.0 % behind: B_c 16" in page
+    assert "the row in use is 100.0 % behind B_c 16 (times spread by up to 1.0 %)" in page
     assert "| B_c 16 (best) | 1.0000 | 1.000 |" in page
     assert "- B_r 128: failed, out of resource: shared memory" in page
     assert "have changed since" not in page

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tile.tables import read
-from .results import OK
+from .results import OK, SKIPPED
 from .suites import Case
 
 MARGIN = 0.01
@@ -91,9 +91,11 @@ class Tuned:
             return f"nothing was timed: {self.present.why}"
         if self.behind is None:
             return f"the row in use has no times ({self.present.why}); best: {self.change(self.best)}"
-        if self.best is self.present:
-            return "the row in use is the fastest"
-        return f"the row in use is {100 * self.behind:.1f} % behind: {self.change(self.best)}"
+        noise = max(part for c in (self.best, self.present) for part in c.spread.values())
+        lead = (
+            "the fastest" if self.best is self.present else f"{100 * self.behind:.1f} % behind {self.change(self.best)}"
+        )
+        return f"the row in use is {lead} (times spread by up to {100 * noise:.1f} %)"
 
 
 def row_text(row: dict[str, Any]) -> str:
@@ -143,13 +145,17 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
-    """Puts slots into a file in place of their older measurements; the others stay."""
+    """Puts slots into a file in place of their older measurements, unless they were skipped; the others stay."""
     content = load(path)
     if content["device"] not in (None, device):
         raise ValueError(
             f"{path} holds measurements of {content['device']}, these are of {device}; name another folder"
         )
-    slots = {(t.backend, t.table, t.label): t for t in (*content["slots"], *found)}
+    slots = {(t.backend, t.table, t.label): t for t in content["slots"]}
+    for t in found:
+        at = t.backend, t.table, t.label
+        if at not in slots or t.present.status != SKIPPED:
+            slots[at] = t
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"device": device, "slots": [asdict(t) for t in slots.values()]}, indent=1) + "\n")
 

@@ -46,15 +46,15 @@ def tune(
         if write:
             tuned.load_rows(write)
     done: list[Tuned] = []
-    rounds = QUICK_ROUNDS if quick else ROUNDS
-    for one in measure(chosen, device, seconds, rounds):
+    for one in measure(chosen, device, seconds, QUICK_ROUNDS if quick else ROUNDS):
         one.environment = env
         done.append(one)
         tuned.merge(file, env["device"], [one])  # a run that is cut short leaves what it measured
-        if not json:
-            print_slot(one)
     if json:
         print_json({"device": env["device"], "slots": [asdict(one) for one in done]})
+    else:
+        for one in done:
+            print_slot(one)
     err.print(f"measurements are in {file}")
     if write:
         count = tuned.write_rows(write, card(device), done, env)
@@ -76,6 +76,10 @@ def measure(chosen: list[Any], device: torch.device, seconds: float, rounds: int
         task = bar.add_task("tune", total=len(chosen), now="")
         for one in run(chosen, device, seconds, rounds, lambda text: bar.update(task, now=text)):
             bar.advance(task)
+            if not err.is_terminal:
+                err.print(
+                    f"{int(bar.tasks[task].completed)}/{len(chosen)} {one.title}: {one.verdict()}", soft_wrap=True
+                )
             yield one
         bar.update(task, now="")
 

@@ -93,6 +93,6 @@ def _row(path: str, where: str, like: Any, fields: Any) -> Any:
 
 def _broken(path: str | Path, why: str) -> str:
     return (
-        f"{path}, which {VARIABLE} names, cannot be used: {why}; remove it and write it anew with `python -m tilewise "
-        f"tune --write {path}`, or unset {VARIABLE}"
+        f"{path} cannot be used as a file of rows: {why}; remove it and write it anew with `python -m tilewise tune "
+        f"--write {path}`, or unset {VARIABLE}"
     )
