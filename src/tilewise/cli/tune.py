@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.markup import escape
 
 from ..bench import results, tuned
+from ..bench import tune as engine
 from ..bench.tuned import Tuned
 from ..tile.tables import VARIABLE, card
 from .console import err, out, print_json, progress, sentences, table
@@ -33,9 +34,9 @@ def tune(
     """Measure the rows of the tables of tiles, and their neighbours, on this GPU."""
     with sentences():
         device = pick_gpu()
-        from ..bench.tune import QUICK_ROUNDS, ROUNDS, cases, slots  # without Triton there is no GPU back end
-
-        found = slots(device, cases(device, quick))
+        found = engine.slots(device, engine.cases(device, quick))
+        if not found:
+            raise ValueError("no GPU back end runs here; `python -m tilewise info` says why")
         chosen = [slot for slot in found if set(match or ()) <= slot.words]
         if not chosen:
             names = ", ".join(slot.title for slot in found)
@@ -46,7 +47,7 @@ def tune(
         if write:
             tuned.load_rows(write)
     done: list[Tuned] = []
-    for one in measure(chosen, device, seconds, QUICK_ROUNDS if quick else ROUNDS):
+    for one in measure(chosen, device, seconds, engine.QUICK_ROUNDS if quick else engine.ROUNDS):
         one.environment = env
         done.append(one)
         tuned.merge(file, env["device"], [one])  # a run that is cut short leaves what it measured
@@ -68,13 +69,11 @@ def pick_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def measure(chosen: list[Any], device: torch.device, seconds: float, rounds: int) -> Iterator[Tuned]:
+def measure(chosen: list[engine.Slot], device: torch.device, seconds: float, rounds: int) -> Iterator[Tuned]:
     """Slot after slot, with a progress bar."""
-    from ..bench.tune import tune as run
-
     with progress("now") as bar:
         task = bar.add_task("tune", total=len(chosen), now="")
-        for one in run(chosen, device, seconds, rounds, lambda text: bar.update(task, now=text)):
+        for one in engine.tune(chosen, device, seconds, rounds, lambda text: bar.update(task, now=text)):
             bar.advance(task)
             if not err.is_terminal:
                 err.print(
