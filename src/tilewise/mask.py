@@ -7,7 +7,7 @@ that the last query is aligned with the last key.
 A mask that shows each row one interval of keys also has `keys(i)`: from it every tile to visit follows.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +44,7 @@ class Value:
     @property
     def plain(self) -> tuple[Any, ...]:
         """Class name and numbers: hashable, and with the tensors enough to build the value again."""
-        numbers = [constant(getattr(self, f.name)) for f in fields(self) if f.name not in self.captures]  # type: ignore[arg-type]
+        numbers = [constant(getattr(self, name)) for name in self.__match_args__ if name not in self.captures]  # type: ignore[attr-defined]
         return (type(self).__name__, *numbers)
 
     @classmethod
@@ -52,9 +52,9 @@ class Value:
         """The value that had these numbers and tensors, without checking them again."""
         value = object.__new__(cls)
         numbers_left, tensors_left = iter(numbers), iter(tensors)
-        for f in fields(cls):  # type: ignore[arg-type]
-            given = tensors_left if f.name in cls.captures else numbers_left
-            object.__setattr__(value, f.name, next(given))
+        for name in cls.__match_args__:  # type: ignore[attr-defined]
+            given = tensors_left if name in cls.captures else numbers_left
+            object.__setattr__(value, name, next(given))
         return value
 
     def at(self, b: int) -> Any:

@@ -30,7 +30,7 @@ def attend(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -
         return _Transformed.apply(recipe, longest, seed, *x[:3], *x.extra)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*x[:3], *x.extra)):
         return _forward(x, seed, recipe, longest)[:2]
-    return _Eager.apply(recipe, longest, seed, *x[:3], *x.extra)
+    return _apply_eager(recipe, longest, seed, *x[:3], *x.extra)
 
 
 def intercepted(q: Tensor) -> bool:
@@ -99,6 +99,10 @@ class _Eager(torch.autograd.Function):
             return None, None, None, *_spread(_Gradient.apply(call, do, dlse, o, lse, seed, *tensors), wanted)
         grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
         return None, None, None, *grads[:3], *grads.extra
+
+
+_apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
+"""`_Eager.apply` without a second look for torch.func's transforms: `attend` has looked."""
 
 
 class _Transformed(_Eager):

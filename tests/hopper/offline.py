@@ -57,7 +57,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     q = meta(*shape, dtype=torch.bfloat16)
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": "hopper",  # also for calls so small that it leaves them to others
+        "deterministic": False, "backend": "hopper",
     }  # fmt: skip
     x, recipe, longest = _gather(q, q, q, *{**defaults, **options}.values())
     p = _hypothetical(x, recipe, longest, "sm_90")

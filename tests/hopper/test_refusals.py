@@ -34,7 +34,6 @@ def test_it_takes_large_calls_of_every_kind():
         ({"dtype": torch.float32}, "fp16 and bf16"),
         ({"D": 60}, "multiples of 8"),
         ({"device": "sm_100"}, "written for sm_90"),
-        ({"S": 64}, "so small"),
         ({"deterministic": True}, "deterministic=True"),
     ],
 )
@@ -55,7 +54,3 @@ def test_addresses_that_tma_cannot_reach_are_named():
         found = tw.explain(q, k, k, device="sm_90")
         assert found.backend == "triton"
         assert any(reason.startswith("q ") and words in reason for reason in found.refusals["hopper"])
-
-
-def test_a_small_call_is_taken_if_it_is_asked_for():
-    assert ask(S=64, backend="hopper")[0] == "hopper"

@@ -27,9 +27,9 @@ def given(monkeypatch):
     seen = {}
     run = launch.Launch.run
 
-    def record(self):
+    def record(self, stream=None):
         seen[self.kernel.fn.__name__] = [a for a in self.arguments if isinstance(a, Rows)]
-        run(self)
+        run(self, stream)
 
     monkeypatch.setattr(launch.Launch, "run", record)
     return seen

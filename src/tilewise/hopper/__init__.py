@@ -9,9 +9,6 @@ from ..tile.tables import whose
 from . import launch
 from .tiles import current
 
-SMALL = 1 << 33
-"""Of B H M N (D + D_v): about 35 microseconds of work, which is what descriptors add to a call on the host."""
-
 
 class Hopper:
     """16-bit types whose rows TMA can address."""
@@ -33,8 +30,6 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.recipe.backend != self.name and p.B * p.H * p.M * p.N * (p.D + p.D_v) < SMALL:
-            against.append("the call is so small that descriptors for TMA would cost the host more than they save")
         if p.recipe.deterministic:
             against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
         return against

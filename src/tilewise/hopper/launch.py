@@ -15,6 +15,7 @@ from ..tile.launch import (
     Launch,
     bias_launches,
     cdiv,
+    current_stream,
     device_values,
     dropout,
     empty_grads,
@@ -65,8 +66,10 @@ class Plan(NamedTuple):
     """What the sums of dS K and dS^T Q are multiplied by."""
     boxes: tuple[Box, ...]
     """Of q, k, v and o in the forward, and of q, k, v, dk and dv in the backward."""
-    section: int
-    """Of the forward."""
+    programs: int
+    shape: kernels.Shape
+    constants: dict[str, Any]
+    """Of the forward, all three."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -105,10 +108,16 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         box(p.v.shape, p.v.stride, back.B_c, D, p),
         box(p.k.shape, contiguous(p.k.shape), *edge, p), box(p.v.shape, contiguous(p.v.shape), *edge, p),
     )  # fmt: skip
+    tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = max(SECTION, of_keys) if p.recipe.mask else 1
-    values = None if p.extra else device_values(p, ())
-    return Plan(row, tile, back, back_tile, natural * LOG2E.value, factor, boxes, section, listed, values, {})
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles)
+    constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
+    return Plan(
+        row, tile, back, back_tile, natural * LOG2E.value, factor, boxes,
+        min(heads * tiles, processors(p.q.device)), shape, constants,
+        listed, None if p.extra else device_values(p, ()), {},
+    )  # fmt: skip
 
 
 def has_edges(p: Problem, row: Forward) -> bool:
@@ -123,16 +132,12 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     """One launch, and one before it if tiles are listed."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes[:4], strict=True)],
+        *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes, strict=False)],
         rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
-        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c,
-        kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, pl.section, tiles),
+        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, pl.shape,
     )  # fmt: skip
-    constants = {"tile": pl.forward_tile, "REGISTERS": pl.forward.registers, "num_warps": 4}
-    programs = min(heads * tiles, processors(x.q.device))
-    return [*listing, Launch(kernels.forward, programs, arguments, constants, pl.compiled)]
+    return [*listing, Launch(kernels.forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
 def backward_launches(
@@ -236,8 +241,9 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
-    for launch in forward_launches(p, pl, x, saved, counter(x.q.device)):
-        launch.run()
+    stream = current_stream(x.q.device)
+    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
+        launch.run(stream)
     return saved
 
 
@@ -245,9 +251,9 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward.B_r, x.q.device)
-    extra = list(grads.extra)
+    extra, stream = list(grads.extra), current_stream(x.q.device)
     for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads):
-        launch.run()
+        launch.run(stream)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
         delta = by_row(p, pl.backward.B_r, x, scratch.delta)
@@ -273,15 +279,15 @@ def addressable(t: Tensor) -> Tensor:
     return t if good and 0 not in t.stride() else t.contiguous()
 
 
-def counter(device: torch.device) -> Tensor:
+def counter(device: torch.device, stream: int | None) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # type: ignore[attr-defined]
+    return _counter(device, stream)
 
 
 @lru_cache(1024)
-def _counter(device: torch.device, stream: int) -> Tensor:
+def _counter(device: torch.device, stream: int | None) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 

@@ -29,6 +29,11 @@ def on_device(q: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(q.device)
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The handle of the stream on which a GPU's work is queued."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+
+
 def cdiv(a: int, b: int) -> int:
     """How many blocks of b hold a."""
     return -(-a // b)
@@ -46,8 +51,8 @@ class Launch(NamedTuple):
     of a call, and everything that it looks at follows from the problem, except what `key` holds."""
     key: Any = None
 
-    def run(self) -> None:
-        """Starts the kernel, if it has anything to do."""
+    def run(self, stream: int | None = None) -> None:
+        """Starts the kernel, if it has anything to do, on the current stream; its handle saves a look-up."""
         if not self.programs:
             return
         at = self.kernel.fn, self.key  # Triton's own objects are slow to hash
@@ -58,7 +63,7 @@ class Launch(NamedTuple):
                 self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
             return
         compiled, rest = self.compiled[at]
-        compiled[(self.programs, 1, 1)](*self.arguments, *rest)
+        compiled[(self.programs, 1, 1)](*self.arguments, *rest, stream=stream)
 
     def compile(self) -> Any:
         """The compiled kernel for the active driver's target, without a GPU."""
@@ -218,8 +223,8 @@ def bias_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Unwritten outputs of a forward."""
     shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-    o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
-    return Saved(o, torch.empty(shape, dtype=torch.float32, device=x.q.device), seed)
+    o = x.q.new_empty((*p.q.shape[:-1], p.D_v))
+    return Saved(o, x.q.new_empty(shape, dtype=torch.float32), seed)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:

@@ -13,6 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from ..backend import ORDER
+
 VARIABLE = "TILEWISE_TILES"
 Table = dict[Any, Any]
 """Rows, each a NamedTuple, by key: numbers and words, or a tuple of them."""
@@ -54,10 +56,8 @@ def read(path: Path) -> dict[str, Any]:
     """A file of rows, or a ValueError that names it and says what to do."""
     try:
         content = json.loads(path.read_text())
-        for run in content["cards"].values():
-            for tables in run["rows"].values():
-                for rows in tables.values():
-                    rows.items()
+        backends = {name for run in content["cards"].values() for name in run["rows"]}
+        _ = [rows.items() for run in content["cards"].values() for by in run["rows"].values() for rows in by.values()]
     except FileNotFoundError:
         raise ValueError(
             f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
@@ -65,6 +65,8 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(_broken(path, "it is no file of rows")) from error
+    if unknown := backends - set(ORDER):
+        raise ValueError(_broken(path, f"there is no back end {', '.join(sorted(unknown))}"))
     return content
 
 

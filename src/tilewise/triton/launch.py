@@ -14,6 +14,7 @@ from ..tile.launch import (
     adjacent,
     bias_launches,
     cdiv,
+    current_stream,
     device_values,
     dropout,
     empty_grads,
@@ -100,8 +101,9 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
     x = with_adjacent_rows(x)
+    stream = current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved):
-        launch.run()
+        launch.run(stream)
     return saved
 
 
@@ -111,8 +113,9 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     logs, delta = empty_row_values(p, x), empty_row_values(p, x)
+    stream = current_stream(x.q.device)
     for launch in backward_launches(p, pl, x, saved, do, dlse, logs, delta, grads):
-        launch.run()
+        launch.run(stream)
     extra = list(grads.extra)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
