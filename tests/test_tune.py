@@ -173,6 +173,10 @@ BROKEN = {
     "no json": ("{", "it is no file of rows"),
     "a results file": (json.dumps({"device": "card", "suites": {}}), "it is no file of rows"),
     "a list": ("[1]", "it is no file of rows"),
+    "a list for a table": (
+        json.dumps({"cards": {"cpu": {"rows": {"triton": {"forward": []}}}}}),
+        "it is no file of rows",
+    ),
     "another back end": (("metal", "forward", "64", {}), "there is no back end metal"),
     "another table": (("triton", "sideways", "64", {}), "triton has no table sideways"),
     "another row": (("triton", "forward", "interpreter 4 512", {}), "forward has no row interpreter 4 512"),

@@ -56,8 +56,8 @@ def read(path: Path) -> dict[str, Any]:
     """A file of rows, or a ValueError that names it and says what to do."""
     try:
         content = json.loads(path.read_text())
-        backends = {name for run in content["cards"].values() for name in run["rows"]}
-        _ = [rows.items() for run in content["cards"].values() for by in run["rows"].values() for rows in by.values()]
+        by_backend = [item for run in content["cards"].values() for item in run["rows"].items()]
+        shaped = all(isinstance(rows, dict) for _, tables in by_backend for rows in tables.values())
     except FileNotFoundError:
         raise ValueError(
             f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
@@ -65,7 +65,9 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(_broken(path, "it is no file of rows")) from error
-    if unknown := backends - set(ORDER):
+    if not shaped:
+        raise ValueError(_broken(path, "it is no file of rows"))
+    if unknown := {backend for backend, _ in by_backend} - set(ORDER):
         raise ValueError(_broken(path, f"there is no back end {', '.join(sorted(unknown))}"))
     return content
 
