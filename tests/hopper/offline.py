@@ -65,8 +65,8 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
-    scratch = launch.empty_scratch(p, q.device)
     counter, pl = meta(2, dtype=torch.int32), launch.plan(p)
+    scratch = launch.empty_scratch(p, pl.backward.B_r, q.device)
     backward = launch.backward_launches(
         p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter
     )

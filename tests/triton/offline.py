@@ -76,8 +76,9 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     saved = launch.empty_saved(p, x, seed)
     logs, delta, grads = launch.empty_row_values(p, x), launch.empty_row_values(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o), torch.empty_like(saved.lse)
-    backward = launch.backward_launches(p, x, saved, do, dlse, logs, delta, grads)
-    return [*launch.forward_launches(p, x, saved), *backward]
+    pl = launch.plan(p)
+    backward = launch.backward_launches(p, pl, x, saved, do, dlse, logs, delta, grads)
+    return [*launch.forward_launches(p, pl, x, saved), *backward]
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -207,10 +207,11 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     (logs, around_logs), (delta, around_delta) = (guarded((1, *scratch), torch.zeros(1, *scratch)) for _ in range(2))
     grads = [guarded((total, H, D), torch.zeros(total, H, D)) for _ in range(3)]
     saved = Saved(o, lse[0], None)
-    for one in launch.forward_launches(p, x, saved):
+    pl = launch.plan(p)
+    for one in launch.forward_launches(p, pl, x, saved):
         one.run()
     results = Grads(*(g for g, _ in grads), (None,) * len(x.extra))
-    for one in launch.backward_launches(p, x, saved, do, None, logs[0], delta[0], results):
+    for one in launch.backward_launches(p, pl, x, saved, do, None, logs[0], delta[0], results):
         one.run()
     for inside, around in ((o, around_o), (lse, around_lse), (logs, around_logs), (delta, around_delta), *grads):
         assert (inside.abs() < 1e6).all(), "nothing of what lies around was read"

@@ -53,7 +53,7 @@ def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
     else:
         from ..triton import launch as portable
 
-        (launch,) = portable.forward_launches(p, x, saved)
+        (launch,) = portable.forward_launches(p, portable.plan(p), x, saved)
     return launch, saved
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots
+from . import plots, tuned
 from .results import kernels_hash, load, rows_of
 from .suites import SUITES
 from .tables import (
@@ -36,6 +36,11 @@ for a forward, half of it if causal, and 2.5 times that for a backward. The matr
 square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
 whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed.
 """
+TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
+neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
+this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
+kernel.
+"""
 DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
 
@@ -44,8 +49,9 @@ def write(results: Path, docs: Path) -> Path:
 
     Raises ValueError if there is no results file.
     """
-    files = sorted(results.glob("*.json"))
-    if not files:
+    measured = sorted(results.glob("tune-*.json"))
+    files = sorted(set(results.glob("*.json")) - set(measured))
+    if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
     sections = [HEADER]
     for file in files:
@@ -53,6 +59,8 @@ def write(results: Path, docs: Path) -> Path:
         sections.append(f"## {content['device']}\n")
         for suite in (name for name in SUITES if name in content["suites"]):
             sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
+    for file in measured:
+        sections += _tiles(tuned.load(file))
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))
@@ -76,6 +84,24 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     if notes := reasons(rows):
         lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
     return lines
+
+
+def _tiles(content: dict[str, Any]) -> list[str]:
+    """A card's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
+    slots: list[tuned.Tuned] = content["slots"]
+    lines = [f"## Tiles of {content['device']}\n", TILES]
+    lines += dict.fromkeys(f"{_origin(slot.environment, False)}\n" for slot in slots)
+    head = ["row", "in use", "candidates", "timed", "verdict"]
+    lines += ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---|"]
+    for slot in slots:
+        counts = str(len(slot.candidates)), str(len(slot.timed))
+        lines.append("| " + " | ".join((slot.title, tuned.row_text(slot.present.row), *counts, slot.verdict())) + " |")
+    for slot in slots:
+        columns, cells = tuned.grid(slot)
+        drawn = ["| " + " | ".join(line) + " |" for line in (columns, ["---", *["---:"] * (len(columns) - 1)], *cells)]
+        drawn = [*(drawn if cells else ()), "", *(f"- {reason}" for reason in tuned.reasons(slot))]
+        lines += [f"\n<details><summary>{slot.title}</summary>\n", *drawn, "\n</details>"]
+    return [*lines, ""]
 
 
 def _origin(env: dict[str, Any], partial: bool) -> str:

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, demo, explain, info, train
+from . import bench, demo, explain, info, train, tune
 
 app = typer.Typer(
     help="Exact attention, one tile at a time.",
@@ -11,5 +11,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (info.info, explain.explain, bench.bench, train.train, demo.demo):
+for command in (info.info, explain.explain, bench.bench, tune.tune, train.train, demo.demo):
     app.command()(command)

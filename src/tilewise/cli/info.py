@@ -12,17 +12,20 @@ import tilewise as tw
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
 from ..problem import Operands, Recipe, describe
-from .console import out, print_json, table
+from ..tile.tables import whose
+from .console import out, print_json, sentences, table
 
 
 def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
     """Versions, devices, and each back end with what stands against it."""
-    found = gather()
+    with sentences():
+        found = gather()
     if json:
         print_json(found)
         return
     table("Versions", ("", ""), list(found["versions"].items()), numbers_from=2)
     table("Devices", ("", "", ""), [(d["device"], d["target"], escape(d["name"])) for d in found["devices"]], 3)
+    table("Tiles of GPU kernels", ("", ""), [(device, escape(rows)) for device, rows in found["tiles"].items()], 2)
     lines = []
     for name, by_device in found["backends"].items():
         for device, against in by_device.items():
@@ -43,6 +46,7 @@ def gather() -> dict[str, Any]:
         "versions": versions() | {"system": f"{platform.system()} {platform.machine()}"},
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
         "backends": {name: {str(d): load(name).why_not(probes[d]) for d in devices} for name in ORDER},
+        "tiles": {str(d): whose(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }
 

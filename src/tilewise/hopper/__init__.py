@@ -5,8 +5,9 @@ from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
 from ..tile.launch import on_device
+from ..tile.tables import whose
 from . import launch
-from .tiles import BACKWARD, forward_row, padded
+from .tiles import current
 
 
 class Hopper:
@@ -35,19 +36,20 @@ class Hopper:
 
     def tiles(self, problem: Problem) -> str:
         """The two main kernels' tiles."""
-        row, back = forward_row(problem), BACKWARD[padded(problem)]
+        row, back = current(problem)
+        sides = "gradient" if back.sides else "keys"
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {'gradient' if back.sides else 'keys'}"
+            f"backward {back.B_r}x{back.B_c}, split by {sides}; {whose(problem.q.device)}"
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         with on_device(x.q):
-            return launch.forward(problem, x, seed)
+            return launch.forward(problem, launch.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         with on_device(x.q):
-            return launch.backward(problem, x, saved, do, dlse)
+            return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
 
 
 def _unaddressable(spec: Spec) -> str | None:

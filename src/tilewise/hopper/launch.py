@@ -32,7 +32,7 @@ from . import backward as gradients
 from . import forward as kernels
 from . import scores
 from .around import finish, prepare
-from .tiles import BACKWARD, BIAS, Backward, Forward, forward_row, padded
+from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -87,13 +87,17 @@ class Scratch(NamedTuple):
 
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem."""
-    row = forward_row(p)
+    """Tiles and constants of a problem, from the rows in use."""
+    return planned(p, current(p))
+
+
+def planned(p: Problem, chosen: Rows) -> Plan:
+    """The same from any rows."""
+    row, back = chosen
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.turns, has_edges(p, row.B_r, row.B_c), row.draw_early, row.split,
     )  # fmt: skip
-    back = BACKWARD[padded(p)]
     edges = has_edges(p, back.B_r, back.B_c) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.H // p.H_k
@@ -207,10 +211,9 @@ def row_blocks(p: Problem, B_r: int) -> int:
     return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
 
 
-def empty_scratch(p: Problem, device: torch.device) -> Scratch:
+def empty_scratch(p: Problem, B_r: int, device: torch.device) -> Scratch:
     """Unwritten."""
-    row = BACKWARD[padded(p)]
-    count = row_blocks(p, row.B_r) * row.B_r * p.H * (1 if p.recipe.varlen else p.B)
+    count = row_blocks(p, B_r) * B_r * p.H * (1 if p.recipe.varlen else p.B)
     sizes = count, count, count * padded(p)
     return Scratch(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
@@ -238,35 +241,35 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
 
 
-def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
     stream = current_stream(x.q.device)
-    for launch in forward_launches(p, plan(p), x, saved, counter(x.q.device, stream)):
+    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
         launch.run(stream)
     return saved
 
 
-def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    grads, scratch = empty_grads(p, x), empty_scratch(p, x.q.device)
+    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward.B_r, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in backward_launches(p, plan(p), x, saved, do, dlse, scratch, grads, zeros):
+    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
         launch.run(stream)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, x, scratch.delta)
+        delta = by_row(p, pl.backward.B_r, x, scratch.delta)
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))
 
 
-def by_row(p: Problem, x: Operands, numbers: Tensor) -> Tensor:
+def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
     """Numbers in blocks of B_r rows, by rows as lse has them."""
     if not p.recipe.varlen:
         return numbers.view(p.B, p.H, -1)[..., : p.M]
-    cu, B_r = x.extra[-2], BACKWARD[padded(p)].B_r
+    cu = x.extra[-2]
     row = torch.arange(p.q.shape[0], device=cu.device)
     b = torch.bucketize(row, cu[1:], right=True).clamp(max=p.B - 1)
     by_head = numbers.view(p.H, -1)

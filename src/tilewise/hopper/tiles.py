@@ -1,8 +1,13 @@
-"""Tiles of the Hopper kernels: one row per head size in shared memory."""
+"""Tiles of the Hopper kernels: one row per head size in shared memory.
 
-from typing import NamedTuple
+`python -m tilewise tune` measures the rows of FORWARD and BACKWARD beside their neighbours; its times are drawn in
+docs/performance.md.
+"""
+
+from typing import Any, NamedTuple
 
 from ..problem import Problem
+from ..tile.tables import in_use
 
 
 class Forward(NamedTuple):
@@ -65,10 +70,54 @@ def padded(p: Problem) -> int:
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
 
 
-def forward_row(p: Problem) -> Forward:
-    """The row of a problem. At head size 64 three warpgroups leave no registers for scores and dropout, 192 rows are
-    no list's, and waste the most at the edges of masks: there two do better up to 4k tokens."""
+TABLES: dict[str, dict[Any, Any]] = {"forward": FORWARD, "backward": BACKWARD}
+
+
+class Rows(NamedTuple):
+    """A problem's row of each of TABLES."""
+
+    forward: Forward
+    backward: Backward
+
+
+def current(p: Problem) -> Rows:
+    """The rows in use for a problem."""
+    tables = in_use("hopper", TABLES, p.q.device)
+    return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+
+
+def keys(p: Problem) -> dict[str, Any]:
+    """Where a problem's rows are. At head size 64 three warpgroups leave no registers for scores and dropout, 192 rows
+    are no list's, and waste the most at the edges of masks: there two do better up to 4k tokens."""
     interval = all(getattr(kind, "interval", True) for kind in p.kinds)
     two = p.recipe.score or p.recipe.dropout or not interval or (p.recipe.mask and p.M <= 4096)
     size = padded(p)
-    return FORWARD.get((size, "two"), FORWARD[size]) if two else FORWARD[size]
+    return {"forward": (size, "two") if two and (size, "two") in FORWARD else size, "backward": size}
+
+
+def title(key: Any) -> str:
+    """A key for people."""
+    size, *rest = key if isinstance(key, tuple) else (key,)
+    return " ".join((f"D{size}", *rest))
+
+
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "forward": (
+        {"warpgroups": 2, "registers": 240}, {"warpgroups": 3, "registers": 160},
+        {"B_c": 64}, {"B_c": 64, "kv_stages": 3}, {"B_c": 128},
+        {"q_stages": 1}, {"q_stages": 1, "kv_stages": 3}, {"q_stages": 2}, {"kv_stages": 2}, {"kv_stages": 3},
+        {"turns": True}, {"turns": False}, {"draw_early": True}, {"draw_early": False},
+        {"split": 0}, {"split": 1}, {"split": 2},
+    ),
+    "backward": (
+        {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
+    ),
+}  # fmt: skip
+"""What `tilewise tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and a
+group holds 64 keys."""
+
+
+def neighbours(name: str, row: Any) -> list[Any]:
+    """Every other row that one change makes of a row of this table. Further steps take another run."""
+    made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
+    return [other for other in made if other != row]

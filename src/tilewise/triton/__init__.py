@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
 from ..tile.launch import on_device
+from ..tile.tables import whose
 from . import launch
-from .tiles import AMPERE, HOPPER, OTHER
+from .tiles import AMPERE, HOPPER, OTHER, current
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
@@ -31,26 +32,31 @@ class Portable:
 
     def tiles(self, problem: Problem) -> str:
         """The three kernels' tiles."""
-        plan = launch.plan(problem)
-        rows = (("forward", plan.forward), ("dkdv", plan.dkdv), ("dq", plan.dq))
-        text = "; ".join(f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages" for name, t in rows)
-        return text if problem.dtype != torch.float32 else f"{text}; products in {plan.constants['PRECISION']}"
+        parts = [
+            f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
+            for name, t in current(problem)._asdict().items()
+        ]
+        if problem.dtype == torch.float32:
+            parts.append(f"products in {launch.precision(problem)}")
+        return "; ".join((*parts, whose(problem.q.device)))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
-            saved = launch.forward(*_widened(problem, x), seed)
+            wide, x = _widened(problem, x)
+            saved = launch.forward(wide, launch.plan(wide), x, seed)
             return saved._replace(o=saved.o.to(problem.dtype))
         with on_device(x.q):
-            return launch.forward(problem, x, seed)
+            return launch.forward(problem, launch.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         if problem.target == "cpu":
-            wide = saved._replace(o=saved.o.float()), None if do is None else do.float()
-            grads = launch.backward(*_widened(problem, x), *wide, dlse)
+            wide, x = _widened(problem, x)
+            saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
+            grads = launch.backward(wide, launch.plan(wide), x, saved, do, dlse)
             dq, dk, dv = (g.to(problem.dtype) for g in grads[:3])
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
-            return launch.backward(problem, x, saved, do, dlse)
+            return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

@@ -29,7 +29,7 @@ from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as kernels
 from .forward import forward as forward_kernel
-from .tiles import DKDV, DQ, FORWARD, Tiles, choose
+from .tiles import Rows, Tiles, current
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
@@ -61,7 +61,12 @@ class Plan(NamedTuple):
 
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem."""
+    """Tiles and constants of a problem, from the rows in use."""
+    return planned(p, current(p))
+
+
+def planned(p: Problem, chosen: Rows) -> Plan:
+    """The same from any rows."""
     per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
     group = p.H // p.H_k
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
@@ -72,9 +77,8 @@ def plan(p: Problem) -> Plan:
     c = natural * LOG2E.value
     listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     values = None if p.extra else device_values(p, ())
-    tiles = choose(FORWARD, p), choose(DKDV, p), choose(DQ, p)
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*tiles, c, unit, factor, section, listed, constants, values, {})
+    return Plan(*chosen, c, unit, factor, section, listed, constants, values, {})
 
 
 def precision(p: Problem) -> str | None:
@@ -93,24 +97,24 @@ def precisions(target: str) -> tuple[str, ...]:
     return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
 
 
-def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
-    for launch in forward_launches(p, x, saved):
+    for launch in forward_launches(p, pl, x, saved):
         launch.run(stream)
     return saved
 
 
-def backward(p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     grads = empty_grads(p, x)
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     logs, delta = empty_row_values(p, x), empty_row_values(p, x)
     stream = current_stream(x.q.device)
-    for launch in backward_launches(p, x, saved, do, dlse, logs, delta, grads):
+    for launch in backward_launches(p, pl, x, saved, do, dlse, logs, delta, grads):
         launch.run(stream)
     extra = list(grads.extra)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
@@ -127,9 +131,8 @@ def empty_row_values(p: Problem, x: Operands) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.q.device)
 
 
-def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
+def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
     """One launch, and one before it if tiles are listed."""
-    pl = plan(p)
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
@@ -142,10 +145,10 @@ def forward_launches(p: Problem, x: Operands, saved: Saved) -> Iterator[Launch]:
 
 
 def backward_launches(
-    p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, logs: Tensor, delta: Tensor, grads: Grads
-) -> Iterator[Launch]:
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, logs: Tensor, delta: Tensor,
+    grads: Grads,
+) -> Iterator[Launch]:  # fmt: skip
     """Row values (logs and delta, scratch); dK and dV; dQ; and one for every bias that wants a gradient."""
-    pl = plan(p)
     where = packed(p, x)
     lse = saved.lse.contiguous()
     M, N = lengths(p)

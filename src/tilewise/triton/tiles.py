@@ -3,18 +3,20 @@
 A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
 Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
 head size 128; the others are the largest that compile for every chip of their kind, by the same rule, within its shared
-memory. tests/triton/test_compile.py holds each row to that.
+memory. tests/triton/test_compile.py holds each row to that. `python -m tilewise tune` measures a card's rows
+beside their neighbours; its times are drawn in docs/performance.md.
 
 sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are small enough to keep the products out of tensor
 memory: Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel
 is empty.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..problem import Problem
+from ..tile.tables import in_use
 
 
 class Tiles(NamedTuple):
@@ -103,6 +105,8 @@ DQ: Table = {
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
 
+TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
+
 HOPPER = ("sm_90", "sm_100", "sm_103")
 BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
@@ -118,13 +122,51 @@ def chips(target: str) -> tuple[str, ...]:
     return ("hopper",) if target in HOPPER else ("ampere",) if target in AMPERE else ("other",)
 
 
-def choose(table: Table, p: Problem) -> Tiles:
-    """The row of a table for a problem: the smallest head size that holds its own."""
+class Rows(NamedTuple):
+    """A problem's row of each of TABLES."""
+
+    forward: Tiles
+    dkdv: Tiles
+    dq: Tiles
+
+
+def current(p: Problem) -> Rows:
+    """The rows in use for a problem."""
+    tables = in_use("triton", TABLES, p.q.device)
+    return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+
+
+def keys(p: Problem) -> dict[str, Any]:
+    """Where a problem's rows are."""
+    return {name: choose(table, p) for name, table in TABLES.items()}
+
+
+def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
+    """The key of a table for a problem: the smallest head size that holds its own."""
     rich = p.recipe.score or p.recipe.dropout > 0.0
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
         for kind in chips(p.target):
             row = (kind, entry_bytes, size)
             if row in table and max(p.D, p.D_v) <= size:
-                return table.get((*row, "rich"), table[row]) if rich else table[row]
+                return (*row, "rich") if rich and (*row, "rich") in table else row
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
+
+
+def title(key: Any) -> str:
+    """A key for people; a card reads rows of one kind."""
+    _, entry_bytes, size, *rest = key
+    return " ".join((f"{8 * entry_bytes}-bit", f"D{size}", *rest))
+
+
+def neighbours(name: str, row: Tiles) -> list[Tiles]:
+    """What `tilewise tune` tries beside a row of a table: half and twice the rows, the columns and the warps, one stage
+    more and less, rows together with warps, and no cap on registers. Further steps take another run."""
+    B_r, B_c, warps, stages, _ = row
+    changes = (
+        {"B_r": B_r // 2}, {"B_r": B_r * 2}, {"B_c": B_c // 2}, {"B_c": B_c * 2}, {"warps": warps // 2},
+        {"warps": warps * 2}, {"B_r": B_r // 2, "warps": warps // 2}, {"B_r": B_r * 2, "warps": warps * 2},
+        {"stages": stages - 1}, {"stages": stages + 1}, {"registers": None},
+    )  # fmt: skip
+    made = [row._replace(**change) for change in changes]
+    return [t for t in made if min(t.B_r, t.B_c) >= 16 and t.warps in (4, 8) and t.stages > 0 and t != row]

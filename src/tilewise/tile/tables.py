@@ -1,0 +1,102 @@
+"""Tables of tiles: rows by kernel and kind of problem, which rows measured on another card may replace.
+
+A back end's tiles.py holds the package's rows. TILEWISE_TILES names a file that `tilewise tune --write` made; its rows
+for the card of a call are taken in their place (docs/adr/0009). The file is read once, when a problem is first planned.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from ..backend import ORDER
+
+VARIABLE = "TILEWISE_TILES"
+Table = dict[Any, Any]
+"""Rows, each a NamedTuple, by key: numbers and words, or a tuple of them."""
+
+
+def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> Mapping[str, Table]:
+    """A back end's tables by name, with this card's rows from the file in place of the package's."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return tables
+    found = rows_of_card(Path(path), device).get(backend, {})
+    if unknown := set(found) - set(tables):
+        raise ValueError(_broken(path, f"{backend} has no table {', '.join(sorted(unknown))}"))
+    return {name: table | _rows(path, name, table, found.get(name, {})) for name, table in tables.items()}
+
+
+def whose(device: torch.device) -> str:
+    """Whose rows this card's calls get, for people."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return "rows of the package"
+    has = "rows of" if rows_of_card(Path(path), device) else "rows of the package, none for this card in"
+    return f"{has} {path}"
+
+
+def rows_of_card(path: Path, device: torch.device) -> dict[str, Any]:
+    """What a file has for a card: rows by back end, table and label."""
+    return read(path)["cards"].get(card(device), {}).get("rows", {})
+
+
+@lru_cache(64)
+def card(device: torch.device) -> str:
+    """A GPU by its maker's name, another device by its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@lru_cache(64)
+def read(path: Path) -> dict[str, Any]:
+    """A file of rows, or a ValueError that names it and says what to do."""
+    try:
+        content = json.loads(path.read_text())
+        by_backend = [item for run in content["cards"].values() for item in run["rows"].items()]
+        shaped = all(isinstance(rows, dict) for _, tables in by_backend for rows in tables.values())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
+            f"or unset {VARIABLE}"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(_broken(path, "it is no file of rows")) from error
+    if not shaped:
+        raise ValueError(_broken(path, "it is no file of rows"))
+    if unknown := {backend for backend, _ in by_backend} - set(ORDER):
+        raise ValueError(_broken(path, f"there is no back end {', '.join(sorted(unknown))}"))
+    return content
+
+
+def label(key: Any) -> str:
+    """A key as a file has it: "64 two"."""
+    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def _rows(path: str, name: str, table: Table, found: dict[str, Any]) -> Table:
+    """A file's rows of one table, as the table has them."""
+    keys = {label(key): key for key in table}
+    if unknown := set(found) - set(keys):
+        raise ValueError(_broken(path, f"table {name} has no row {', '.join(sorted(unknown))}"))
+    return {keys[text]: _row(path, f"row {text} of table {name}", table[keys[text]], x) for text, x in found.items()}
+
+
+def _row(path: str, where: str, like: Any, fields: Any) -> Any:
+    """A row of the same kind as the package's, with these fields."""
+    if not isinstance(fields, dict) or set(fields) != set(like._fields):
+        raise ValueError(_broken(path, f"{where} must have the fields {', '.join(like._fields)}"))
+    for field, kind in get_type_hints(type(like)).items():
+        if type(fields[field]) not in (get_args(kind) or (kind,)):
+            raise ValueError(_broken(path, f"{field} in {where} is {fields[field]!r}"))
+    return like._replace(**fields)
+
+
+def _broken(path: str | Path, why: str) -> str:
+    return (
+        f"{path} cannot be used as a file of rows: {why}; remove it and write it anew with `python -m tilewise tune "
+        f"--write {path}`, or unset {VARIABLE}"
+    )
