@@ -173,7 +173,8 @@ def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come."""
     B_R: gl.constexpr = tile.B_R
     GROUP: gl.constexpr = tile.GROUP
-    PIECES: gl.constexpr = tile.D * tile.B_R // 8192  # of each group in a query tile
+    IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
+    PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 1)
@@ -189,7 +190,7 @@ def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
                 for piece in gl.static_range(PIECES):
                     for w in gl.static_range(2):
                         mbarrier.wait(shared.dq.full.index(w), y & 1)
-                        row = (((block0 + m) * 2 + w) * PIECES + piece) * 16
+                        row = ((block0 + m) * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
                         releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
                     tma.store_wait(1)
                     mbarrier.arrive(shared.dq.empty.index(0))
@@ -275,6 +276,12 @@ def keep_factor(P, place, j0, variant):
 
 
 @gluon.jit
+def signed(P, place, j0, variant):
+    """P, negative where dropout drops it: so one register holds both until dP comes."""
+    return gl.where(keep_factor(P, place, j0, variant) > 0.0, P, -P)
+
+
+@gluon.jit
 def gradient(P, dP, sums, S, place, j0, variant):
     """dS of a transposed tile: the gradient with respect to Q K^T."""
     layout: gl.constexpr = S.type.layout
@@ -334,29 +341,37 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     logs = stage(shared.logs, y).load(row_layout)
     S = warpgroup_mma_wait(1, [S])
     P = weights(S, logs, place, j0, edge, variant, unit)
-    Z = keep_factor(P, place, j0, variant)
     if B_R == 64:
         sums = stage(shared.sums, y).load(row_layout)
-    if B_R == 128 and variant.dropout is None:
+    if variant.dropout is not None:
+        P = signed(P, place, j0, variant)
+        p16 = gl.where(P < 0.0, 0.0, P * variant.dropout.rescale).to(dtype)
+    elif B_R == 128:
         p16, P = rounded(P, dtype)
     else:
-        p16 = (P * Z).to(dtype)
+        p16 = P.to(dtype)
     p = gl.convert_layout(p16, p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if B_R == 128:  # as late as possible: 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
-    return dv, gradient(P, dP * Z, sums[None, :], S, place, j0, variant).to(dtype)
+    if variant.dropout is not None:
+        dP = gl.where(P < 0.0, 0.0, dP * variant.dropout.rescale)
+        P = gl.where(P < 0.0, -P, P)
+    return dv, gradient(P, dP, sums[None, :], S, place, j0, variant).to(dtype)
 
 
 @gluon.jit
-def dq_piece(ds, k, W: gl.constexpr, B_R: gl.constexpr, layout: gl.constexpr):
-    """Starts group W's piece of dQ = dS K: half the columns, or of 128 rows half the rows."""
+def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
+    """Starts group W's piece of dQ = dS K: half of 128 rows, half of 128 columns, or else its own keys' part."""
     zero = gl.zeros([64, 64], gl.float32, layout)
-    if B_R == 64:
+    if ds.shape[1] == 128:
+        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
+    elif k.shape[1] == 128:
         return warpgroup_mma(ds.permute((1, 0)), k.slice(64 * W, 64, 1), zero, use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
+        own = ds.slice(64 * W, 64, 0).permute((1, 0))
+        return warpgroup_mma(own, k.slice(64 * W, 64, 0), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -407,7 +422,7 @@ def rows_of_keys(
                     wait(shared.ds.full, y)
                     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
                     fence_async_shared()
-                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, B_R, dq_layout)
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
                     q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
                     dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
                     dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
@@ -418,7 +433,7 @@ def rows_of_keys(
                     arrive(shared.q.empty, y + 1)
                     y += 1
                 wait(shared.ds.full, y)
-                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, B_R, dq_layout)
+                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
                 hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
                 y += 1
         arrive(shared.kv.empty, 0)

@@ -48,6 +48,7 @@ class Backward(NamedTuple):
 
 BACKWARD = {
     64: Backward(128, 128, 2, 2, sides=False),
+    (64, "rich"): Backward(64, 128, 2, 2, sides=False),
     128: Backward(64, 128, 2, 2, sides=False),
     256: Backward(64, 64, 2, 1, sides=True),
 }
@@ -87,12 +88,14 @@ def current(p: Problem) -> Rows:
 
 
 def keys(p: Problem) -> dict[str, Any]:
-    """Where a problem's rows are. At head size 64 three warpgroups leave no registers for scores and dropout, 192 rows
-    are no list's, and waste the most at the edges of masks: there two do better up to 4k tokens."""
-    interval = all(getattr(kind, "interval", True) for kind in p.kinds)
-    two = p.recipe.score or p.recipe.dropout or not interval or (p.recipe.mask and p.M <= 4096)
+    """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
+    of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens."""
     size = padded(p)
-    return {"forward": (size, "two") if two and (size, "two") in FORWARD else size, "backward": size}
+    interval = all(getattr(kind, "interval", True) for kind in p.kinds)
+    rich = bool(p.recipe.score or p.recipe.dropout or not interval)
+    two = rich or bool(p.recipe.mask and p.M <= 4096)
+    of_64 = {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
+    return of_64 if size == 64 else {"forward": size, "backward": size}
 
 
 def title(key: Any) -> str:
