@@ -5,7 +5,7 @@
 #   make test                          ruff, pyright, pytest
 #   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
-#   make report                        docs/performance.md and its pictures, from those results
+#   make report                        docs/performance.md from those results, and every picture of the documents
 #   make help                          all of it
 #
 # TORCH names another PyTorch requirement, for example one with an index of its own for the CPU build.
@@ -62,6 +62,7 @@ bench: $(FOR_DEMO)
 
 report: $(FOR_DEMO)
 	$(PY) benchmarks/report.py
+	$(PY) docs/pictures/draw.py
 
 wheel: $(VENV)/.made
 	$(PIP) wheel --no-deps --wheel-dir dist .
