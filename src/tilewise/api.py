@@ -212,7 +212,7 @@ def _gather(
         raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
     if sink is not None and not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor of shape (H,), got {type(sink).__name__}")
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         kind = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(kind) if t.dtype == torch.float32 else t for t in (q, k, v))
     parts = mask.parts

@@ -184,6 +184,11 @@ class Problem(NamedTuple):
         """The classes of all mask parts, then of all scores."""
         return tuple(KINDS[plain[0]] for plain in self.recipe.mask + self.recipe.score)
 
+    @property
+    def listed(self) -> bool:
+        """Whether the mask is no interval, so that the tiles to visit are listed first."""
+        return not all(getattr(kind, "interval", True) for kind in self.kinds)
+
     def precision(self, available: tuple[str, ...]) -> str | None:
         """The best of `available` that honours the request; None if none does. Only for fp32."""
         asked = (self.recipe.precision,) if self.recipe.precision else PREFERENCE[self.matmul or "highest"]

@@ -30,8 +30,8 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.recipe.deterministic:
-            against.append("its dq is summed in the order in which tiles finish, so deterministic=True is refused")
+        if p.recipe.deterministic and p.listed:
+            against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against
 
     def tiles(self, problem: Problem) -> str:

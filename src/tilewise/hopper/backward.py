@@ -49,6 +49,8 @@ class Tile(NamedTuple):
     """Whether one group owns dV and the other dK, rather than each half of the keys."""
     EDGES: bool
     """Whether other query tiles than a key tile's first may need the mask."""
+    ORDERED: bool
+    """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
     """Query heads of a key head."""
 
@@ -109,11 +111,13 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def keys_of(t, shape, packed, tile: gl.constexpr):
-    """Where tile t of all is. The first keys, seen by the most queries, come first."""
+    """Where tile t of all is. The first keys, seen by the most queries, come first. ORDERED, the last do, which have to
+    add to dQ first: nobody waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
     GROUP: gl.constexpr = tile.GROUP
-    matrix, reversed_t = assign(t, shape.tiles, shape.heads, shape.section)
-    t_k = shape.tiles - 1 - reversed_t
+    matrix, t_k = assign(t, shape.tiles, shape.heads, shape.section)
+    if not tile.ORDERED:
+        t_k = shape.tiles - 1 - t_k
     H_K = shape.H // GROUP
     b, h_k = matrix // H_K, matrix % H_K
     q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
@@ -169,8 +173,30 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 
 @gluon.jit
-def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
-    """The writer warp: each group's pieces of dQ, as they come."""
+def wait_added():
+    """Until what this warp added is there for others; `tma.store_wait` waits until it is read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def next_turn(keys, m, variant, tile: gl.constexpr):
+    """The key tile that adds to query tile m after this one: the next before it whose walk comes by, or -1."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    t = keys.t
+    there = False
+    while (t >= 0) & ~there:
+        t -= 1
+        lo, _, _, hi = query_range(variant, 0, keys.b, t * B_C, keys.M, keys.N, B_R, B_C)
+        there = (lo <= m) & (m < hi)
+    return t
+
+
+@gluon.jit
+def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
+    """The writer warp: each group's pieces of dQ, as they come, or in turn."""
     B_R: gl.constexpr = tile.B_R
     GROUP: gl.constexpr = tile.GROUP
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
@@ -187,16 +213,24 @@ def add_dq(dQ, shared, shape, packed, variant, tile: gl.constexpr):
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
+                if tile.ORDERED:
+                    while gl.atomic_add(turns + block0 + m, 0, sem="acquire") != keys.t:
+                        pass
                 for piece in gl.static_range(PIECES):
                     for w in gl.static_range(2):
                         mbarrier.wait(shared.dq.full.index(w), y & 1)
                         row = ((block0 + m) * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
                         releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
+                        if tile.ORDERED and IN_ALL == 1:
+                            wait_added()
                     tma.store_wait(1)
                     mbarrier.arrive(shared.dq.empty.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(shared.dq.empty.index(1))
                     y += 1
+                if tile.ORDERED:
+                    wait_added()
+                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="release")
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -583,7 +617,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, counter, packed, variant, unit, factor, shape,
+    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
     tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
@@ -634,7 +668,7 @@ def backward(
                 (side_of_v, (dV, dV_rows, shared, shape, packed, variant, unit, tile)),
                 (side_of_k, (dK, dK_rows, shared, shape, packed, variant, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip
@@ -644,7 +678,7 @@ def backward(
                 (rows_of_keys, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (rows_of_keys, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

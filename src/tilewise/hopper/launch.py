@@ -31,7 +31,7 @@ from ..tile.visits import Variant
 from . import backward as gradients
 from . import forward as kernels
 from . import scores
-from .around import finish, prepare
+from .around import finish, give_turns, prepare
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
@@ -83,6 +83,8 @@ class Scratch(NamedTuple):
     logs: Tensor
     delta: Tensor
     dq: Tensor
+    turns: Tensor | None
+    """For deterministic gradients, per block: the key tile that may add to it."""
 
 
 @lru_cache(4096)
@@ -100,9 +102,16 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
     edges = has_edges(p, back.B_r, back.B_c) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
-        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.H // p.H_k
+        back.B_r,
+        back.B_c,
+        padded(p),
+        back.q_stages,
+        back.do_stages,
+        back.sides,
+        edges,
+        p.recipe.deterministic,
+        p.H // p.H_k,
     )
-    listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     edge = (back.B_c, 8192 // back.B_c) if back.sides else (64, D)
@@ -121,7 +130,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     return Plan(
         row, tile, back, back_tile, natural * LOG2E.value, factor, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
-        listed, None if p.extra else device_values(p, (), scores), {},
+        p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
 
 
@@ -161,7 +170,7 @@ def backward_launches(
 
     per_program = 4096 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, M, p.H, tiles, blocks)
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], where, M, p.H, tiles, blocks)
     constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
@@ -176,10 +185,14 @@ def backward_launches(
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, where, variant,
-        pl.c, pl.factor,
+        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
+        variant, pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
+    if p.recipe.deterministic:
+        constants = {"B_R": row.B_r, "B_C": row.B_c}
+        order = scratch.turns, where, variant, M, N, p.H, tiles, blocks
+        listing = [Launch(give_turns, matrices * tiles, order, constants, pl.compiled)]
     programs = min(heads * tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4}
     main = Launch(gradients.backward, programs, arguments, constants, pl.compiled, key)
@@ -212,10 +225,12 @@ def row_blocks(p: Problem, B_r: int) -> int:
 
 
 def empty_scratch(p: Problem, B_r: int, device: torch.device) -> Scratch:
-    """Unwritten."""
-    count = row_blocks(p, B_r) * B_r * p.H * (1 if p.recipe.varlen else p.B)
-    sizes = count, count, count * padded(p)
-    return Scratch(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
+    """Unwritten, but for turns: nobody's."""
+    blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
+    sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
+    turns = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+    return Scratch(logs, delta, dq, turns)
 
 
 def vector(t: Tensor, size: int) -> Descriptor:

@@ -6,10 +6,23 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def logistic(x):
-    """1 / (1 + 2^x) to two units in the last place: two instructions of the special unit and an addition."""
+    """1 / (1 + 2^x) to a few units in the last place. Two numbers share a reciprocal, 1 / a = b / (a b): the special
+    unit, which also computes the softmax's exponentials, is the limit. From 2^60 on the result is as good as 0."""
     return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 1.0; rcp.approx.ftz.f32 $0, $0;",
-        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+        """{
+        .reg .f32 a, b, r;
+        min.NaN.f32 a, $2, 0f42700000;
+        min.NaN.f32 b, $3, 0f42700000;
+        ex2.approx.ftz.f32 a, a;
+        ex2.approx.ftz.f32 b, b;
+        add.f32 a, a, 0f3F800000;
+        add.f32 b, b, 0f3F800000;
+        mul.f32 r, a, b;
+        rcp.approx.ftz.f32 r, r;
+        mul.f32 $0, r, b;
+        mul.f32 $1, r, a;
+        }""",
+        "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2,
     )  # fmt: skip
 
 

@@ -91,8 +91,7 @@ def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
     of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens."""
     size = padded(p)
-    interval = all(getattr(kind, "interval", True) for kind in p.kinds)
-    rich = bool(p.recipe.score or p.recipe.dropout or not interval)
+    rich = bool(p.recipe.score or p.recipe.dropout or p.listed)
     two = rich or bool(p.recipe.mask and p.M <= 4096)
     of_64 = {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
     return of_64 if size == 64 else {"forward": size, "backward": size}

@@ -75,10 +75,9 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     # -inf * c is -inf; exp2(tiny) is 1 all the same.
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     c = natural * LOG2E.value
-    listed = not all(getattr(kind, "interval", True) for kind in p.kinds)
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, c, unit, factor, section, listed, constants, values, {})
+    return Plan(*chosen, c, unit, factor, section, p.listed, constants, values, {})
 
 
 def precision(p: Problem) -> str | None:
