@@ -25,7 +25,7 @@ B, S, H = 2, 1024, 4
 
 CALLS = {
     64: ("long causal", "causal", "rich"),
-    128: ("full", "causal", "varlen", "rich"),
+    128: ("full", "causal", "varlen", "rich", "ordered"),
     256: ("causal", "listed"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
@@ -39,6 +39,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "causal": {"mask": tw.Causal()},
         "long causal": {"mask": tw.Causal(), "S": 8192},
         "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
+        "ordered": {"mask": tw.Causal(), "deterministic": True},
         "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
         "rich": {
             "mask": tw.Causal(),

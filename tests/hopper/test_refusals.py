@@ -34,7 +34,7 @@ def test_it_takes_large_calls_of_every_kind():
         ({"dtype": torch.float32}, "fp16 and bf16"),
         ({"D": 60}, "multiples of 8"),
         ({"device": "sm_100"}, "written for sm_90"),
-        ({"deterministic": True}, "deterministic=True"),
+        ({"deterministic": True, "mask": tw.Dense(torch.ones(4096, 4096, dtype=torch.bool))}, "deterministic=True"),
     ],
 )
 def test_what_it_refuses_goes_to_the_portable_kernels(given, words):

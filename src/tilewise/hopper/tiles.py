@@ -7,6 +7,7 @@ docs/performance.md.
 from typing import Any, NamedTuple
 
 from ..problem import Problem
+from ..score import SoftCap
 from ..tile.tables import in_use
 
 
@@ -32,6 +33,7 @@ FORWARD = {
     64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
     (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
     128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
+    (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
     256: Forward(2, 64, 1, 2, turns=False, draw_early=False, split=2, registers=240),
 }
 
@@ -89,12 +91,15 @@ def current(p: Problem) -> Rows:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
-    of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens."""
+    of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens. At 128,
+    scores and dropout want the product before out of their way, but for SoftCap."""
     size = padded(p)
-    rich = bool(p.recipe.score or p.recipe.dropout or p.listed)
-    two = rich or bool(p.recipe.mask and p.M <= 4096)
-    of_64 = {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
-    return of_64 if size == 64 else {"forward": size, "backward": size}
+    if size == 64:
+        rich = bool(p.recipe.score or p.recipe.dropout or p.listed)
+        two = rich or bool(p.recipe.mask and p.M <= 4096)
+        return {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
+    rich = bool(p.recipe.dropout or (p.recipe.score and SoftCap not in p.kinds))
+    return {"forward": (128, "rich") if size == 128 and rich else size, "backward": size}
 
 
 def title(key: Any) -> str:
