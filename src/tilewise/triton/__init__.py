@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..problem import Grads, Operands, Problem, Saved, Spec, empty_parts
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER
 
@@ -49,7 +49,7 @@ class Portable:
         if problem.target == "cpu":
             wide = saved._replace(o=saved.o.float()), None if do is None else do.float()
             grads = launch.backward(*_widened(problem, x), *wide, dlse)
-            dq, dk, dv = (g.to(problem.dtype) for g in grads[:3])
+            dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(problem, x), grads[:3], strict=True))
             return Grads(dq, dk, dv, grads.extra)
         with _on_device(x.q):
             return launch.backward(problem, x, saved, do, dlse)
