@@ -68,7 +68,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-DEFAULTS: dict[str, Any] = dict(attention.__kwdefaults__)
+DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 """Every option of `attention`."""
 
 
