@@ -96,7 +96,7 @@ def _admit(
             verdict = truths[judged].judge(run_once(peer, attend, x), peer.share)
             attend = attend if judged == case else peer.prepare(case, device)
         except Exception as error:
-            return Contender(peer, None, None, _excuse(error, heard))
+            return Contender(peer, None, None, excuse(error, heard))
     if verdict.wrong:
         by = f"more than {peer.share:g} of the largest entry, and " if peer.share else ""
         by = f"{by}more than twice as much as plain torch in {case.dtype}"
@@ -105,7 +105,7 @@ def _admit(
     return Contender(peer, attend, verdict, None)
 
 
-def _excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
+def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
     """Why a call failed, from its error and from the warnings in which PyTorch hides its reasons."""
     if isinstance(error, torch.OutOfMemoryError):
         return FAILED, "out of memory"
@@ -146,7 +146,7 @@ def _race(
                             peaks[name] = peak_memory(call, device)
                     samples[name].append(sample(call, paces[name], device))
             except Exception as error:
-                excuses[name] = _excuse(error, ())
+                excuses[name] = excuse(error, ())
     rows = [
         _row(case, c._replace(no=excuses.get(c.peer.name)), pass_, samples[c.peer.name], rate, peaks.get(c.peer.name))
         for c in contenders

@@ -1,4 +1,4 @@
-"""docs/performance.md from the results files, and nothing else."""
+"""docs/performance.md and docs/accuracy.md from the results files, and nothing else."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 from . import plots
 from .results import kernels_hash, load, rows_of
+from .study import PART
+from .study_page import HEADER as ACCURACY_HEADER
+from .study_page import section as accuracy_section
 from .suites import SUITES
 from .tables import (
     ERROR,
@@ -40,28 +43,32 @@ DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md.
+    """Draws the pictures under docs/images and writes docs/performance.md, and docs/accuracy.md where it was studied.
 
     Raises ValueError if there is no results file.
     """
     files = sorted(results.glob("*.json"))
     if not files:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
-    sections = [HEADER]
+    sections, studied = [HEADER], []
     for file in files:
         content = load(file)
+        if PART in content:
+            studied += accuracy_section(content, docs / "images" / f"{file.stem}-accuracy", origin)
         sections.append(f"## {content['device']}\n")
         for suite in (name for name in SUITES if name in content["suites"]):
             sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))
+    if studied:
+        (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
     return page
 
 
 def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     rows, run = rows_of(content, suite), content["suites"][suite]
-    lines = [f"### {suite}: {SUITES[suite].title}\n", _origin(run["environment"], run["partial"]) + "\n"]
+    lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
     first = [METRICS[name] for name in SUITES[suite].tables]
@@ -77,7 +84,8 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     return lines
 
 
-def _origin(env: dict[str, Any], partial: bool) -> str:
+def origin(env: dict[str, Any], partial: bool) -> str:
+    """When, where and of which kernels something was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
     if partial:

@@ -1,4 +1,4 @@
-"""python -m tilewise info | explain | bench | train | demo. Needs the extra `cli`."""
+"""python -m tilewise info | explain | bench | study | train | demo. Needs the extra `cli`."""
 
 import importlib.util
 import sys
