@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots
+from . import plots, study, trainings
 from .results import kernels_hash, load, rows_of
-from .study import PART
 from .study_page import HEADER as ACCURACY_HEADER
 from .study_page import section as accuracy_section
 from .suites import SUITES
@@ -53,11 +52,13 @@ def write(results: Path, docs: Path) -> Path:
     sections, studied = [HEADER], []
     for file in files:
         content = load(file)
-        if PART in content:
+        if study.PART in content:
             studied += accuracy_section(content, docs / "images" / f"{file.stem}-accuracy", origin)
         sections.append(f"## {content['device']}\n")
         for suite in (name for name in SUITES if name in content["suites"]):
             sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
+        if trainings.PART in content:
+            sections += trainings.section(content, docs / "images" / f"{file.stem}-training", origin)
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))

@@ -132,20 +132,23 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def merge(
-    path: Path, suite: str, rows: Sequence[Any], env: dict[str, Any], partial: bool, part: str = "suites"
+    path: Path,
+    suite: str,
+    rows: Sequence[Any],
+    env: dict[str, Any],
+    partial: bool,
+    part: str = "suites",
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Puts a suite's rows into a part of a file in place of its older ones; everything else stays."""
+    """Puts a suite's rows, and `more` about it, into a part of a file in place of older ones; everything else stays."""
     content = load(path)
     if content["device"] not in (None, env["device"]):
         raise ValueError(
             f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
         )
     content["device"] = env["device"]
-    content.setdefault(part, {})[suite] = {
-        "environment": env,
-        "partial": partial,
-        "rows": [asdict(row) for row in rows],
-    }
+    run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
+    content.setdefault(part, {})[suite] = run
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return content
