@@ -246,6 +246,24 @@ def test_contests_are_told_in_numbers(tmp_path):
     assert (tmp_path / "c.png").stat().st_size > 5000
 
 
+def test_a_contest_can_be_saved_in_parts(tmp_path):
+    file, env = tmp_path / "card.json", environment(torch.device("cpu"))
+
+    def rows_after(env, *names, **changes):
+        settings = asdict(replace(SMALL, **changes))
+        trials = [Trial(name, settings["seed"], None, [1.0], [1.0], {}) for name in names]
+        trainings.save(file, "GPT", Contest(settings, trials), env)
+        (run,) = json.loads(file.read_text())[trainings.PART].values()
+        return [(row["attention"], row["seed"]) for row in run["rows"]]
+
+    assert rows_after(env, "standard") == [("standard", 0)]
+    assert rows_after(env, "tilewise") == [("standard", 0), ("tilewise", 0)]
+    assert rows_after(env, "tilewise", seed=1) == [("standard", 0), ("tilewise", 0), ("tilewise", 1)]
+    assert rows_after(env, "standard") == [("tilewise", 0), ("tilewise", 1), ("standard", 0)]
+    assert rows_after(env, "standard", steps=9) == [("standard", 0)]
+    assert rows_after(env | {"kernels": "others"}, "tilewise", steps=9) == [("tilewise", 0)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

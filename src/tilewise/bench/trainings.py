@@ -12,6 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .plots import COLOURS, STYLE
+from .results import load, merge
 from .tables import STANDARD
 
 PART = "training"
@@ -132,6 +133,25 @@ def name_of(settings: dict[str, Any], model: str) -> str:
     """Of a contest in a results file."""
     products = "" if settings["matmul"] == "highest" else f", products {settings['matmul']}"
     return f"{model}, {settings['batch']} x {settings['context']} tokens{products}"
+
+
+def save(file: Path, model: str, found: Contest, env: dict[str, Any]) -> None:
+    """Puts a contest into a results file. Earlier trainings with other attentions or seeds, but the same settings and
+    kernels, stay, so that a contest can be run in parts."""
+    name, new = name_of(found.settings, model), {(trial.attention, trial.seed) for trial in found.trials}
+    old = load(file).get(PART, {}).get(name)
+    trials = []
+    if (
+        old
+        and old["environment"]["kernels"] == env["kernels"]
+        and _but_seed(old["settings"]) == _but_seed(found.settings)
+    ):
+        trials = [Trial(**row) for row in old["rows"] if (row["attention"], row["seed"]) not in new]
+    merge(file, name, [*trials, *found.trials], env, False, PART, {"settings": found.settings})
+
+
+def _but_seed(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"seed": None}
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:

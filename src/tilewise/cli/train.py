@@ -15,8 +15,8 @@ import typer
 
 import tilewise as tw
 
-from ..bench.results import environment, merge, slug
-from ..bench.trainings import PART, name_of, picture
+from ..bench.results import environment, slug
+from ..bench.trainings import picture, save
 from .console import err, log_loss, out, pick_device, print_json, progress, sentences, table
 from .contest import CONTENDERS, contest, known
 from .contest import show as show_contest
@@ -154,7 +154,7 @@ def _train_gpt2(
         show_contest(found)
     if results_folder:
         file = results_folder / f"{slug(env['device'])}.json"
-        merge(file, name_of(found.settings, "GPT-2 124M"), found.trials, env, False, PART, {"settings": found.settings})
+        save(file, "GPT-2 124M", found, env)
         err.print(f"the trainings are in {file}")
     if plot:
         picture(found, plot)

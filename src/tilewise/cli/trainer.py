@@ -144,9 +144,8 @@ def _train(settings: Settings, attend: Attend) -> Iterator[dict[str, float]]:
     _step_once(replace(settings, context=32, batch=1), attend, text, device)  # libraries load their own memory
     torch.manual_seed(settings.seed)
     model = _model(settings, attend).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), settings.learning_rate, (0.9, 0.999), weight_decay=settings.weight_decay
-    )
+    given = {"betas": (0.9, 0.999), "weight_decay": settings.weight_decay, "fused": device.type == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, **given)
     data = _data(settings, text)
     resident = Resident()
     if device.type == "cuda":
