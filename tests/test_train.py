@@ -227,6 +227,16 @@ def test_a_training_that_fails_is_told_and_the_others_go_on(monkeypatch):
     assert found.lines()[0][-2:] == ["-", "1.00"]
 
 
+def test_a_contest_without_a_training_is_a_failure(tmp_path):
+    result = gpt2("--attention=sdpa efficient", f"--results={tmp_path}", f"--plot={tmp_path / 't.png'}")
+    assert result.exit_code == 1
+    assert "not trained: sdpa efficient: needs a GPU" in result.stdout
+    assert not (tmp_path / "t.png").exists()
+    page = report.write(tmp_path, tmp_path / "docs").read_text()
+    assert "- Not trained: sdpa efficient" in page
+    assert "training-0.png" not in page
+
+
 def test_contests_are_told_in_numbers(tmp_path):
     def trial(name, seed, change, step_s):
         end = {"attention_s": 0.25 * step_s, "peak_bytes": 2e9, "time_s": 1.0}

@@ -140,18 +140,14 @@ def save(file: Path, model: str, found: Contest, env: dict[str, Any]) -> None:
     kernels, stay, so that a contest can be run in parts."""
     name, new = name_of(found.settings, model), {(trial.attention, trial.seed) for trial in found.trials}
     old = load(file).get(PART, {}).get(name)
-    trials = []
-    if (
-        old
-        and old["environment"]["kernels"] == env["kernels"]
-        and _but_seed(old["settings"]) == _but_seed(found.settings)
-    ):
-        trials = [Trial(**row) for row in old["rows"] if (row["attention"], row["seed"]) not in new]
+    rows = old["rows"] if old and _comparable(old, found, env) else []
+    trials = [Trial(**row) for row in rows if (row["attention"], row["seed"]) not in new]
     merge(file, name, [*trials, *found.trials], env, False, PART, {"settings": found.settings})
 
 
-def _but_seed(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings | {"seed": None}
+def _comparable(old: dict[str, Any], found: Contest, env: dict[str, Any]) -> bool:
+    same = old["settings"] | {"seed": None} == found.settings | {"seed": None}
+    return same and old["environment"]["kernels"] == env["kernels"]
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
@@ -160,11 +156,12 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     for number, (name, run) in enumerate(content[PART].items()):
         found = Contest(run["settings"], [Trial(**row) for row in run["rows"]])
         path = stem.with_name(f"{stem.name}-{number}.png")
-        picture(found, path)
         lines += [f"### Training {name}\n", origin(run["environment"], run["partial"]) + "\n", found.origin() + "\n"]
         marks = ["---", *["---:"] * (len(COLUMNS) - 1)]
         lines += ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, marks, *found.lines())]
-        lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]
+        if found.finished:
+            picture(found, path)
+            lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]
         lines += [f"- {line}" for line in found.sentences()]
         lines += [*(f"- Not trained: {line}" for line in found.reasons()), ""]
     return lines

@@ -156,6 +156,8 @@ def _train_gpt2(
         file = results_folder / f"{slug(env['device'])}.json"
         save(file, "GPT-2 124M", found, env)
         err.print(f"the trainings are in {file}")
+    if not found.finished:
+        raise typer.Exit(1)
     if plot:
         picture(found, plot)
         err.print(f"picture: {plot}")
