@@ -185,7 +185,7 @@ def test_the_engine_judges_a_forward_alone():
     (rows,) = run(suite, CPU, peers={"right": right, "wrong": wrong})
     assert [(row.implementation, row.status) for row in rows] == [("right", "ok"), ("wrong", "wrong")]
     assert rows[0].error < 1e-5 < rows[1].error
-    assert rows[1].why.startswith("o more than twice")
+    assert rows[1].why.startswith("o wrong by more than twice")
 
 
 def test_the_table_says_how_many_times_longer():

@@ -14,6 +14,7 @@ from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED, Peer
 from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
+from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")
 SMALL = Case(batch=2, heads=2, length=48, head_size=16, dtype="fp32", causal=True)
@@ -80,6 +81,24 @@ def test_a_wrong_gradient_spoils_the_forward_too():
     rows = rows_of(Peer("leaky", lambda case, device: Leaky.apply))
     assert rows["leaky", FORWARD].status == rows["leaky", BACKWARD].status == "wrong"
     assert rows["leaky", FORWARD].why.startswith("dq, dk, dv")
+
+
+def test_a_peer_that_promises_less_is_held_to_what_it_promises():
+    off = Peer("off", almost(1.001))
+    assert rows_of(off)["off", FORWARD].status == "wrong"
+    assert rows_of(replace(off, share=2e-3))["off", FORWARD].status == "ok"
+    row = rows_of(replace(off, share=2e-5))["off", FORWARD]
+    assert row.status == "wrong"
+    assert "2e-05 of the largest entry" in row.why
+
+
+def test_precisions_say_where_they_are_no_peers_of_their_own():
+    for name in PRECISIONS:
+        peer = PEERS[f"tilewise {name}"]
+        assert (peer.why_not(SMALL, CPU) is None) == (name == "ieee")
+        assert "bf16" in (peer.why_not(replace(SMALL, dtype="bf16"), CPU) or "")
+    assert set(SUITES["llmc"].peers) <= set(PEERS)
+    assert rows_of("tilewise ieee")["tilewise ieee", BACKWARD].status == "ok"
 
 
 def test_missing_and_failing_peers_say_why():
@@ -209,6 +228,29 @@ def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):
         assert (tmp_path / "docs/images" / picture).stat().st_size > 5000
     results.merge(tmp_path / "results/card.json", "classic", rows, env | {"kernels": "0" * 16}, partial=False)
     assert "have changed since" in report.write(tmp_path / "results", tmp_path / "docs").read_text()
+
+
+def test_ratios_are_taken_among_rows_of_one_case_and_pass():
+    rows = measured_rows(SUITES["llmc"].cases, ours=2.0, standard=8.0)
+    (grid,) = tables.grids(rows, tables.in_its_unit(tables.SPEEDUP, rows))
+    assert grid.lines == {"tilewise": ["4.00"] * 4, "standard": ["1.00"] * 4}
+    assert tables.grids(rows, tables.in_its_unit(tables.OVER_EFFICIENT, rows)) == []
+
+
+def test_the_llmc_suite_is_told_as_its_source_tells_it(tmp_path):
+    shapes = [(c.batch, c.heads, c.head_size, c.causal, c.dtype) for c in SUITES["llmc"].cases]
+    assert set(shapes) == {(4, 12, 64, True, "fp32")}
+    assert {1024, 2048, 4096} <= {case.length for case in SUITES["llmc"].cases}
+    rows = measured_rows(SUITES["llmc"].cases)
+    for row in rows:
+        row.pass_, row.implementation = FORWARD, row.implementation.replace("tilewise", "tilewise fp16x3")
+    (line,) = tables.headlines("llmc", rows)
+    assert line.startswith("tilewise fp16x3, forward, against standard: 4.00x at 256, 4.00x at 1024")
+    results.merge(tmp_path / "results/card.json", "llmc", rows, results.environment(CPU), partial=False)
+    page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
+    assert "| times as fast as standard attention | implementation | 256 | 1k | 2k | 4k |" in page
+    assert "**tilewise fp16x3** | **4.00**" in page
+    assert (tmp_path / "docs/images/card-llmc-speedup.png").stat().st_size > 5000
 
 
 def test_a_report_needs_results(tmp_path):

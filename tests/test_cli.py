@@ -36,7 +36,7 @@ def test_info_names_every_back_end_and_why_it_cannot_run():
 def test_explain_answers_for_a_card_that_is_not_here():
     options = "--q 2,1024,16,64 --kv-heads 4 --mask causal --window 1023,0 --dtype bf16 --softcap 50 --dropout 0.1"
     plan = json.loads(call("explain", *options.split(), "--device", "sm_90", "--json").stdout)
-    assert plan["backend"] == "triton"
+    assert plan["backend"] == "hopper"
     assert plan["tiles"]
     assert "sm_90" in plan["refusals"]["cpu"][0]
     text = call("explain", *options.split(), "--device", "sm_75").stdout
@@ -90,10 +90,10 @@ def test_bad_input_ends_with_a_sentence(arguments, says):
     assert "Traceback" not in result.output
 
 
-def tiny(monkeypatch):
-    cases = tuple(replace(case, length=64) for case in SUITES["cpu"].cases[:2])
-    small = replace(SUITES["cpu"], cases=cases, passes=(FORWARD,), rounds=2, matmul=64, quick_lengths=(64,))
-    monkeypatch.setitem(SUITES, "cpu", small)
+def tiny(monkeypatch, name="cpu"):
+    cases = tuple(replace(case, length=64) for case in SUITES[name].cases[:2])
+    small = replace(SUITES[name], cases=cases, passes=(FORWARD,), rounds=2, matmul=64, quick_lengths=(64,))
+    monkeypatch.setitem(SUITES, name, small)
 
 
 def test_bench_prints_json_that_parses(monkeypatch):
@@ -117,6 +117,16 @@ def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
     (file,) = (tmp_path / "results").glob("*.json")
     assert json.loads(file.read_text())["suites"]["cpu"]["partial"]
     assert (tmp_path / "pictures/b-cpu-rate.png").exists()
+
+
+def test_the_llmc_suite_runs_on_a_cpu_too(monkeypatch, tmp_path):
+    tiny(monkeypatch, "llmc")
+    result = call("bench", "--suite", "llmc", "--device", "cpu", "--quick", "--plot", str(tmp_path / "b.png"))
+    assert result.exit_code == 0, result.output
+    assert "times as fast as standard attention" in result.stdout
+    assert "tilewise ieee, forward, against standard" in result.stdout
+    assert "not measured: tilewise tf32" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"b-llmc-speedup.png", "b-llmc-rate.png"}
 
 
 def test_bench_reads_the_results_file_before_measuring(tmp_path):

@@ -21,6 +21,7 @@ NAMES = [
     "Varlen",
     "Window",
     "attention",
+    "attention_qkvpacked",
     "explain",
     "merge",
     "rotary",

@@ -1,6 +1,6 @@
 """tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
 
-from .api import Explanation, attention, explain, merge
+from .api import Explanation, attention, attention_qkvpacked, explain, merge
 from .layout import Varlen
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .problem import Unsupported
@@ -26,6 +26,7 @@ __all__ = [
     "Varlen",
     "Window",
     "attention",
+    "attention_qkvpacked",
     "explain",
     "merge",
     "rotary",

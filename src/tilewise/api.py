@@ -1,4 +1,4 @@
-"""What users call: attention(), merge(), explain()."""
+"""What users call: attention(), attention_qkvpacked(), merge(), explain()."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,43 @@ def attention(
     """
     x, recipe, longest = _gather(q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend)
     drawn = _seed(seed, x.q, recipe.dropout)
-    o, lse = attend(x, drawn, recipe, longest)
+    o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
+    return (o, lse) if return_lse else o
+
+
+DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
+"""Every option of `attention`."""
+
+
+def attention_qkvpacked(qkv: Tensor, **options: Any) -> Any:
+    """`attention` of q, k and v that lie in one tensor, as one projection gives them; so does their gradient.
+
+    Nothing is copied on the way in, and the back ends write dq, dk and dv into their places in one new tensor. (One
+    does not: PyTorch's fused CPU kernel returns three tensors, which are moved there.)
+
+    Args:
+        qkv: (B, N, 3, H, D), any strides. With `layout`, (T, 3, H, D), and cu_q equal to cu_k.
+        options: every keyword argument of `attention`.
+
+    Returns:
+        o (B, N, H, D), contiguous; with return_lse, (o, lse).
+
+    Raises:
+        TypeError, ValueError, Unsupported, RuntimeError: as `attention`.
+    """
+    chosen = _options("attention_qkvpacked", options)
+    seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+    shape = "(B, N, 3, H, D)" if chosen["layout"] is None else "(T, 3, H, D)"
+    if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
+        hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
+        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
+    (qkv,) = _autocast(qkv)
+    q, k, v = qkv.unbind(-3)
+    x, recipe, longest = _gather(q, k, v, **chosen)
+    drawn = _seed(seed, qkv, recipe.dropout)
+    o, lse = attend((qkv, None, None, *x.extra), drawn, recipe._replace(packed=True), longest)
     return (o, lse) if return_lse else o
 
 
@@ -146,18 +182,29 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
     Raises:
         TypeError, ValueError: as for `attention`.
     """
-    names = ("mask", "score", "scale", "sink", "dropout", "layout", "precision", "deterministic", "backend")
-    defaults = (FULL, (), None, None, 0.0, None, None, False, None)
-    unknown = set(options) - {*names, "seed", "return_lse"}
-    if unknown:
-        raise TypeError(f"explain: unknown argument {', '.join(sorted(unknown))}; it takes what attention takes")
-    arguments = [options.get(name, default) for name, default in zip(names, defaults, strict=True)]
-    x, recipe, longest = _gather(q, k, v, *arguments)
+    chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
+    x, recipe, longest = _gather(q, k, v, **chosen)
     problem = _hypothetical(x, recipe, longest, device)
     refusals = {name: load(name).why_not(problem) for name in ORDER}
     candidates = [recipe.backend] if recipe.backend else list(ORDER)
     chosen = next((name for name in candidates if not refusals[name]), None)
     return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", refusals)
+
+
+def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Every option of `attention`, as given or by default."""
+    if unknown := set(given) - set(DEFAULTS):
+        raise TypeError(f"{function}: unknown argument {', '.join(sorted(unknown))}; it takes what attention takes")
+    return DEFAULTS | given
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """fp32 tensors in the type that autocast asks for, if it is on."""
+    device = tensors[0].device.type
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+        return tensors
+    kind = torch.get_autocast_dtype(device)
+    return tuple([t.to(kind) if t.dtype == torch.float32 else t for t in tensors])
 
 
 def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
@@ -212,9 +259,7 @@ def _gather(
         raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
     if sink is not None and not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor of shape (H,), got {type(sink).__name__}")
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        kind = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(kind) if t.dtype == torch.float32 else t for t in (q, k, v))
+    q, k, v = _autocast(q, k, v)
     parts = mask.parts
     extra = [t for value in (*parts, *changes) for t in value.tensors]
     extra += [] if sink is None else [sink]

@@ -15,22 +15,25 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import select
-from .problem import Grads, Operands, Recipe, Saved, batched_ranks, check_contents, describe, describe_fake
+from .problem import Operands, Recipe, Saved, batched_ranks, check_contents, describe, describe_fake
 
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
+Tensors = Sequence[Any]
+"""q, k, v and every extra operand; packed: qkv, None, None and every extra operand. Gradients come in the same form."""
 
 
-def attend(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
+def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
-    refuse_forward_mode(*x[:3], *x.extra)
-    if intercepted(x.q):
-        return torch.ops.tilewise.attention(*x[:3], list(x.extra), seed, recipe.encode(), *longest)
+    given = [t for t in x if t is not None]
+    refuse_forward_mode(*given)
+    if intercepted(x[0]):
+        return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
-        return _Transformed.apply(recipe, longest, seed, *x[:3], *x.extra)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*x[:3], *x.extra)):
+        return _Transformed.apply(recipe, longest, seed, *x)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
         return _forward(x, seed, recipe, longest)[:2]
-    return _apply_eager(recipe, longest, seed, *x[:3], *x.extra)
+    return _apply_eager(recipe, longest, seed, *x)
 
 
 def intercepted(q: Tensor) -> bool:
@@ -56,12 +59,15 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-def _operands(tensors: Sequence[Tensor]) -> Operands:
+def _operands(tensors: Tensors) -> Operands:
     q, k, v, *extra = tensors
+    if k is None:
+        q, k, v = q.unbind(-3)
     return Operands(q, k, v, tuple(extra))
 
 
-def _forward(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
+def _forward(tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
+    x = _operands(tensors)
     problem = describe(x, recipe, longest)
     if CHECK or not x.q.is_cuda:
         check_contents(problem, x)
@@ -69,10 +75,27 @@ def _forward(x: Operands, seed: Tensor | None, recipe: Recipe, longest: Longest)
 
 
 def _backward(
-    x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None, call: tuple[Recipe, Longest, tuple[bool, ...]]
-) -> Grads:
+    tensors: Tensors,
+    saved: Saved,
+    do: Tensor | None,
+    dlse: Tensor | None,
+    call: tuple[Recipe, Longest, tuple[bool, ...]],
+) -> Tensors:
+    x = _operands(tensors)
     problem = describe(x, *call)
-    return select(problem).backward(problem, x, saved, do, dlse)
+    grads = select(problem).backward(problem, x, saved, do, dlse)
+    own = (grads.packed(), None, None) if call[0].packed else grads[:3]
+    return *own, *grads.extra
+
+
+def _present(grads: Tensors) -> list[Tensor]:
+    return [g for g in grads if g is not None]
+
+
+def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Tensors:
+    """What `_present` left, with None put back: for k and v of packed operands, where an extra wants no gradient."""
+    found = iter(grads)
+    return [next(found) if there else None for there in (True, not packed, not packed, *wanted)]
 
 
 class _Eager(torch.autograd.Function):
@@ -80,7 +103,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        saved = _forward(_operands(tensors), seed, recipe, longest)
+        saved = _forward(tensors, seed, recipe, longest)
         ctx.call = recipe, longest
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
@@ -93,12 +116,11 @@ class _Eager(torch.autograd.Function):
         wanted = tuple(ctx.needs_input_grad[6:])
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
-        x = _operands(tensors)
         call = recipe, longest, wanted
         if torch.is_grad_enabled() or transformed():  # create_graph=True, or a transform of the gradient
-            return None, None, None, *_spread(_Gradient.apply(call, do, dlse, o, lse, seed, *tensors), wanted)
-        grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
-        return None, None, None, *grads[:3], *grads.extra
+            grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
+            return None, None, None, *_spread(grads, recipe.packed, wanted)
+        return None, None, None, *_backward(tensors, Saved(o, lse, seed), do, dlse, call)
 
 
 _apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
@@ -110,7 +132,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def forward(recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return _forward(_operands(tensors), seed, recipe, longest)[:2]
+        return _forward(tensors, seed, recipe, longest)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -121,8 +143,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        x = _operands(tensors)
-        return _vmap(info.batch_size, in_dims[3:], in_dims[2], x, seed, recipe, longest)
+        return _vmap(info.batch_size, in_dims[3:], in_dims[2], tensors, seed, recipe, longest)
 
 
 class _Gradient(torch.autograd.Function):
@@ -130,9 +151,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
-        x = _operands(tensors)
-        grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
-        return *grads[:3], *(g for g in grads.extra if g is not None)
+        return tuple(_present(_backward(tensors, Saved(o, lse, seed), do, dlse, call)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -152,16 +171,16 @@ class _Gradient(torch.autograd.Function):
 @torch.library.custom_op("tilewise::attention", mutates_args=())
 def attention_op(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     extra: Sequence[Tensor],
     seed: Tensor | None,
     recipe: str,
     max_q: int,
     max_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of a recipe, as one operator."""
-    return _forward(Operands(q, k, v, tuple(extra)), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
+    """o and lse of a recipe, as one operator. Without k and v, q holds all three."""
+    return _forward((q, k, v, *extra), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
 
 
 @torch.library.custom_op("tilewise::attention_backward", mutates_args=())
@@ -169,8 +188,8 @@ def attention_backward_op(
     do: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     extra: Sequence[Tensor],
     seed: Tensor | None,
     o: Tensor,
@@ -180,28 +199,27 @@ def attention_backward_op(
     max_k: int,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """dq, dk, dv, then the gradients of the wanted extras."""
-    x = Operands(q, k, v, tuple(extra))
+    """dq, dk, dv, or dqkv alone, then the gradients of the wanted extras."""
     call = Recipe.decode(recipe), (max_q, max_k), tuple(wanted)
-    grads = _backward(x, Saved(o, lse, seed), do, dlse, call)
-    return [*grads[:3], *(g for g in grads.extra if g is not None)]
+    return _present(_backward((q, k, v, *extra), Saved(o, lse, seed), do, dlse, call))
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int) -> Any:
-    p = describe_fake(Operands(q, k, v, tuple(extra)), Recipe.decode(recipe), (max_q, max_k))
+def _(q: Tensor, k: Any, v: Any, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int) -> Any:
+    x = _operands((q, k, v, *extra))
+    p = describe_fake(x, Recipe.decode(recipe), (max_q, max_k))
     rows = (p.H, q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-    o = q.new_empty((*q.shape[:-1], p.D_v))
+    o = q.new_empty((*x.q.shape[:-1], p.D_v))
     return o, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 @attention_backward_op.register_fake
 def _(
-    do: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, o: Any, lse: Any, recipe: str,
+    do: Any, dlse: Any, q: Tensor, k: Any, v: Any, extra: Any, seed: Any, o: Any, lse: Any, recipe: str,
     max_q: int, max_k: int, wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     learned = [t for t, want in zip(extra, wanted, strict=True) if want]
-    return [t.new_empty(t.shape) for t in (q, k, v, *learned)]
+    return [t.new_empty(t.shape) for t in _present((q, k, v, *learned))]
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -217,14 +235,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
     if do is None and dlse is None:
         return None, None, None, [None] * len(extra), None, None, None, None
     grads = torch.ops.tilewise.attention_backward(do, dlse, q, k, v, extra, seed, o, lse, *ctx.call, list(wanted))
-    dq, dk, dv, *learned = _spread(grads, wanted)
+    dq, dk, dv, *learned = _spread(grads, k is None, wanted)
     return dq, dk, dv, learned, None, None, None, None
-
-
-def _spread(grads: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """The operator's list with None put back where an extra wants no gradient."""
-    learned = iter(grads[3:])
-    return [*grads[:3], *(next(learned) if want else None for want in wanted)]
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
@@ -240,9 +252,9 @@ attention_backward_op.register_autograd(_refuse_double_backward)
 
 @attention_op.register_vmap
 def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, extra: Any, seed: Any, recipe: str, *longest: int) -> Any:
-    x = Operands(q, k, v, tuple(extra))
     dims = (*in_dims[:3], *(in_dims[3] or [None] * len(extra)))
-    return _vmap(info.batch_size, dims, in_dims[4], x, seed, Recipe.decode(recipe), longest)  # type: ignore[arg-type]
+    tensors = q, k, v, *extra
+    return _vmap(info.batch_size, dims, in_dims[4], tensors, seed, Recipe.decode(recipe), longest)  # type: ignore[arg-type]
 
 
 @attention_backward_op.register_vmap
@@ -256,28 +268,29 @@ def _vmap(
     size: int,
     dims: Sequence[int | None],
     seed_dim: int | None,
-    x: Operands,
+    tensors: Tensors,
     seed: Any,
     recipe: Recipe,
     longest: Longest,
 ) -> Any:
     """Folds the mapped dimension into the batch. Packed sequences, a mapped sink, and dropout, whose decisions depend
     on the batch index, go one call at a time instead."""
-    tensors = (*x[:3], *x.extra)
     mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
     if recipe.varlen or mapped_sink or seed is not None:
         calls = [_pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
-        outputs = [attend(_operands(ts), drawn, recipe, longest) for ts, drawn in calls]
+        outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
-    batch = x.q.shape[0 if dims[0] is None or dims[0] > 0 else 1]
-    ranks = (4, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it may stay as it is
+    batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
+    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it may stay as it is
     whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
-    o, lse = attend(_operands(whole), None, recipe, longest)
+    o, lse = attend(whole, None, recipe, longest)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
-def _fold(t: Tensor, dim: int | None, rank: int, size: int, batch: int) -> Tensor:
+def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -> Tensor | None:
     """A tensor whose batch dimension, which it has if it has `rank` dimensions, has taken up the mapped one."""
+    if t is None:
+        return None
     has_batch = t.ndim - (dim is not None) == rank
     if dim is None and not has_batch:
         return t
@@ -294,14 +307,16 @@ def _pick(args: Any, dims: Any, index: int) -> Any:
 
 
 @register_flop_formula(torch.ops.tilewise.attention, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward_flops(q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    q, k, v, _ = _operands((q, k, v))
     return _pairs(q, k) * 2 * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)
 def _backward_flops(
-    do: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any
+    do: Any, dlse: Any, q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
+    q, k, v, _ = _operands((q, k, v))
     return _pairs(q, k) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 

@@ -75,6 +75,11 @@ class Grads(NamedTuple):
     v: Tensor
     extra: tuple[Tensor | None, ...]
 
+    def packed(self) -> Tensor:
+        """The one tensor (..., 3, H, D) whose parts dq, dk and dv are, as `empty_parts` made them."""
+        *rows, H, D = self.q.shape
+        return self.q.as_strided((*rows, 3, H, D), (*self.q.stride()[:-2], H * D, D, 1))
+
 
 class Recipe(NamedTuple):
     """What the caller chose, without tensors. Masks and scores are (class name, numbers...)."""
@@ -88,6 +93,8 @@ class Recipe(NamedTuple):
     precision: str | None = None
     deterministic: bool = False
     backend: str | None = None
+    packed: bool = False
+    """Whether q, k and v are parts of one tensor, and their gradients are to be parts of one, too."""
 
     def encode(self) -> str:
         """Text that `decode` reads back; only literals, so that torch.compile and torch.export can carry it."""
@@ -228,6 +235,14 @@ def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target:
     extra = tuple(Spec.of(t, real=False) for t in x.extra)
     q, k, v = (Spec.of(t, real=False) for t in x[:3])
     return Problem(recipe, q, k, v, extra, *longest, target, None).check()
+
+
+def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
+    """Unwritten dq, dk and dv; parts of one tensor where q, k and v are."""
+    if p.recipe.packed:
+        *rows, H, D = x.q.shape
+        return x.q.new_empty((*rows, 3, H, D)).unbind(-3)
+    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3]])
 
 
 def matmul_setting() -> str:

@@ -281,7 +281,7 @@ def test_what_is_not_here_says_so():
         flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, block_table=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(tw.Unsupported, match=r"cache.*flash_attn_func on the part that is filled"):
         flash_attn_with_kvcache(q[None], k[None], v[None], cache_seqlens=3, causal=True)
-    with pytest.raises(ValueError, match=r"qkv must have shape \(B, length, 3, heads.*got \(3, 4, 16\)"):
+    with pytest.raises(ValueError, match=r"qkv must have shape \(B, N, 3, H, D\), got \(3, 4, 16\)"):
         flash_attn_qkvpacked_func(q)
     with pytest.raises(ValueError, match=r"kv must have shape .*got \(2, 7, 3, 4, 16\)"):
         flash_attn_kvpacked_func(random(B, M, H, D), random(B, M, 3, H, D))

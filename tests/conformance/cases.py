@@ -41,7 +41,8 @@ class Case:
     loss: str = "both"
     """What the gradient comes through: "o", "lse" or "both"."""
     strides: str = "plain"
-    """How the tensors lie in memory: a key of STRIDES, or "packed" (views of one qkv tensor)."""
+    """How the tensors lie in memory: a key of STRIDES, "packed" (views of one qkv tensor), or "qkvpacked" (the same,
+    and the call is `attention_qkvpacked`)."""
     values: str = "normal"
     """A key of VALUES: what is done to the inputs before the call."""
     precision: str | None = None
@@ -115,7 +116,7 @@ def make(case: Case, device: str) -> Call:
     rows = (sum(m for m, _ in case.lengths),) if packed else (case.B, case.M)
     columns = (sum(n for _, n in case.lengths),) if packed else (case.B, case.N)
     shapes = ((*rows, case.H, case.D), (*columns, case.H_k, case.D), (*columns, case.H_k, D_v))
-    if case.strides == "packed":  # (..., 3, H, D), as one projection gives q, k and v
+    if case.strides.endswith("packed"):  # (..., 3, H, D), as one projection gives q, k and v
         q, k, v = draw.normal(*rows, 3, case.H, case.D).unbind(-3)
     else:
         q, k, v = (STRIDES[case.strides](draw.normal(*shape)) for shape in shapes)
@@ -429,11 +430,17 @@ def _varlen() -> Iterator[Case]:
     yield Case("varlen, through o", lengths=PACKED, loss="o", mask=causal)
     for strides in ("heads_first", "sliced", "every_second", "packed"):
         yield Case(f"varlen, {strides}", lengths=PACKED, strides=strides, mask=causal)
+    yield Case("varlen, qkvpacked", lengths=tuple((n, n) for n, _ in PACKED), strides="qkvpacked", mask=causal)
 
 
 def _strides() -> Iterator[Case]:
     for strides in ("packed", *STRIDES):
         yield Case(f"strides {strides}", M=40, N=40, strides=strides, mask=causal)
+    yield Case("qkvpacked", M=40, N=40, strides="qkvpacked", mask=causal)
+    yield Case("qkvpacked, odd sizes", M=37, N=37, H=3, D=13, strides="qkvpacked", loss="o")
+    yield Case("qkvpacked bf16", M=40, N=40, D=64, strides="qkvpacked", dtype=bf16, mask=causal)
+    yield Case("qkvpacked, bias, sink, dropout", M=40, N=40, strides="qkvpacked", score=(bias("HMN"),), sink=fp32,
+               dropout=0.3)  # fmt: skip
     yield Case("strides heads_first bf16", strides="heads_first", dtype=bf16, D=64)
     yield Case("strides sliced fp16", strides="sliced", dtype=fp16, D=64)
     yield Case("strides sliced full", M=40, N=40, strides="sliced")
@@ -504,6 +511,7 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large decode", B=3, M=1, N=1500, H=8, mask=causal)
     yield replace(a, name="large M>N", M=900, N=300, mask=causal)
     yield replace(a, name="large packed", M=500, N=500, strides="packed", dtype=fp16, mask=causal)
+    yield replace(a, name="large qkvpacked", M=500, N=500, strides="qkvpacked", dtype=bf16, mask=causal)
     yield replace(a, name="large D 72", M=300, N=300, D=72, D_v=40, dtype=bf16, mask=causal)
 
 

@@ -43,17 +43,15 @@ OF_LARGEST = {"bf16x3": 2e-5, "tf32": 2e-3}
 def run(case: Case, call: Call, backend: str | None) -> Results:
     """What a back end gives, through the public functions."""
     leaves, score, sink = _leaves(call)
-    o, lse = tw.attention(
-        leaves["dq"],
-        leaves["dk"],
-        leaves["dv"],
-        score=score,
-        sink=sink,
-        seed=call.seed,
-        return_lse=True,
-        **options(case, call, backend),
-    )
-    return _differentiate(call, leaves, o, lse)
+    given = options(case, call, backend) | {"score": score, "sink": sink, "seed": call.seed, "return_lse": True}
+    own = [leaves.pop(name) for name in ("dq", "dk", "dv")]
+    if case.strides != "qkvpacked":
+        o, lse = tw.attention(*own, **given)
+        return _differentiate(call, dict(zip(("dq", "dk", "dv"), own, strict=True)) | leaves, o, lse)
+    qkv = torch.stack(own, -3).detach().requires_grad_()
+    o, lse = tw.attention_qkvpacked(qkv, **given)
+    found = _differentiate(call, {"dqkv": qkv} | leaves, o, lse)
+    return found | dict(zip(("dq", "dk", "dv"), found.pop("dqkv").unbind(-3), strict=True))
 
 
 def options(case: Case, call: Call, backend: str | None) -> dict[str, Any]:

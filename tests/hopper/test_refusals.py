@@ -5,6 +5,8 @@ import torch
 
 import tilewise as tw
 
+DENSE = tw.Dense(torch.ones(4096, 4096, dtype=torch.bool, device="meta"))
+
 
 def ask(B=2, S=4096, H=16, D=128, dtype=torch.bfloat16, device="sm_90", **options):
     """What would run a call of these sizes, and Hopper's reasons against it."""
@@ -34,7 +36,7 @@ def test_it_takes_large_calls_of_every_kind():
         ({"dtype": torch.float32}, "fp16 and bf16"),
         ({"D": 60}, "multiples of 8"),
         ({"device": "sm_100"}, "written for sm_90"),
-        ({"deterministic": True, "mask": tw.Dense(torch.ones(4096, 4096, dtype=torch.bool))}, "deterministic=True"),
+        ({"deterministic": True, "mask": DENSE}, "deterministic=True"),
     ],
 )
 def test_what_it_refuses_goes_to_the_portable_kernels(given, words):

@@ -55,19 +55,21 @@ class Truth:
     def __init__(self, case: Case, x: Inputs) -> None:
         self.heads = sorted({(0, 0), (case.batch - 1, case.heads - 1)})
         self.exact = [_attend(case, x, head, torch.float64) for head in self.heads]
-        plain = [_attend(case, x, head, case.type) for head in self.heads]
-        self.plain = _errors(plain, self.exact)
-        self.limit = {
-            name: 2.0 * self.plain[name] + 2.0 * _ulp(max(float(r[name].abs().max()) for r in self.exact), case.type)
-            for name in NAMES
-        }
+        self.by_torch = [_attend(case, x, head, case.type) for head in self.heads]
+        self.plain = _errors(self.by_torch, self.exact)
+        self.largest = {name: max(float(r[name].abs().max()) for r in self.exact) for name in NAMES}
+        self.limit = {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], case.type) for name in NAMES}
 
-    def judge(self, results: dict[str, Tensor]) -> Verdict:
-        """The verdict on o, or on o, dq, dk and dv, each (batch, length, heads, head size)."""
-        mine = [{name: t[b, :, h] for name, t in results.items()} for b, h in self.heads]
-        error = _errors(mine, self.exact)
-        wrong = tuple(name for name in error if not error[name] <= self.limit[name])  # a nan is wrong
+    def judge(self, results: dict[str, Tensor], share: float = 0.0) -> Verdict:
+        """The verdict on o, or on o, dq, dk and dv, each (batch, length, heads, head size); see `Peer.share`."""
+        error = _errors(self.of_heads(results), self.exact)
+        limit = {name: max(self.limit[name], share * self.largest[name]) for name in error}
+        wrong = tuple(name for name in error if not error[name] <= limit[name])  # a nan is wrong
         return Verdict(_by_pass(error), _by_pass(self.plain), wrong)
+
+    def of_heads(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The parts of o, dq, dk and dv that the truth is known of."""
+        return [{name: t[b, :, h] for name, t in results.items()} for b, h in self.heads]
 
 
 def run_once(peer: Peer, attend: Attention, x: Inputs, passes: Sequence[str] = (BOTH,)) -> dict[str, Tensor]:

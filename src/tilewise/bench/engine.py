@@ -16,7 +16,8 @@ from .peers import PEERS, Attention, Peer
 from .results import FAILED, OK, REFUSED, SKIPPED, WRONG, Row
 from .suites import BOTH, Case, Suite
 
-MATMUL = "matmul"
+CPU_MATMUL = 2048
+"""Side of the matrix product on a CPU, at most."""
 TINY = 128
 """Tokens of the problem on which the host's cost is measured."""
 Watch = Callable[[str], None]
@@ -92,17 +93,19 @@ def _admit(
             if judged not in truths:
                 truths[judged] = Truth(judged, x)
             attend = peer.prepare(judged, device)
-            verdict = truths[judged].judge(run_once(peer, attend, x, suite.passes))
+            verdict = truths[judged].judge(run_once(peer, attend, x, suite.passes), peer.share)
             attend = attend if judged == case else peer.prepare(case, device)
         except Exception as error:
-            return Contender(peer, None, None, _excuse(error, heard))
+            return Contender(peer, None, None, excuse(error, heard))
     if verdict.wrong:
-        why = f"{', '.join(verdict.wrong)} more than twice as wrong as plain torch in {case.dtype}: not timed"
+        by = f"more than {peer.share:g} of the largest entry, and " if peer.share else ""
+        by = f"{by}more than twice as much as plain torch in {case.dtype}"
+        why = f"{', '.join(verdict.wrong)} wrong by {by}: not timed"
         return Contender(peer, None, verdict, (WRONG, why))
     return Contender(peer, attend, verdict, None)
 
 
-def _excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
+def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
     """Why a call failed, from its error and from the warnings in which PyTorch hides its reasons."""
     if isinstance(error, torch.OutOfMemoryError):
         return FAILED, "out of memory"
@@ -120,7 +123,8 @@ def _race(
     suite: Suite, case: Case, contenders: Sequence[Contender], x: Inputs, pass_: str, device: torch.device
 ) -> list[Row]:
     """Every contender once a round, each time another one first, and the matrix product in between."""
-    product = matmul(suite.matmul, case.type, device)
+    side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
+    product = matmul(side, case.type, device)
     product_pace = pace(product, device)
     rate: list[float] = []
     paces: dict[str, Pace] = {}
@@ -128,7 +132,7 @@ def _race(
     samples: dict[str, list[float]] = {c.peer.name: [] for c in contenders}
     excuses: dict[str, tuple[str, str]] = {c.peer.name: c.no for c in contenders if c.no}
     for turn in range(suite.rounds):
-        rate.append(2.0 * suite.matmul**3 / sample(product, product_pace, device) / 1e12)
+        rate.append(2.0 * side**3 / sample(product, product_pace, device) / 1e12)
         first = turn % len(contenders)
         for c in (*contenders[first:], *contenders[:first]):
             name = c.peer.name
@@ -142,7 +146,7 @@ def _race(
                             peaks[name] = peak_memory(call, device)
                     samples[name].append(sample(call, paces[name], device))
             except Exception as error:
-                excuses[name] = _excuse(error, ())
+                excuses[name] = excuse(error, ())
     rows = [
         _row(case, c._replace(no=excuses.get(c.peer.name)), pass_, samples[c.peer.name], rate, peaks.get(c.peer.name))
         for c in contenders

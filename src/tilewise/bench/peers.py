@@ -6,8 +6,8 @@ Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise as tw
 
 from ..cpu import Cpu
-from ..problem import Operands, Recipe, Saved, describe, target_of
+from ..problem import PRECISIONS, Operands, Recipe, Saved, describe, target_of
 from . import ablation
 from .suites import Case
 
@@ -38,19 +38,42 @@ class Peer:
     """What a forward runs in."""
     seeded: bool = False
     """Whether dropout follows tilewise's rule with seed `SEED`, so that its result can be checked as it is."""
+    share: float = 0.0
+    """Errors up to this share of a tensor's largest entry are right, too: of peers that promise no more."""
 
 
 SEED = 1234
+SHARES = {"bf16x3": 2e-5, "tf32": 2e-3}
+"""Of the precisions that promise less than fp32."""
 
 
-def _tilewise(case: Case, device: torch.device, backend: str | None = None) -> Attention:
+def _tilewise(case: Case, device: torch.device, **options: Any) -> Attention:
     mask = tw.Causal() if case.causal else tw.Full()
     seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
-    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed, backend=backend)
+    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed, **options)
 
 
 def _portable(case: Case, device: torch.device) -> Attention:
-    return _tilewise(case, device, "triton")
+    return _tilewise(case, device, backend="triton")
+
+
+def _precise(precision: str) -> Peer:
+    """tilewise with a named precision of fp32."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if case.dtype != "fp32":
+            return f"a precision is for fp32, not {case.dtype}"
+        if device.type == "cpu":
+            return None if precision == "ieee" else "the CPU computes in plain fp32, which is tilewise ieee"
+        q = torch.empty(case.shape, device="meta")
+        plan = tw.explain(q, q, q, device=target_of(device), precision=precision)
+        against = dict.fromkeys(reason for reasons in plan.refusals.values() for reason in reasons)
+        return None if plan.backend else "; ".join(against)
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        return _tilewise(case, device, precision=precision)
+
+    return Peer(f"tilewise {precision}", prepare, why_not, seeded=True, share=SHARES.get(precision, 0.0))
 
 
 class _Tiled(torch.autograd.Function):
@@ -95,6 +118,17 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dr
 
 def _standard(case: Case, device: torch.device) -> Attention:
     return lambda q, k, v: standard_attention(q, k, v, case.causal, case.dropout)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Torch's own fp32 products in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _sdpa(case: Case, device: torch.device) -> Attention:
@@ -188,7 +222,9 @@ PEERS = {
         Peer("tilewise", _tilewise, seeded=True),
         Peer("tilewise triton", _portable, _needs_gpu, seeded=True),
         Peer("tilewise tiled", _tiled, _needs_cpu, seeded=True),
+        *(_precise(name) for name in PRECISIONS),
         Peer("standard", _standard),
+        Peer("standard tf32", _standard, _needs_gpu, tf32, share=SHARES["tf32"]),
         Peer("sdpa", _sdpa),
         _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
         _sdpa_peer("flash", SDPBackend.FLASH_ATTENTION),

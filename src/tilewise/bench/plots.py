@@ -14,8 +14,10 @@ from .ablation import CHANGES
 from .results import OK, Row
 from .suites import BOTH, Case
 from .tables import (
+    EFFICIENT,
     OURS,
     RATE,
+    SPEEDUP,
     STANDARD,
     describe,
     in_its_unit,
@@ -25,10 +27,18 @@ from .tables import (
     slowdown,
 )
 
+OUR_RED = "#d1495b"
 COLOURS = {
-    OURS: "#d1495b",
+    OURS: OUR_RED,
     "tilewise tiled": "#e8a0a8",
     "tilewise triton": "#e8a0a8",
+    "tilewise ieee": "#6a1b2d",
+    "tilewise bf16x6": "#a8324a",
+    "tilewise fp16x3": OUR_RED,
+    "tilewise tf32x3": "#e08e79",
+    "tilewise bf16x3": "#edb99b",
+    "tilewise tf32": "#f3d9b1",
+    "standard tf32": "#c3cbd6",
     STANDARD: "#8d99ae",
     "sdpa": "#2e6f95",
     "sdpa cudnn": "#2e6f95",
@@ -175,11 +185,40 @@ def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -
     axes.set_axisbelow(True)
 
 
+def speedups(rows: Sequence[Row], path: Path) -> None:
+    """How many times as fast as PyTorch's memory-efficient kernel (where it ran, else standard attention), by length,
+    a bar for each implementation."""
+    base = EFFICIENT if any(row.implementation == EFFICIENT and row.status == OK for row in rows) else STANDARD
+    metric = in_its_unit(SPEEDUP._replace(over=base), rows)
+    rows = [row for row in rows if row.status == OK and row.implementation != base]
+    lengths = sorted({row.of.length for row in rows})
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    width = 0.84 / max(1, len(names))
+
+    def draw(axes: Any, case: Case, pass_: str) -> None:
+        for index, name in enumerate(names):
+            mine = [row for row in rows if (row.implementation, row.pass_, setting(row.of)) == (name, pass_, case)]
+            places = [lengths.index(row.of.length) + (index - (len(names) - 1) / 2) * width for row in mine]
+            heights = [metric.read(row) or 0.0 for row in mine]
+            bars = axes.bar(places, heights, width * 0.92, label=name, color=COLOURS.get(name, "#555555"))
+            axes.bar_label(bars, fmt="%.1f", fontsize=6.5, padding=1, color="#444444")
+        axes.axhline(1.0, color="#666666", lw=1, ls="--", label=base)
+        axes.set_xticks(range(len(lengths)), [length_label(n) for n in lengths])
+        axes.grid(axis="x", visible=False)
+        axes.set_axisbelow(True)
+        axes.margins(y=0.12)
+        axes.set_title(f"{describe(case)}\n{pass_}")
+
+    passes = list(dict.fromkeys(row.pass_ for row in rows))
+    settings = list(dict.fromkeys(setting(row.of) for row in rows))
+    _panels(settings, passes, draw, f"times as fast as {base}", path, width=5.2)
+
+
 def _lines(axes: Any, rows: Sequence[Row], read: Callable[[Row], float | None]) -> None:
     lengths = sorted({row.of.length for row in rows})
     for name in dict.fromkeys(row.implementation for row in rows):
         points = {row.of.length: read(row) for row in rows if row.implementation == name}
-        ours = name == OURS
+        ours = name in (OURS, "tilewise fp16x3", "tilewise bf16x6")
         axes.plot(
             [lengths.index(n) for n in points], list(points.values()), label=name, color=COLOURS.get(name, "#555555"),
             lw=2.6 if ours else 1.5, marker="o", ms=5 if ours else 3.5, zorder=3 if ours else 2,
@@ -188,14 +227,19 @@ def _lines(axes: Any, rows: Sequence[Row], read: Callable[[Row], float | None]) 
 
 
 def _panels(
-    settings: Sequence[Case], passes: Sequence[str], draw: Callable[[Any, Case, str], None], ylabel: str, path: Path
+    settings: Sequence[Case],
+    passes: Sequence[str],
+    draw: Callable[[Any, Case, str], None],
+    ylabel: str,
+    path: Path,
+    width: float = 3.3,
 ) -> None:
     """One legend below panels: settings that differ only in the mask share a line, forward panels before backward."""
     pairs = _pairs(settings)
     columns = len(passes) * max(len(pair) for pair in pairs)
     lines = len(pairs)
     with mpl.rc_context(STYLE):
-        figure, grid = plt.subplots(lines, columns, figsize=(3.3 * columns, 2.7 * lines + 0.4), squeeze=False)
+        figure, grid = plt.subplots(lines, columns, figsize=(width * columns, 2.7 * lines + 0.4), squeeze=False)
         handles: dict[str, Any] = {}
         for line, pair in zip(grid, pairs, strict=True):
             for axes, (pass_, case) in zip(line, product(passes, pair), strict=False):
@@ -207,7 +251,7 @@ def _panels(
         figure.tight_layout()
         figure.legend(
             list(handles.values()), list(handles), loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False,
-            ncols=min(6, len(handles)),
+            ncols=min(6, 2 * columns, len(handles)),
         )  # fmt: skip
         _save(figure, path)
 
@@ -245,6 +289,10 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
     "long": (("rate", "Arithmetic a second, by length", rates), ("memory", "Peak memory, by length", memory)),
     "ablation": (("worth", "What each technique is worth: time with one change", worth),),
     "cpu": (("rate", "Arithmetic a second, by length", rates),),
+    "llmc": (
+        ("speedup", "Speedup over PyTorch's memory-efficient kernel", speedups),
+        ("rate", "Arithmetic a second, by length, beside the card's fp32 matrix product", rates),
+    ),
 }  # fmt: skip
 """Of each suite: a name for the file, what it shows, and how to draw it."""
 

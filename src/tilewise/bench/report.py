@@ -1,25 +1,28 @@
-"""docs/performance.md from the results files, and nothing else."""
+"""docs/performance.md and docs/accuracy.md from the results files, and nothing else."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots, tuned
+from . import plots, study, trainings, tuned
 from .results import kernels_hash, load, rows_of
+from .study_page import HEADER as ACCURACY_HEADER
+from .study_page import section as accuracy_section
 from .suites import SUITES
 from .tables import (
     ERROR,
     HOST,
     MEMORY,
+    METRICS,
     OF_MATMUL,
     OURS,
-    RATE,
     SPREAD,
     Grid,
     Metric,
     grids,
     headlines,
     in_its_unit,
+    is_ours,
     reasons,
     slowdown,
     worth,
@@ -34,7 +37,8 @@ from minute to minute; only ratios inside one table mean something. On a GPU the
 backward is whole: as `torch.autograd.grad` takes it, with pre- and postprocessing. Arithmetic is counted as 4 B H M N D
 for a forward, half of it if causal, and 2.5 times that for a backward. The matrix product beside each case is a large
 square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
-whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed.
+whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed; the fp32
+precisions that promise less, bf16x3 and tf32, may err by 2e-5 and 2e-3 of the largest entry.
 """
 TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
 neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
@@ -45,7 +49,7 @@ DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md.
+    """Draws the pictures under docs/images and writes docs/performance.md, and docs/accuracy.md where it was studied.
 
     Raises ValueError if there is no results file.
     """
@@ -53,32 +57,40 @@ def write(results: Path, docs: Path) -> Path:
     files = sorted(set(results.glob("*.json")) - set(measured))
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
-    sections = [HEADER]
+    sections, studied = [HEADER], []
     for file in files:
         content = load(file)
+        if study.PART in content:
+            studied += accuracy_section(content, docs / "images" / f"{file.stem}-accuracy", origin)
         sections.append(f"## {content['device']}\n")
         for suite in (name for name in SUITES if name in content["suites"]):
             sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
+        if trainings.PART in content:
+            sections += trainings.section(content, docs / "images" / f"{file.stem}-training", origin)
     for file in measured:
         sections += _tiles(tuned.load(file))
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))
+    if studied:
+        (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
     return page
 
 
 def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     rows, run = rows_of(content, suite), content["suites"][suite]
-    lines = [f"### {suite}: {SUITES[suite].title}\n", _origin(run["environment"], run["partial"]) + "\n"]
+    lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
-    rate = in_its_unit(RATE, rows)
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
     if changes := worth(rows):
         lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
         lines.append(_table(changes, slowdown(rows)))
-    lines.append(_table(grids(rows, rate), rate))
-    for metric in DETAILS:
+    first = [METRICS[name] for name in SUITES[suite].tables]
+    for metric in (in_its_unit(metric, rows) for metric in first):
         if found := grids(rows, metric):
+            lines.append(_table(found, metric))
+    for metric in DETAILS:
+        if metric not in first and (found := grids(rows, metric)):
             title = metric.title[0].upper() + metric.title[1:]
             lines.append(f"<details><summary>{title}</summary>\n\n{_table(found, metric)}\n</details>\n")
     if notes := reasons(rows):
@@ -90,7 +102,7 @@ def _tiles(content: dict[str, Any]) -> list[str]:
     """A card's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
     slots: list[tuned.Tuned] = content["slots"]
     lines = [f"## Tiles of {content['device']}\n", TILES]
-    lines += dict.fromkeys(f"{_origin(slot.environment, False)}\n" for slot in slots)
+    lines += dict.fromkeys(f"{origin(slot.environment, False)}\n" for slot in slots)
     head = ["row", "in use", "candidates", "timed", "verdict"]
     lines += ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---|"]
     for slot in slots:
@@ -104,7 +116,8 @@ def _tiles(content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _origin(env: dict[str, Any], partial: bool) -> str:
+def origin(env: dict[str, Any], partial: bool) -> str:
+    """When, where and of which kernels something was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
     if partial:
@@ -124,7 +137,7 @@ def _table(found: Sequence[Grid], metric: Metric) -> str:
         for name, cells in grid.lines.items():
             at = dict(zip(grid.columns, cells, strict=True))
             shown = [at.get(column, "") for column in columns]
-            bold = "**" if name == OURS else ""
+            bold = "**" if name == OURS or (OURS not in grid.lines and is_ours(name)) else ""
             lines.append(
                 "| " + " | ".join([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))]) + " |"
             )

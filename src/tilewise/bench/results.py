@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -130,15 +131,24 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def merge(path: Path, suite: str, rows: list[Row], env: dict[str, Any], partial: bool) -> dict[str, Any]:
-    """Puts a suite's rows into a file in place of its older ones; other suites stay."""
+def merge(
+    path: Path,
+    suite: str,
+    rows: Sequence[Any],
+    env: dict[str, Any],
+    partial: bool,
+    part: str = "suites",
+    more: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Puts a suite's rows, and `more` about it, into a part of a file in place of older ones; everything else stays."""
     content = load(path)
     if content["device"] not in (None, env["device"]):
         raise ValueError(
             f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
         )
     content["device"] = env["device"]
-    content["suites"][suite] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
+    run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
+    content.setdefault(part, {})[suite] = run
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return content

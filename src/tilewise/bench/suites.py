@@ -63,6 +63,9 @@ class Suite:
     """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
     host: bool = True
     """Whether the host's cost of a call is measured as well."""
+    tables: tuple[str, ...] = ("rate",)
+    """What its first tables show: names of `tables.METRICS`."""
+    devices: tuple[str, ...] = ("cuda",)
 
     def quick(self) -> "Suite":
         """A fraction of it, for a first look."""
@@ -112,7 +115,12 @@ def _ablation() -> tuple[Case, ...]:
     )
 
 
+def _llmc() -> tuple[Case, ...]:
+    return tuple(Case(4, 12, length, 64, "fp32", causal=True) for length in (256, 1024, 2048, 4096))
+
+
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
+PRECISE = tuple(f"tilewise {name}" for name in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"))
 PACKAGES = ("flash-attn 2", "flash-attn 3", "flash-attn 4")
 
 SUITES = {
@@ -132,7 +140,12 @@ SUITES = {
         ),
         Suite(
             "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
-            ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048),
+            ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
+        ),
+        Suite(
+            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal", _llmc(), (FORWARD, BACKWARD),
+            (*PRECISE, "sdpa efficient", "standard", "standard tf32"), 7, 8192, (256, 1024),
+            tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
         ),
         Suite(
             "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),

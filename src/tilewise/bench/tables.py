@@ -9,7 +9,12 @@ from .ablation import CHANGES
 from .results import OK, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
 
-OURS, CUDNN, STANDARD = "tilewise", "sdpa cudnn", "standard"
+OURS, CUDNN, STANDARD, EFFICIENT = "tilewise", "sdpa cudnn", "standard", "sdpa efficient"
+
+
+def is_ours(name: str) -> bool:
+    """Whether an implementation is one of tilewise's."""
+    return name.startswith(OURS)
 
 
 class Metric(NamedTuple):
@@ -18,6 +23,8 @@ class Metric(NamedTuple):
     title: str
     read: Callable[[Row], float | None]
     show: Callable[[float], str]
+    over: str | None = None
+    """Shown as how many times less it is than this implementation's."""
 
 
 def three_digits(x: float) -> str:
@@ -38,12 +45,22 @@ SPREAD = Metric(
 MEMORY = Metric("peak memory above the inputs, MB", lambda row: row.peak_bytes and row.peak_bytes / 1e6, three_digits)
 HOST = Metric("host cost of a call, microseconds", lambda row: row.host_microseconds, lambda x: f"{x:.0f}")
 ERROR = Metric("largest error against fp64", lambda row: row.error, lambda x: f"{x:.1e}")
+SPEEDUP = TIME._replace(title="times as fast as standard attention", show=lambda x: f"{x:.2f}", over=STANDARD)
+OVER_EFFICIENT = SPEEDUP._replace(title="times as fast as PyTorch's memory-efficient kernel", over=EFFICIENT)
 METRICS = {"rate": RATE, "time": TIME, "matmul": OF_MATMUL, "spread": SPREAD, "memory": MEMORY, "host": HOST,
-           "error": ERROR}  # fmt: skip
+           "error": ERROR, "speedup": SPEEDUP, "efficient": OVER_EFFICIENT}  # fmt: skip
 
 
 def in_its_unit(metric: Metric, rows: Sequence[Row]) -> Metric:
-    """Rates of a CPU are readable in GFLOP/s."""
+    """Ratios are taken among the rows; rates of a CPU are readable in GFLOP/s."""
+    if metric.over:
+        theirs = {(row.of, row.pass_): metric.read(row) for row in rows if row.implementation == metric.over}
+
+        def ratio(row: Row) -> float | None:
+            mine, other = metric.read(row), theirs.get((row.of, row.pass_))
+            return other / mine if mine and other else None
+
+        return metric._replace(read=ratio)
     slow = metric is RATE and all((row.tflops or 0.0) < 1.0 for row in rows)
     return GIGA_RATE if slow else metric
 
@@ -157,17 +174,16 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
     """What the suite says about tilewise, in sentences."""
-    lines = {"paper": _paper, "classic": _classic, "long": _long, "ablation": _ablation, "cpu": _cpu}[suite](rows)
-    for ours in (OURS, f"{OURS} triton"):
+    lines = {"paper": _paper, "classic": _classic, "long": _long, "ablation": _ablation, "cpu": _cpu, "llmc": _llmc}[
+        suite
+    ](rows)
+    for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
         hosts = [row.host_microseconds for row in rows if row.implementation == ours and row.pass_ == FORWARD]
         if known := sorted(h for h in hosts if h is not None):
             median = known[len(known) // 2]
             lines.append(f"Host cost of one forward call of {ours}: {median:.0f} microseconds (median of the cases).")
-    wrong = [
-        row
-        for row in rows
-        if row.status == WRONG and (row.implementation.startswith(OURS) or row.implementation in CHANGES)
-    ]
+    ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGES]
+    wrong = [row for row in ours if row.status == WRONG]
     if wrong:
         lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
     return lines
@@ -251,6 +267,18 @@ def _cpu(rows: Sequence[Row]) -> list[str]:
                 )  # fmt: skip
     for row, r in ratios(rows, STANDARD, lambda row: row.peak_bytes).items():
         lines.append(f"{row.of}, {row.pass_}: {r:.1f}x less memory than standard attention.")
+    return lines
+
+
+def _llmc(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
+        for pass_ in (FORWARD, BACKWARD):
+            for peer in (EFFICIENT, STANDARD):
+                found = ratios(rows, peer, lambda row: row.milliseconds, ours)
+                each = [f"{r:.2f}x at {row.of.length}" for row, r in found.items() if row.pass_ == pass_]
+                if each:
+                    lines.append(f"{ours}, {pass_}, against {peer}: {', '.join(each)} tokens.")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, demo, explain, info, train, tune
+from . import bench, demo, explain, info, study, train, tune
 
 app = typer.Typer(
     help="Exact attention, one tile at a time.",
@@ -13,3 +13,4 @@ app = typer.Typer(
 )
 for command in (info.info, explain.explain, bench.bench, tune.tune, train.train, demo.demo):
     app.command()(command)
+app.add_typer(study.study, name="study")

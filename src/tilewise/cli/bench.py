@@ -17,10 +17,11 @@ from ..bench.plots import draw
 from ..bench.report import write
 from ..bench.results import Row
 from ..bench.suites import SUITES, Suite
-from ..bench.tables import METRICS, OURS, grids, headlines, in_its_unit, reasons, slowdown, worth
+from ..bench.tables import METRICS, grids, headlines, in_its_unit, is_ours, reasons, slowdown, worth
 from .console import err, out, pick_device, print_json, progress, sentences, table
 
-SHOWN = {"cuda": ("rate", "memory", "host"), "cpu": ("rate", "memory")}
+SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
+"""Tables after those of the suite."""
 
 
 def bench(
@@ -52,7 +53,7 @@ def bench(
         suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], where)
         suites = [_part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
         partial = bool(quick or match or peer)
-        metrics = _metrics(show or list(SHOWN[where.type]))
+        asked = _metrics(show or [])
         env = results.environment(where)
         files = [json_file] if json_file and str(json_file) != "-" else []
         files += [results_folder / f"{results.slug(env['device'])}.json"] if results_folder else []
@@ -65,7 +66,7 @@ def bench(
         rows = measure(chosen, where, seconds, keep)
         printed["suites"][chosen.name] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
         if str(json_file) != "-":
-            print_suite(chosen, rows, metrics, env["device"])
+            print_suite(chosen, rows, asked or [*chosen.tables, *SHOWN[where.type]], env["device"])
         with sentences():
             for file in files:
                 results.merge(file, chosen.name, rows, env, partial)
@@ -116,7 +117,7 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
     shown = [(slowdown(rows), worth(rows)), *((metric, grids(rows, metric)) for metric in chosen)]
     for metric, found in shown:
         for grid in found:
-            lines = [[f"[bold]{peer}[/]" if peer == OURS else peer, *cells] for peer, cells in grid.lines.items()]
+            lines = [[f"[bold]{peer}[/]" if is_ours(peer) else peer, *cells] for peer, cells in grid.lines.items()]
             table(f"{metric.title}: {grid.title}", ["", *grid.columns], lines)
     for line in headlines(suite.name, rows):
         out.print(escape(line), soft_wrap=True)
@@ -128,8 +129,8 @@ def _suites(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
-        if (name == "cpu") != (device.type == "cpu"):
-            wanted = "--device cpu" if name == "cpu" else "a GPU"
+        if device.type not in SUITES[name].devices:
+            wanted = "a GPU" if device.type == "cpu" else "--device cpu"
             raise ValueError(f"the suite {name} needs {wanted}, this would run on {device.type}")
     return [SUITES[name] for name in dict.fromkeys(names)]
 

@@ -46,6 +46,12 @@ def progress(*extra: str) -> Progress:
     )
 
 
+def log_loss(name: str, steps: int, losses: Sequence[float]) -> None:
+    """Where no bar can move, in a pipe: a line every tenth of the way."""
+    if not err.is_terminal and len(losses) % max(1, steps // 10) == 0:
+        err.print(f"{name} step {len(losses)}/{steps} loss {losses[-1]:.4f}")
+
+
 @contextmanager
 def sentences() -> Iterator[None]:
     """Bad input ends with a sentence and exit status 2, without a traceback."""

@@ -13,7 +13,7 @@ from ..bench.plots import draw
 from ..bench.results import Row, environment
 from ..bench.suites import SUITES, Suite
 from ..bench.tables import headlines
-from .bench import SHOWN, measure, print_suite
+from .bench import measure, print_suite
 from .console import err, out, pick_device, sentences
 from .info import info
 from .page import write_page
@@ -54,7 +54,7 @@ def demo(
     suite = SUITES["classic" if where.type == "cuda" else "cpu"].quick()
     rows = measure(suite, where, seconds)
     env = environment(where)
-    print_suite(suite, rows, [name for name in SHOWN[where.type] if name != "host"], env["device"])
+    print_suite(suite, rows, [*suite.tables, "memory"], env["device"])
     _leave(folder, comparison, suite, rows, env)
     err.print(f"\n{time.monotonic() - begin:.0f} seconds. The page: {folder / 'index.html'}", markup=False)
     if not comparison.equal:

@@ -10,9 +10,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from ..bench.plots import COLOURS, STYLE
+from ..bench.trainings import FP32_EPSILON
 from .train import NAMES, Comparison
-
-FP32_EPSILON = 2.0**-23
 
 
 def training(c: Comparison, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..problem import Grads, Operands, Problem, Saved
+from ..problem import Grads, Operands, Problem, Saved, empty_parts
 
 aten = torch.ops.aten
 
@@ -38,7 +38,11 @@ def backward(p: Problem, x: Operands, saved: Saved, do: torch.Tensor) -> Grads:
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, saved.lse, 0.0, bool(p.recipe.mask), scale=p.scale
     )
-    dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+    found = [g.transpose(1, 2) for g in grads]
+    if p.recipe.packed:  # the kernel writes into tensors of its own
+        dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(p, x), found, strict=True))
+    else:
+        dq, dk, dv = (g.contiguous() for g in found)
     return Grads(dq, dk, dv, ())
 
 

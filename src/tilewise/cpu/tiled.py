@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from ..problem import Grads, Operands, Problem, Saved
+from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_keep, sink_gradient
 from ..score import Bias, Score
 
@@ -105,7 +105,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None) -> Grads:
     kind = _compute_type(p)
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in x[:3])
+    dq, dk, dv = empty_parts(p, x)
     delta = (do.to(kind) * saved.o.to(kind)).sum(-1).transpose(-1, -2)  # (B, H, M) or (H, T)
     if dlse is not None:
         delta = delta - dlse

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     factor: float
     """What the sums of dS K and dS^T Q are multiplied by."""
     boxes: tuple[Box, ...]
-    """Of q, k, v and o in the forward, and of q, k, v, dk and dv in the backward."""
+    """Of q, k, v and o in the forward, and of q, k and v in the backward."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
@@ -102,25 +102,16 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
     edges = has_edges(p, back.B_r, back.B_c) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
-        back.B_r,
-        back.B_c,
-        padded(p),
-        back.q_stages,
-        back.do_stages,
-        back.sides,
-        edges,
-        p.recipe.deterministic,
+        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
         p.H // p.H_k,
-    )
+    )  # fmt: skip
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
-    edge = (back.B_c, 8192 // back.B_c) if back.sides else (64, D)
     boxes = (
         box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
         box(p.v.shape, p.v.stride, row.B_c, D, p), box(o, contiguous(o), 64, D, p),
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
         box(p.v.shape, p.v.stride, back.B_c, D, p),
-        box(p.k.shape, contiguous(p.k.shape), *edge, p), box(p.v.shape, contiguous(p.v.shape), *edge, p),
     )  # fmt: skip
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
@@ -179,8 +170,9 @@ def backward_launches(
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
     few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
     section = heads if few else max(1, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
-    operands = x.q, x.k, x.v, grads.k, grads.v
-    Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(operands, pl.boxes[4:], strict=True))
+    Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
+    edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
+    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (

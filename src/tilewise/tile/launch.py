@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..mask import OPEN, Value
-from ..problem import Grads, Operands, Problem, Saved
+from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_threshold
 from ..score import Bias
 from . import masks, scores
@@ -230,7 +230,7 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Unwritten gradients."""
-    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+    q, k, v = empty_parts(p, x)
     return Grads(q, k, v, empty_extra(p, x))
 
 

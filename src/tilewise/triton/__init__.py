@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..problem import Grads, Operands, Problem, Saved, Spec, empty_parts
 from ..tile.launch import on_device
 from ..tile.tables import whose
 from . import launch
@@ -50,10 +50,10 @@ class Portable:
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         if problem.target == "cpu":
-            wide, x = _widened(problem, x)
+            narrow, (wide, x) = x, _widened(problem, x)
             saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
             grads = launch.backward(wide, launch.plan(wide), x, saved, do, dlse)
-            dq, dk, dv = (g.to(problem.dtype) for g in grads[:3])
+            dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(problem, narrow), grads[:3], strict=True))
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)

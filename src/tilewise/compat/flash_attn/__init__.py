@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...api import attention
+from ...api import attention, attention_qkvpacked
 from ...layout import Varlen
 from ...mask import Causal, Full, Mask, Window
 from ...problem import Unsupported
@@ -69,7 +69,7 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (B, M, H, D) over k, v (B, N, H_k, D); arguments and results: see this module."""
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+    return _attend((q, k, v), options, None, dropout_p, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -85,9 +85,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """flash_attn_func of q (B, M, H, D) and kv (B, N, 2, H_k, D)."""
-    k, v = _unstack("kv", kv, 2)
+    k, v = _unstack(kv)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+    return _attend((q, k, v), options, None, dropout_p, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -102,9 +102,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """flash_attn_func of qkv (B, N, 3, H, D)."""
-    q, k, v = _unstack("qkv", qkv, 3)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, None, dropout_p, return_attn_probs)
+    return _attend((qkv,), options, None, dropout_p, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -133,7 +132,7 @@ def flash_attn_varlen_func(
         )
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, _number(max_seqlen_q), _number(max_seqlen_k))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+    return _attend((q, k, v), options, layout, dropout_p, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -153,10 +152,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """flash_attn_varlen_func of q (T, H, D) and kv (T', 2, H_k, D)."""
-    k, v = _unstack("kv", kv, 2)
+    k, v = _unstack(kv)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, _number(max_seqlen_q), _number(max_seqlen_k))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+    return _attend((q, k, v), options, layout, dropout_p, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -173,10 +172,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D)."""
-    q, k, v = _unstack("qkv", qkv, 3)
     layout = Varlen(cu_seqlens, cu_seqlens, _number(max_seqlen), _number(max_seqlen))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, options, layout, dropout_p, return_attn_probs)
+    return _attend((qkv,), options, layout, dropout_p, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -237,32 +235,33 @@ def _options(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: tuple[Tensor, ...],
     options: _Options,
     layout: Varlen | None,
     dropout: float,
     return_attn_probs: bool,
 ) -> Result:
-    """The call that all functions come down to."""
+    """The call that all functions come down to, of q, k and v, or of qkv."""
+    packed = len(operands) == 1
+    attend = attention_qkvpacked if packed else attention
     if not return_attn_probs:
-        return attention(q, k, v, **options._asdict(), dropout=dropout, layout=layout)
+        return attend(*operands, **options._asdict(), dropout=dropout, layout=layout)
     seed = int(torch.randint(-(2**63), 2**63 - 1, ())) if dropout > 0.0 else None
-    o, lse = attention(q, k, v, **options._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
+    o, lse = attend(*operands, **options._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
     if seed is None:
-        return o, lse, q.new_empty(0)
+        return o, lse, o.new_empty(0)
+    q, k, _ = operands[0].unbind(-3) if packed else operands
     whole = _Whole(options, dropout, seed)
     return o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout)
 
 
-def _unstack(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
-    if x.ndim not in (4, 5) or x.shape[-3] != count:
+def _unstack(kv: Tensor) -> tuple[Tensor, ...]:
+    if kv.ndim not in (4, 5) or kv.shape[-3] != 2:
         raise ValueError(
-            f"{name} must have shape (B, length, {count}, heads, head size), or packed (T, {count}, heads, head size), "
-            f"got {tuple(x.shape)}"
+            "kv must have shape (B, length, 2, heads, head size), or packed (T, 2, heads, head size), "
+            f"got {tuple(kv.shape)}"
         )
-    return x.unbind(-3)
+    return kv.unbind(-3)
 
 
 def _number(number: int | Tensor) -> int:
