@@ -154,7 +154,8 @@ def test_autograd_copies_nothing_round_the_operators():
 
 def test_the_eager_graph_leads_straight_to_qkv():
     qkv = leaf()
-    behind = [node for node, _ in tw.attention_qkvpacked(qkv).grad_fn.next_functions if node is not None]
+    o = tw.attention_qkvpacked(qkv)  # its node lives as long as it does
+    behind = [node for node, _ in o.grad_fn.next_functions if node is not None]
     assert [node.variable is qkv for node in behind] == [True]
 
 
