@@ -15,27 +15,6 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
-def philox(seed, c0, c1, c2, c3):
-    """Philox-4x32-10 (Salmon et al. 2011): four words from a 64-bit key and four counters, all uint32.
-
-    Triton's own multiplies once for each half of a product; here one wide multiplication gives both.
-    """
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        x, y = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c1 = (y >> 32).to(tl.uint32) ^ c1 ^ k0, y.to(tl.uint32)
-        c2, c3 = (x >> 32).to(tl.uint32) ^ c3 ^ k1, x.to(tl.uint32)
-        k0, k1 = add(k0, 0x9E3779B9), add(k1, 0xBB67AE85)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def add(a, b):
-    """Modulo 2^32."""
-    return tl.add(a, b, sanitize_overflow=False)
-
-
-@triton.jit
 def kept(dropout, row, i0, i, j0, j):
     """Z: 0 where dropped, 1 / (1 - p) where kept, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
@@ -46,7 +25,7 @@ def kept(dropout, row, i0, i, j0, j):
     c_i = (i0 >> 1) + ((i >> 4) << 3 | i & 7)  # bit 3 taken out
     c_j = (j0 >> 1) + ((j >> 4) << 3 | j & 7)
     c_row = row + 0 * (c_i + c_j)
-    w0, w1, w2, w3 = philox(seed, c_j + 0 * c_i, c_i + 0 * c_j, c_row, 0 * c_row)
+    w0, w1, w2, w3 = tl.philox(seed, c_j + 0 * c_i, c_i + 0 * c_j, c_row, 0 * c_row)
     i_high, j_high = (i >> 3) & 1 == 1, (j >> 3) & 1 == 1
     word = tl.where(i_high, tl.where(j_high, w3, w2), tl.where(j_high, w1, w0))
     return tl.where(word >= dropout.threshold, dropout.rescale, 0.0)
