@@ -52,7 +52,7 @@ def attention(
             None asks for a class by torch.get_float32_matmul_precision().
         deterministic: bitwise repeatable gradients (o, dk and dv always are).
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
-        backend: None chooses; "triton" or "cpu" forces.
+        backend: None chooses; "hopper", "triton" or "cpu" forces.
 
     Returns:
         o (B, M, H, D_v) in q's type, contiguous; with return_lse, (o, lse).

@@ -15,7 +15,7 @@ def ask(B=2, S=4096, H=16, D=128, dtype=torch.bfloat16, device="sm_90", **option
     return found.backend, found.refusals.get("hopper")
 
 
-def test_it_takes_large_calls_of_every_kind():
+def test_it_takes_calls_of_every_kind():
     lengths = torch.tensor([7, 9])
     ids = torch.zeros(2, 4096, dtype=torch.int32)
     for mask in (
@@ -43,6 +43,11 @@ def test_what_it_refuses_goes_to_the_portable_kernels(given, words):
     chosen, reasons = ask(**given)
     assert chosen == "triton"
     assert words in "; ".join(reasons)
+
+
+@pytest.mark.parametrize("given", [{"S": 64}, {"deterministic": True, "mask": tw.Causal()}])
+def test_it_takes_small_and_deterministic_calls(given):
+    assert ask(**given)[0] == "hopper"
 
 
 def test_addresses_that_tma_cannot_reach_are_named():

@@ -160,6 +160,7 @@ def test_running_numbers_of_the_forward(run):
                 close(at["l"][i], weights.sum(-1, keepdim=True))
             case "output":
                 close(at["O"][i], weights @ given["V"][: step["j1"]])
+    assert {step["line"] for step, _ in steps} > {"scores", "max", "sum", "output"}
 
 
 @each_run

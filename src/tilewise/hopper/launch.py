@@ -201,7 +201,7 @@ def backward_launches(
         "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
     stride = blocks * row.B_r
-    if p.wanted:  # a Triton kernel, so it calls Triton's scores
+    if any(p.wanted):  # a Triton kernel, so it calls Triton's scores
         variant = variant._replace(scores=device_values(p, x.extra)[1])
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
     return [before, *listing, main, after, *biases]
