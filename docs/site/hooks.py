@@ -8,7 +8,7 @@ draw by themselves.
 import ast
 import html
 import logging
-import os
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +24,8 @@ LINK = re.compile(r"(?<=\]\()(?![\w+]+:)([^)\s#]+)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE = "---\nhide: [navigation, toc]\nsearch: { exclude: true }\n---\n"
 
+places: dict[str, Path] = {}
+"""What each page shows that is no Markdown file of docs/."""
 log = logging.getLogger("mkdocs.hooks.site")
 mathml = LatexToMathML(fancy_error=False)
 
@@ -45,11 +47,11 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return markdown
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
-    here = os.path.dirname(page.file.src_uri)
+    here = posixpath.dirname(page.file.src_uri)
 
     def to_page(link: re.Match[str]) -> str:
         target = resolved(page.file, link[0])
-        return os.path.relpath(uri_of(target), here) if target else link[0]
+        return posixpath.relpath(uri_of(target), here) if target else link[0]
 
     return LINK.sub(to_page, markdown).replace("<details>", "<details markdown>")
 
@@ -59,7 +61,10 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
 
     def drawn(formula: re.Match[str]) -> str:
         try:
-            return mathml.convert_with_local_state(html.unescape(formula[2]).strip(), displaystyle=formula[1] == "div")
+            drawing = mathml.convert_with_local_state(
+                html.unescape(formula[2]).strip(), displaystyle=formula[1] == "div"
+            )
+            return f'<{formula[1]} class="formula">{drawing}</{formula[1]}>'
         except LatexError as error:
             log.warning("%s: %s in the formula %s", page.file.src_uri, error, formula[2])
             return formula[0]
@@ -78,8 +83,8 @@ def links(page: File) -> Iterator[Path]:
 
 def resolved(page: File, link: str) -> Path | None:
     """The file or folder of the repository that a link on a page leads to; None if there is none."""
-    root = DOCS if (DOCS / page.src_uri).exists() else ROOT
-    target = ((root / page.src_uri).parent / link).resolve()
+    place = places.get(page.src_uri, DOCS / page.src_uri)
+    target = ((place if place.is_dir() else place.parent) / link).resolve()
     return target if target.exists() and target.is_relative_to(ROOT) else None
 
 
@@ -101,6 +106,7 @@ def is_source(page: File) -> bool:
 def shown(target: Path, config: MkDocsConfig) -> File:
     """The page of a file or folder that MkDocs does not find by itself."""
     readme = target / "README.md"
+    places[uri_of(target)] = target
     if target.is_dir() and not readme.exists():
         content = f"{SOURCE}# {name(target)}\n\n{listing(target)}"
     elif target.suffix == ".py":
@@ -111,16 +117,18 @@ def shown(target: Path, config: MkDocsConfig) -> File:
 
 
 def listing(folder: Path) -> str:
-    """A table of a folder's packages and modules, with the first line of what each says of itself."""
-    packages, modules = sorted(folder.glob("*/__init__.py")), sorted(folder.glob("*.py"))
-    rows = [f"| [`{file.parent.name}/`]({file.parent.name}) | {summary(file)} |" for file in packages]
-    rows += [f"| [`{file.name}`]({file.name}) | {summary(file)} |" for file in modules]
+    """A table of a folder's files and folders, with the first line of what each says of itself."""
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__pycache__")))
+    rows = [f"| [`{path.name}{'/' * path.is_dir()}`]({path.name}) | {summary(path)} |" for path in inside]
     return "\n".join(["| file | what it is |", "|---|---|", *rows, ""])
 
 
-def summary(file: Path) -> str:
-    """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].replace("|", "\\|")
+def summary(path: Path) -> str:
+    """The first line of a module's or package's docstring; empty for anything else."""
+    module = path / "__init__.py" if path.is_dir() else path
+    if module.suffix != ".py" or not module.exists():
+        return ""
+    return (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0].replace("|", "\\|")
 
 
 def name(path: Path) -> str:
