@@ -99,13 +99,17 @@ def test_it_builds_in_time_without_a_warning(site):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_document_is_a_page_that_the_navigation_names(site, document):
-    base = ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT
-    path = document.relative_to(base).as_posix().removesuffix(".md")
-    path = "overview" if document == ROOT / "README.md" else re.sub("README$", "index", path)
     home = (site.out / "index.html").read_text()
     (navigation,) = re.findall(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', home, re.DOTALL)
-    assert (site.out / f"{path}.html").exists()
-    assert f'href="{path}.html"' in navigation
+    assert (site.out / page_of(document)).exists()
+    assert f'href="{page_of(document)}"' in navigation
+
+
+def page_of(document):
+    if document == ROOT / "README.md":
+        return "overview.html"
+    path = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT)
+    return path.with_name(path.name.replace("README", "index")).with_suffix(".html").as_posix()
 
 
 def test_links_lead_somewhere(site):
@@ -189,3 +193,11 @@ def test_search_works_from_a_disk(site, browse):
     page.click('.md-search-result__link[href*="#tilewise.attention_qkvpacked"]')
     page.wait_for_selector("[id='tilewise.attention_qkvpacked']")
     assert "api/tilewise.html" in page.url
+
+
+def test_every_document_fits_a_phone(site, browse):
+    width = 390
+    page = browse((site.out / "index.html").as_uri(), viewport={"width": width, "height": 844})
+    for document in DOCUMENTS:
+        page.goto((site.out / page_of(document)).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, document
