@@ -1,4 +1,4 @@
-"""The pictures of docs/hopper.md and docs/learn: all are drawn, and schedules are possible and show what the page says."""
+"""The pictures of docs/hopper.md and docs/learn: all are drawn, and schedules are possible ones."""
 
 import re
 import sys

@@ -22,7 +22,10 @@ LANGUAGES = "en", "zh"
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXCERPT = re.compile(r'python title="([^"]+)"')
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
-WHY = {"en": re.compile(r"^> \*\*Why (\w+) exists\.\*\*", re.MULTILINE), "zh": re.compile(r"^> \*\*为什么有 (\w+)。\*\*", re.M)}
+WHY = {
+    "en": re.compile(r"^> \*\*Why (\w+) exists\.\*\*", re.MULTILINE),
+    "zh": re.compile(r"^> \*\*为什么有 (\w+)。\*\*", re.M),
+}
 INTRODUCED = {"1-standard": ["m", "l"], "2-flash1": ["alpha", "lse", "delta"]}
 each_page = pytest.mark.parametrize("page", PAGES)
 each_language = pytest.mark.parametrize("language", LANGUAGES)
@@ -45,7 +48,6 @@ def blocks(language, page):
 
 @each_page
 def test_every_snippet_runs_and_prints_what_is_shown(page, monkeypatch):
-    pytest.importorskip("matplotlib")  # the pictures' modules
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
     names = {"__name__": "__main__"}

@@ -3,8 +3,10 @@
 python -m pytest docs/learn/exercises/test_page2.py
 """
 
+import torch
 
-def merge(first, second):
+
+def merge(first, second) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same queries saw two separate sets of keys. Gives O, m and l for both sets together.
 
     Each argument is a tuple (O, m, l) with O not divided, (heads, M, d), and m and l of (heads, M, 1). A set may be
@@ -13,7 +15,7 @@ def merge(first, second):
     raise NotImplementedError
 
 
-def best_tiles(d, fast):
+def best_tiles(d, fast) -> tuple[int, int]:
     """(B_r, B_c), multiples of 16, with which FlashAttention-1 moves least for long sequences of head size d.
 
     Fast memory holds `fast` numbers: Q and O of B_r rows, K and V of B_c rows, S, and m and l of B_r rows.
@@ -21,7 +23,7 @@ def best_tiles(d, fast):
     raise NotImplementedError
 
 
-def row_sums(Q, K, V, dO, lse, B_c):
+def row_sums(Q, K, V, dO, lse, B_c) -> torch.Tensor:
     """sum_k P_ik dP_ik of every row, (heads, M), without O: from B_c keys at a time. Full attention, scale 1/sqrt(d).
 
     No matrix may be as large as all of S.

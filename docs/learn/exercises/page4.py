@@ -3,8 +3,10 @@
 python -m pytest docs/learn/exercises/test_page4.py
 """
 
+import torch
 
-def in_turns(tiles, multiply, exponentiate):
+
+def in_turns(tiles, multiply, exponentiate) -> list[tuple[str, int, int, float]]:
     """A schedule for two warpgroups: a list of (unit, group, tile, start), two tasks for every group and tile.
 
     Task "multiply" of a tile takes that many cycles on the tensor cores, then task "exponentiate" takes its cycles on
@@ -14,7 +16,7 @@ def in_turns(tiles, multiply, exponentiate):
     raise NotImplementedError
 
 
-def pipelined(product, Q, K, V, B_c):
+def pipelined(product, Q, K, V, B_c) -> torch.Tensor:
     """O of full attention, one tile of keys ahead: S of tile j + 1 starts before P V of tile j.
 
     Every product is to be made by product(name, A, B), which gives A @ B; name is "S" or "PV".
@@ -22,7 +24,7 @@ def pipelined(product, Q, K, V, B_c):
     raise NotImplementedError
 
 
-def hadamard(X):
+def hadamard(X) -> torch.Tensor:
     """X H / sqrt(d) for X of (..., d), where d is a power of 2, in about d log2(d) additions a row.
 
     H is the Hadamard matrix: [1] for d = 1, and then [[H, H], [H, -H]]. It is never built.
