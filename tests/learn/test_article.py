@@ -24,7 +24,7 @@ EXCERPT = re.compile(r'python title="([^"]+)"')
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 WHY = {
     "en": re.compile(r"^> \*\*Why (\w+) exists\.\*\*", re.MULTILINE),
-    "zh": re.compile(r"^> \*\*为什么有 (\w+)。\*\*", re.M),
+    "zh": re.compile(r"^> \*\*为什么需要 (\w+)。\*\*", re.M),
 }
 INTRODUCED = {"1-standard": ["m", "l"], "2-flash1": ["alpha", "lse", "delta"]}
 each_page = pytest.mark.parametrize("page", PAGES)
@@ -94,12 +94,17 @@ def test_why_a_number_exists_is_said_once(language, page):
 @each_language
 @each_page
 def test_links_and_pictures_exist(language, page):
-    prose = FENCE.sub("", text(language, page))
-    links = LINK.findall(prose)
+    links = LINK.findall(FENCE.sub("", text(language, page)))
     assert any(link.endswith(".png") for link in links)
-    for link in [*links, *LINK.findall((LEARN / "index.md").read_text(encoding="utf-8"))]:
-        here = LEARN / language if link in links else LEARN
-        assert (here / link).exists(), link
+    for link in links:
+        assert (LEARN / language / link).exists(), link
+
+
+def test_the_contents_name_every_page():
+    links = LINK.findall((LEARN / "index.md").read_text(encoding="utf-8"))
+    assert {f"{language}/{page}.md" for language in LANGUAGES for page in PAGES} <= set(links)
+    for link in links:
+        assert (LEARN / link).exists(), link
 
 
 @each_language
