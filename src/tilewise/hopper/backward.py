@@ -213,7 +213,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
-                if tile.ORDERED:  # turns, like sums, lie in the second-level cache: no fence is needed, and each is slow
+                if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
                     while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
                         pass
                 for piece in gl.static_range(PIECES):
