@@ -1,9 +1,9 @@
 """Experiments: what may change or go. So far one: attention that accumulates in fp16 (docs/accumulation.md).
 
-    from tilewise.experimental import Accumulate, attention
+from tilewise.experimental import Accumulate, attention
 
-    o = attention(q, k, v, accumulate="fp16")
-    o = attention(q, k, v, accumulate=Accumulate(values="fp16", stability=True))
+o = attention(q, k, v, accumulate="fp16")
+o = attention(q, k, v, accumulate=Accumulate(values="fp16", stability=True))
 """
 
 import math
@@ -55,7 +55,9 @@ class Accumulate:
                     f"Accumulate: {name} must be {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
                 )
         if not isinstance(self.stability, bool):
-            check_number("Accumulate: stability", self.stability, "True, False, or the largest |v|, >= 0", 0.0, math.inf)
+            check_number(
+                "Accumulate: stability", self.stability, "True, False, or the largest |v|, >= 0", 0.0, math.inf
+            )
         if self.stability is not False and self.division == "in-loop":
             raise ValueError(
                 "Accumulate: stability is for division='delayed', because dividing in the loop cancels it; "
@@ -129,7 +131,9 @@ def attend(p: Problem, x: Operands, accumulate: Accumulate, backend: str | None 
     chosen = backend or ("cpu" if p.target == "cpu" else "triton")
     if chosen == "cpu":
         if p.target != "cpu":
-            raise Unsupported(f"the tensors are on {p.target}, and backend 'cpu' takes CPU tensors; move them with .cpu()")
+            raise Unsupported(
+                f"the tensors are on {p.target}, and backend 'cpu' takes CPU tensors; move them with .cpu()"
+            )
         return rounded.forward(p, x, accumulate)
     try:
         from . import launch
