@@ -69,11 +69,11 @@ and any number of steps**; so it never overflows:
 3. Rescaling by a factor <= 1 never makes |a| larger, rounded or not.
 4. So |a| <= 2 (the sum of all P |v|) <= 2 N 2^-s X <= X.
 
-The 2 is what the discussion leaves out: lowered by log(N), the sum is at most X in exact arithmetic, but sums of
-rounded numbers do exceed that, unless rounding log(N) up happens to leave room. 4096 keys with equal logits, half of them with v = 65504 and then half with 61504,
-overflow if exponents are lowered by log2(N) alone (`tests/test_experimental.py`). Packed exp2 may err upwards by
-2^-9.9, which costs one more power of two where N is a power of two. The division at the end can round above X, too,
-so a finite o beyond 65504 becomes 65504.
+The 2 is what the discussion leaves out. Lowered by ceil(log(N)), its proposal, the sum is at most X in exact
+arithmetic, but sums of rounded numbers exceed that where rounding log(N) up leaves little room: 1096 keys with equal
+logits, whose v are all 65504, overflow if exponents are lowered by 7 (`tests/experimental` holds both to account).
+Packed exp2 may err upwards by 2^-9.9, which costs one more power of two where N is a power of two. The division at the
+end can round above X, too, so a finite o beyond 65504 becomes 65504.
 
 What it does not guarantee:
 
@@ -172,7 +172,7 @@ def verdicts(findings: dict[str, list[Finding]]) -> Grid:
                     ratios.setdefault(f.at, (f.relative / base, where))
         if ratios or broken:
             mean = f"{geometric_mean([r for r, _ in ratios.values()]):.2f}" if ratios else "-"
-            worst = "{:.1f}, {}".format(*max(ratios.values())) if ratios else "-"
+            worst = "{:.1f}, {}".format(*max(ratios.values(), key=lambda r: r[0])) if ratios else "-"
             lines.append([*combination.words, mean, worst, "; ".join(broken) or "nowhere"])
     return [*COLUMNS, "error over fp32 sums', geometric mean", "at worst", "overflows at"], lines
 
