@@ -19,8 +19,8 @@ from . import rounded
 
 __all__ = ["LARGEST", "Accumulate", "attention"]
 
-LARGEST = 65504.0
-"""The largest number of fp16."""
+LARGEST = rounded.LARGEST
+"""65504, the largest number of fp16."""
 EXP2_ERROR = {"fp32": 0.0, "halves": 2.0**-9.9}
 """By how much of itself exp2 may exceed a power of two, after rounding to fp16."""
 CHOICES = {
@@ -98,8 +98,9 @@ def attention(
         mask: a Mask; `&` composes. A row that sees no key gives o = 0.
         scale: what the logits are multiplied by, >= 0; default D ** -0.5.
         accumulate: "fp16" or "fp32" for both products, or an Accumulate.
-        backend: None chooses "triton" for GPUs and "cpu" for CPU tensors; in Triton's interpreter "triton" takes CPU
-            tensors. "cpu" computes in fp32 and rounds where a matrix unit with fp16 accumulators would: every 16 terms.
+        backend: None chooses "triton" for GPUs and "cpu" for CPU tensors. "cpu" computes in fp32 and rounds where a
+            matrix unit with fp16 accumulators would: every 16 terms. Triton's interpreter, where "triton" takes CPU
+            tensors, rounds the product of two tiles once, and its sum with the older ones again.
 
     Returns:
         o (B, M, H, D_v), fp16, contiguous. What overflows is inf or NaN.

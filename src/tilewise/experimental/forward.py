@@ -14,10 +14,10 @@ from ..tile.rows import rows_of
 from ..tile.schedule import assign
 from ..tile.softmax import finalize, row_max
 from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
+from . import rounded
 
-LARGEST = tl.constexpr(65504.0)
-"""Of fp16."""
-MARGIN = tl.constexpr(2.0**-22)
+LARGEST = tl.constexpr(rounded.LARGEST)
+MARGIN = tl.constexpr(rounded.MARGIN)
 
 
 class Sums(NamedTuple):

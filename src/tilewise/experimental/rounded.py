@@ -18,6 +18,7 @@ COLUMNS = 64
 LOG2E = 1.4426950408889634
 TINY = 2.0**-126
 MARGIN = 2.0**-22
+"""The share of its maximum that a row's exponents are lowered by besides, for their rounding."""
 LARGEST = torch.finfo(torch.float16).max
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
