@@ -139,6 +139,18 @@ def test_the_verdict_is_over_fp32_sums():
     assert lines[1] == ["fp32", "fp16", "delayed", "fp32", "overflow 25%"]
 
 
+def test_errors_are_summed_up_in_sentences():
+    one, two = SWEEPS["length"][0], SWEEPS["length"][-1]
+    found = {
+        "length": [at(one, PLAIN, 1e-4), at(one, HALF, 2e-4), at(two, PLAIN, 1e-4), at(two, HALF, 8e-4)],
+        "mean": [at(SWEEPS["mean"][-1], HALF, overflow=0.25)],
+    }
+    (line,) = page.error_sentences(found)
+    assert line == (
+        "PV fp16, delayed: errors over those of fp32 sums, by keys: 2.0 at 1k, 8.0 at 64k. Overflow: mean of v 60000."
+    )
+
+
 def timed(share):
     """Times of all kernels, those with fp16 sums taking `share` of the time of the others."""
     rows = []
@@ -152,7 +164,7 @@ def timed(share):
 
 
 def test_it_says_whether_it_pays():
-    for share, words in ((0.8, "some of it pays"), (1.1, "none of it pays")):
+    for share, words in ((0.8, "fp16 sums pay, exp2 in halves pays"), (1.1, "fp16 sums do not pay, exp2 in halves")):
         lines = page.speed_sentences(timed(share))
         assert [line.split(":")[0] for line in lines] == ["Head size 64", "Head size 128"]
         assert all(words in line and f"both in fp16 {share:.2f}" in line for line in lines)
@@ -166,10 +178,8 @@ def test_registers_are_compared():
         Kernel("sm_90", 64, [128, 64, 8, 3], asdict(c), registers, spills, 1)
         for c, registers, spills in ((PLAIN, 200, 0), (HALF, 150, 8))
     ]
-    assert page.kernel_sentences(kernels) == [
-        "sm_90, P V in fp16: saves 50 of 200 registers a thread.",
-        "sm_90: 1 of 2 kernels spill.",
-    ]
+    (line,) = page.kernel_sentences(kernels)
+    assert line == ("sm_90: registers saved a thread, of 200 with fp32 sums: P V in fp16 50. 1 of 2 kernels spill.")
     _, lines = page.kernel_table(kernels)
     assert [line[-1] for line in lines] == ["200", "150 + 8 B"]
 
@@ -198,7 +208,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
     results.merge(file, "speed", timed(0.8), env, False, part=PART)
     report.write(folder, tmp_path / "docs")
     text = (tmp_path / "docs/accumulation.md").read_text()
-    assert "Head size 64: some of it pays" in text
+    assert "Head size 64: fp16 sums pay" in text
     assert "Not timed" not in text
     assert (tmp_path / f"docs/images/{file.stem}-accumulation-speed.png").stat().st_size > 5000
 

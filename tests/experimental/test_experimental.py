@@ -208,6 +208,12 @@ def test_the_factor_as_proposed_is_not_enough():
     assert error(o, exact(*x)) < 1e-2
 
 
+def test_division_in_the_loop_is_no_guarantee():
+    x = equal_logits(torch.full((100,), LARGEST))
+    assert attention(*x, accumulate=Accumulate(values="fp16", division="in-loop")).isinf().all()
+    assert attention(*x, accumulate=STABLE).isfinite().all()
+
+
 def test_a_finite_average_beyond_the_largest_number_is_a_rounding():
     for N in (7, 300, 1000):  # 1 / N in fp16 is too large for some
         x = equal_logits(torch.full((N,), LARGEST))

@@ -1,7 +1,7 @@
 """The accumulation study for people: tables, sentences, pictures, and docs/accumulation.md."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ What it does not guarantee:
 - **More than is needed.** If all |v| are at most X, 2 N 2^-s X <= 65504 is enough: `stability=X` lowers by that much,
   which is nothing at all where 2 N X <= 65504.
 
-Division in the loop keeps O an average of the rows of V, so |O| <= X up to roundings, which add up from tile to tile:
-near 65504 that is no guarantee. Without factor or division in the loop, |P V| is at most the row sum times X, up to
-N X.
+Division in the loop keeps O an average of the rows of V, so |O| <= X up to roundings, which add up from tile to tile.
+That is no guarantee: 100 keys with equal logits, whose v are all 65504, overflow (the same tests). Without factor or
+division in the loop, |P V| is at most the row sum times X, up to N X.
 
 ## How it is measured
 
@@ -122,6 +122,7 @@ CHANGES = {
     "both in fp16, and exp2 in halves": Combination(scores="fp16", values="fp16", exp2="halves"),
 }
 """What sentences compare with fp32 sums."""
+HALVES = ("exp2 in halves", "both in fp16, and exp2 in halves")
 PAYS = 0.97
 """A kernel that takes more of the time is called no faster."""
 
@@ -156,25 +157,46 @@ def table(sweep: str, findings: Sequence[Finding]) -> Grid:
     return [*COLUMNS, *(value(sweep, p) for p in points)], lines
 
 
+def error_sentences(findings: dict[str, list[Finding]]) -> list[str]:
+    """What each way costs in accuracy from the fewest to the most keys, and where it overflows."""
+    at = {(f.of, f.at): f for f in findings.get("length", ())}
+    points = [point for of, point in at if of == PLAIN]
+    lines = []
+    for combination, (label, _, _) in SHOWN.items():
+        ends = [p for p in (points[:1] + points[1:][-1:]) if combination != PLAIN and (combination, p) in at]
+        ratios = [(at[combination, p].relative or math.nan) / (at[PLAIN, p].relative or math.nan) for p in ends]
+        if ends:
+            each = ", ".join(f"{r:.1f} at {value('length', p)}" for r, p in zip(ratios, ends, strict=True))
+            broken = "; ".join(overflows(findings, combination)) or "nowhere"
+            lines.append(f"{label}: errors over those of fp32 sums, by keys: {each}. Overflow: {broken}.")
+    return lines
+
+
+def overflows(findings: dict[str, list[Finding]], combination: Combination) -> list[str]:
+    """The points where a combination gave something infinite or NaN."""
+    places = {
+        sweep: [value(sweep, f.at) for f in found if f.of == combination and f.overflow]
+        for sweep, found in findings.items()
+    }
+    return [f"{TITLES[sweep]} {', '.join(values)}" for sweep, values in places.items() if values]
+
+
 def verdicts(findings: dict[str, list[Finding]]) -> Grid:
     """For each combination, its error over that of fp32 sums, and where it overflowed."""
     plain = {f.at: f.relative for found in findings.values() for f in found if f.of == PLAIN}
     lines = []
     for combination in COMBINATIONS:
         ratios: dict[Point, tuple[float, str]] = {}
-        broken: list[str] = []
+        broken = overflows(findings, combination)
         for sweep, found in findings.items():
-            for f in (f for f in found if f.of == combination and f.status == OK):
-                where = f"{TITLES[sweep]} {value(sweep, f.at)}"
-                if f.overflow:
-                    broken.append(where)
-                elif f.relative is not None and (base := plain.get(f.at)):
-                    ratios.setdefault(f.at, (f.relative / base, where))
+            for f in found:
+                if f.of == combination and f.relative is not None and (base := plain.get(f.at)):
+                    ratios.setdefault(f.at, (f.relative / base, f"{TITLES[sweep]} {value(sweep, f.at)}"))
         if ratios or broken:
             mean = f"{geometric_mean([r for r, _ in ratios.values()]):.2f}" if ratios else "-"
             worst = "{:.1f}, {}".format(*max(ratios.values(), key=lambda r: r[0])) if ratios else "-"
             lines.append([*combination.words, mean, worst, "; ".join(broken) or "nowhere"])
-    return [*COLUMNS, "error over fp32 sums', geometric mean", "at worst", "overflows at"], lines
+    return [*COLUMNS, "error over fp32 sums'", "at worst", "overflows at"], lines
 
 
 def kernel_table(kernels: Sequence[Kernel]) -> Grid:
@@ -204,12 +226,14 @@ def kernel_sentences(kernels: Sequence[Kernel]) -> list[str]:
         made = [k for k in every if k.registers]
         registers = {(k.of, (k.head_size, *k.tiles)): k.registers or 0 for k in made}
         places = [at for of, at in registers if of == PLAIN]
-        for name, changed in CHANGES.items():
-            saved = [registers[PLAIN, at] - registers[changed, at] for at in places if (changed, at) in registers]
-            if saved:
-                whole = _span([registers[PLAIN, at] for at in places])
-                lines.append(f"{target}, {name}: saves {_span(saved)} of {whole} registers a thread.")
-        lines.append(f"{target}: {len([k for k in made if k.spills])} of {len(made)} kernels spill.")
+        saved = {
+            name: [registers[PLAIN, at] - registers[changed, at] for at in places if (changed, at) in registers]
+            for name, changed in CHANGES.items()
+        }
+        each = "; ".join(f"{name} {_span(numbers)}" for name, numbers in saved.items() if numbers)
+        whole = _span([registers[PLAIN, at] for at in places])
+        spilled = f"{len([k for k in made if k.spills])} of {len(made)} kernels spill"
+        lines.append(f"{target}: registers saved a thread, of {whole} with fp32 sums: {each}. {spilled}.")
     return lines
 
 
@@ -226,14 +250,24 @@ def speed_sentences(times: Sequence[Time]) -> list[str]:
         found = {name: ratios[str(c)] for name, c in CHANGES.items() if str(c) in ratios}
         if not found:
             continue
-        best = min(geometric_mean(ratio) for ratio in found.values())
-        verdict = "some of it pays" if best < PAYS else "none of it pays"
+        best = {
+            what: min(geometric_mean(found[name]) for name in found if (name in HALVES) == (what in HALVES))
+            for what in ("fp16 sums", "exp2 in halves")
+        }
+        verdict = ", ".join(f"{what} {_pays(what, ratio)}" for what, ratio in best.items())
         each = (f"{name} {geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for name, r in found.items())
         lines.append(
             f"Head size {size}: {verdict}. Times over those of fp32 sums in the same kernel, each with its best tiles, "
             f"in the geometric mean (and from, to): {'; '.join(each)}."
         )
     return lines
+
+
+def _pays(what: str, ratio: float) -> str:
+    singular = what in HALVES
+    if ratio < PAYS:
+        return "pays" if singular else "pay"
+    return "does not pay" if singular else "do not pay"
 
 
 def _ratios(times: Sequence[Time], head_size: int) -> dict[str, list[float]]:
@@ -284,7 +318,7 @@ def show(found: dict[str, list[Any]], say: Callable[[str], None], print_table: C
     times = found.get("speed", [])
     for size in dict.fromkeys(t.on.head_size for t in times):
         print_table(f"TFLOP/s, head size {size}", *speed_table(times, size))
-    for line in (*kernel_sentences(kernels), *speed_sentences(times)):
+    for line in (*error_sentences(sweeps), *kernel_sentences(kernels), *speed_sentences(times)):
         say(line)
     for note in reasons([row for rows in found.values() for row in rows]):
         say(f"not measured: {note}")
@@ -382,7 +416,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     kernels = [Kernel(**row) for row in runs.get("kernels", {"rows": ()})["rows"]]
     times = [Time(**row) for row in runs.get("speed", {"rows": ()})["rows"]]
     lines = [f"## {content['device']}\n"]
-    lines += list(dict.fromkeys(origin(run["environment"], run["partial"]) + "\n" for run in runs.values()))
+    lines += [origin(run["environment"], run["partial"]) + "\n" for run in _origins(runs.values())]
     lines += ["### Does it pay?\n", *_speed_part(times, stem.with_name(f"{stem.name}-speed.png"))]
     if kernels:
         lines += [*(f"- {line}" for line in kernel_sentences(kernels)), ""]
@@ -392,11 +426,21 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
         path = stem.with_name(f"{stem.name}-errors.png")
         picture(findings, path)
         lines += ["### When does it break?\n", f"![Errors and overflow](images/{path.name})\n"]
+        lines += [*(f"- {line}" for line in error_sentences(findings)), ""]
+        lines += ["Over all points where it does not overflow, in the geometric mean, and at worst:\n"]
         lines += [markdown(*verdicts(findings)), ""]
         lines += [folded(f"Errors by {TITLES[sweep]}", *table(sweep, found)) for sweep, found in findings.items()]
     if notes := reasons([*(f for found in findings.values() for f in found), *kernels, *times]):
         lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
     return lines
+
+
+def _origins(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of the parts that were measured together."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        first.setdefault(repr({**run["environment"], "when": run["partial"]}), run)
+    return list(first.values())
 
 
 def _speed_part(times: Sequence[Time], path: Path) -> list[str]:
