@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import reference
-from tilewise.bench import accumulation as study
 from tilewise.bench import accumulation_page as page
+from tilewise.bench import accumulation_speed as speed
 from tilewise.bench import report, results
 from tilewise.bench.accumulation import (
     COMBINATIONS,
@@ -20,22 +20,18 @@ from tilewise.bench.accumulation import (
     FITTED,
     IN_LOOP,
     KERNELS,
-    LENGTHS,
     PART,
     PLAIN,
     SOURCES,
     SWEEPS,
-    TILES,
     Combination,
     Finding,
-    Kernel,
     Point,
-    Time,
-    cases,
     quick,
     run,
     truth,
 )
+from tilewise.bench.accumulation_speed import LENGTHS, TILES, Kernel, Time, cases
 from tilewise.cli.app import app
 from tilewise.experimental import Accumulate, attention
 
@@ -226,14 +222,14 @@ def test_unknown_names_end_with_a_sentence():
 def test_kernels_are_timed_in_turns_with_their_best_tiles(monkeypatch):
     """In the interpreter, on a tiny problem: what a GPU does, but for its numbers."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(study, "TOKENS", 32)
-    monkeypatch.setattr(study, "WIDTH", 64)
-    monkeypatch.setattr(study, "CHOOSING", 16)
-    monkeypatch.setattr(study, "ROUNDS", 2)
-    monkeypatch.setattr(study, "TILES", {64: ((16, 16, 4, 1), (15, 16, 4, 1))})  # no power of two: cannot run
-    monkeypatch.setattr(study, "KERNELS", (PLAIN, HALF))
-    (rows,) = study.times(CPU, lengths=(16,))
-    assert [row.implementation for row in rows] == [str(PLAIN), str(HALF), *study.BESIDE]
+    monkeypatch.setattr(speed, "TOKENS", 32)
+    monkeypatch.setattr(speed, "WIDTH", 64)
+    monkeypatch.setattr(speed, "CHOOSING", 16)
+    monkeypatch.setattr(speed, "ROUNDS", 2)
+    monkeypatch.setattr(speed, "TILES", {64: ((16, 16, 4, 1), (15, 16, 4, 1))})  # no power of two: cannot run
+    monkeypatch.setattr(speed, "KERNELS", (PLAIN, HALF))
+    (rows,) = speed.times(CPU, lengths=(16,))
+    assert [row.implementation for row in rows] == [str(PLAIN), str(HALF), *speed.BESIDE]
     for row in rows[:3]:
         assert row.why is None
         assert 0.0 < row.milliseconds_p20 <= row.milliseconds <= row.milliseconds_p80
@@ -243,7 +239,7 @@ def test_kernels_are_timed_in_turns_with_their_best_tiles(monkeypatch):
     assert [row.tiles for row in rows[:2]] == [[16, 16, 4, 1]] * 2
     assert rows[3].milliseconds is None
     assert rows[3].why
-    monkeypatch.setattr(study, "TILES", {64: ((15, 16, 4, 1),)})
-    (rows,) = study.times(CPU, lengths=(16,))
+    monkeypatch.setattr(speed, "TILES", {64: ((15, 16, 4, 1),)})
+    (rows,) = speed.times(CPU, lengths=(16,))
     assert rows[0].milliseconds is None
     assert "power of 2" in rows[0].why

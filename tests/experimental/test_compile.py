@@ -12,12 +12,22 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", params=["sm_80", "sm_90"])
+RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
+"""The installed Triton, and the variable that says where the newest lies."""
+
+
+@pytest.fixture(scope="module", params=["sm_80 oldest", "sm_90 oldest", "sm_90 newest"])
 def compiled(request):
     """What became of every combination."""
-    path = [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    target, release = request.param.split()
+    variable = RELEASES[release]
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"{variable} does not say where the newest Triton lies")
+    folder = [os.environ[variable]] if variable else []
+    path = [*folder, str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(HERE / "offline.py"), request.param]
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    command = [sys.executable, str(HERE / "offline.py"), target]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

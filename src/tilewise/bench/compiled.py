@@ -20,7 +20,8 @@ from triton.runtime import driver
 
 from ..experimental import launch
 from ..problem import Operands, Recipe, describe_fake
-from .accumulation import KERNELS, TILES, Kernel, cases, tiles_for
+from .accumulation import KERNELS
+from .accumulation_speed import TILES, Kernel, cases, tiles_for
 
 
 class Elsewhere:

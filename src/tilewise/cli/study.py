@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..bench import accumulation as sums
-from ..bench import accumulation_page, results, study_page
+from ..bench import accumulation_page, accumulation_plots, accumulation_speed, results, study_page
 from ..bench.study import PART, SWEEPS, Finding, Point, quick, run
 from ..problem import target_of
 from .console import err, out, pick_device, progress, sentences, table
@@ -94,7 +94,7 @@ def accumulation(
             err.print(f"{name} is in {file}")
     accumulation_page.show(found, lambda text: out.print(escape(text), soft_wrap=True), table)
     if plot:
-        for path in accumulation_page.pictures(found, plot.with_suffix("")):
+        for path in accumulation_plots.pictures(found, plot.with_suffix("")):
             err.print(f"picture: {path}")
 
 
@@ -124,9 +124,11 @@ def _steps(
     """The rows of a part, some at a time, and what they are of."""
     if name == "kernels":
         for target in targets:
-            yield target, sums.kernels(target, watch)
+            yield target, accumulation_speed.kernels(target, watch)
     elif name == "speed":
-        for times in sums.times(device, watch, sums.LENGTHS[::2] if quickly else sums.LENGTHS):
+        for times in accumulation_speed.times(
+            device, watch, accumulation_speed.LENGTHS[::2] if quickly else accumulation_speed.LENGTHS
+        ):
             yield str(times[0].on), times
     else:
         points = sums.quick(sums.SWEEPS[name]) if quickly else sums.SWEEPS[name]

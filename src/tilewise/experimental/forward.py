@@ -3,7 +3,7 @@
 One program owns a tile of queries, as in triton/forward.py, and the masks, rows and visits are the same functions.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,10 +23,10 @@ MARGIN = tl.constexpr(rounded.MARGIN)
 class Sums(NamedTuple):
     """What differs from the product's kernel, fixed when the kernel is compiled."""
 
-    scores: Any
-    """The type that Q K^T is summed in."""
-    values: Any
-    """The type that P V is summed in."""
+    S: str
+    """What S = Q K^T is summed in: "fp32" or "fp16"."""
+    O: str
+    """What O += P V is summed in."""
     in_loop: bool
     """Whether each tile divides by the row sum so far, instead of one division at the end."""
     exp2: str
@@ -57,8 +57,8 @@ def step(j, q, acc, m, l, K, V, place, variant, c, lower, sums: tl.constexpr, MA
     """One key tile: S = Q K^T and its mask, the online softmax with lowered exponents, O += P V."""
     B_R: tl.constexpr = q.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
-    SCORES: tl.constexpr = sums.scores
-    VALUES: tl.constexpr = sums.values
+    SCORES: tl.constexpr = tl.float16 if sums.S == "fp16" else tl.float32
+    VALUES: tl.constexpr = acc.dtype
     IN_LOOP: tl.constexpr = sums.in_loop
     EXP2: tl.constexpr = sums.exp2
     j0 = j * B_C
@@ -102,7 +102,7 @@ def forward(
     q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
     out = block(O, b, h, q0, B_R, d_v)
-    VALUES: tl.constexpr = sums.values
+    VALUES: tl.constexpr = tl.float16 if sums.O == "fp16" else tl.float32
     acc = tl.zeros(out.at.shape, VALUES)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)

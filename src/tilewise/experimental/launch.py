@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..problem import Operands, Problem
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 TARGETS = ("sm_90", *AMPERE)
 """Chips whose matrix instructions sum in fp16, and for which Triton writes them; tests read that in its code."""
-TYPES = {"fp32": tl.float32, "fp16": tl.float16}
 
 
 class Plan(NamedTuple):
@@ -51,7 +49,7 @@ def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
     portable_plan = plan(p)
     halves = "rounded" if p.target == "cpu" else "halves"  # the interpreter has no packed instruction
     sums = Sums(
-        TYPES[accumulate.scores], TYPES[accumulate.values], accumulate.division == "in-loop",
+        accumulate.scores, accumulate.values, accumulate.division == "in-loop",
         halves if accumulate.exp2 == "halves" else "fp32",
     )  # fmt: skip
     constants = {name: portable_plan.constants[name] for name in ("G", "d", "d_v")}
