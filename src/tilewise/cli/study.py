@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def accumulation(
     part: Annotated[
         list[str] | None, typer.Option(help=f"One or more of: {', '.join((*sums.SWEEPS, *TIMED))}; all if left out.")
     ] = None,
-    quickly: Annotated[bool, typer.Option("--quick", help="Two short points of each sweep, two lengths.")] = False,
+    quickly: Annotated[bool, typer.Option("--quick", help="Two short points of each sweep, three lengths.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Chips to compile for, such as sm_90; the GPU's own, else sm_80 and sm_90.")
@@ -103,15 +104,15 @@ def measure_part(name: str, device: torch.device, targets: Sequence[str], quickl
     if name == "speed" and device.type != "cuda":
         err.print("speed: nothing is timed on a CPU, where the kernel is emulated")
         return []
+    if name == "kernels" and find_spec("triton") is None:
+        err.print("kernels: compiling needs Triton; pip install 'tilewise\\[triton]'")
+        return []
     rows: list[Any] = []
     with progress("now") as bar:
-        task = bar.add_task(name, total=None, now="")
-
-        def watch(text: str) -> None:
-            bar.update(task, now=text)
-
-        for title, step in _steps(name, device, targets, quickly, watch):
+        task = bar.add_task(name, total=_count(name, targets, quickly), now="")
+        for title, step in _steps(name, device, targets, quickly, lambda text: bar.update(task, now=text)):
             rows += step
+            bar.advance(task)
             if not err.is_terminal:
                 err.print(f"{name}: {title}", markup=False)
         bar.update(task, now="")
@@ -126,14 +127,26 @@ def _steps(
         for target in targets:
             yield target, accumulation_speed.kernels(target, watch)
     elif name == "speed":
-        for times in accumulation_speed.times(
-            device, watch, accumulation_speed.LENGTHS[::2] if quickly else accumulation_speed.LENGTHS
-        ):
+        for times in accumulation_speed.times(device, watch, _lengths(quickly)):
             yield str(times[0].on), times
     else:
-        points = sums.quick(sums.SWEEPS[name]) if quickly else sums.SWEEPS[name]
-        for found in sums.run(points, device, watch):
+        for found in sums.run(_points(name, quickly), device, watch):
             yield str(found[0].at), found
+
+
+def _count(name: str, targets: Sequence[str], quickly: bool) -> int:
+    """How many steps a part takes."""
+    if name == "kernels":
+        return len(targets)
+    return len(accumulation_speed.TILES) * len(_lengths(quickly)) if name == "speed" else len(_points(name, quickly))
+
+
+def _points(name: str, quickly: bool) -> Sequence[sums.Point]:
+    return sums.quick(sums.SWEEPS[name]) if quickly else sums.SWEEPS[name]
+
+
+def _lengths(quickly: bool) -> Sequence[int]:
+    return accumulation_speed.LENGTHS[::2] if quickly else accumulation_speed.LENGTHS
 
 
 def _check_names(option: str, given: Sequence[str] | None, known: Iterable[str]) -> None:
