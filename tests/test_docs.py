@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 PLACE = re.compile(r"^# (?:at the end of|in) (\S+)\n")
-WRITTEN = ("performance.md", "accuracy.md")
+WRITTEN = ("performance.md", "accuracy.md", "accumulation.md")
 """By a command."""
 PAGES = sorted(
     path

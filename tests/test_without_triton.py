@@ -55,3 +55,16 @@ def test_forcing_it_says_what_to_install():
         except tw.Unsupported as error:
             print(error)
     """)
+
+
+def test_the_experiment_runs_on_the_cpu_and_says_what_its_kernel_needs():
+    told = run("""
+        from tilewise.experimental import attention
+        x = [t.half() for t in (q, k, v)]
+        assert attention(*x, accumulate="fp16").isfinite().all()
+        try:
+            attention(*x, backend="triton")
+        except tw.Unsupported as error:
+            print(error)
+    """)
+    assert "pip install 'tilewise[triton]'" in told

@@ -1,11 +1,14 @@
-"""docs/performance.md and docs/accuracy.md from the results files, and nothing else."""
+"""docs/performance.md, docs/accuracy.md and docs/accumulation.md from the results files, and nothing else."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import plots, study, trainings, tuned
-from .results import kernels_hash, load, rows_of
+from . import accumulation, plots, study, trainings, tuned
+from .accumulation_page import HEADER as ACCUMULATION_HEADER
+from .accumulation_page import section as accumulation_section
+from .results import KERNEL_SOURCES, kernels_hash, load, rows_of
 from .study_page import HEADER as ACCURACY_HEADER
 from .study_page import section as accuracy_section
 from .suites import SUITES
@@ -49,7 +52,7 @@ DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md, and docs/accuracy.md where it was studied.
+    """Draws the pictures under docs/images and writes docs/performance.md, and the pages of what was studied.
 
     Raises ValueError if there is no results file.
     """
@@ -57,11 +60,14 @@ def write(results: Path, docs: Path) -> Path:
     files = sorted(set(results.glob("*.json")) - set(measured))
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
-    sections, studied = [HEADER], []
+    sections, studied, summed = [HEADER], [], []
     for file in files:
         content = load(file)
         if study.PART in content:
             studied += accuracy_section(content, docs / "images" / f"{file.stem}-accuracy", origin)
+        if accumulation.PART in content:
+            stem = docs / "images" / f"{file.stem}-accumulation"
+            summed += accumulation_section(content, stem, partial(origin, sources=accumulation.SOURCES))
         sections.append(f"## {content['device']}\n")
         for suite in (name for name in SUITES if name in content["suites"]):
             sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
@@ -74,6 +80,8 @@ def write(results: Path, docs: Path) -> Path:
     page.write_text("\n".join(sections))
     if studied:
         (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
+    if summed:
+        (docs / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
     return page
 
 
@@ -116,13 +124,13 @@ def _tiles(content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def origin(env: dict[str, Any], partial: bool) -> str:
+def origin(env: dict[str, Any], partial: bool, sources: Sequence[str] = KERNEL_SOURCES) -> str:
     """When, where and of which kernels something was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
     if partial:
         text += " Not the whole suite."
-    if env["kernels"] != kernels_hash():
+    if env["kernels"] != kernels_hash(sources=sources):
         text += " **The kernels have changed since: these numbers are of older ones.**"
     return text
 

@@ -57,10 +57,10 @@ class Row:
         return Case(**self.case)
 
 
-def kernels_hash(package: Path = PACKAGE) -> str:
+def kernels_hash(package: Path = PACKAGE, sources: Sequence[str] = KERNEL_SOURCES) -> str:
     """Of every source that can change what a kernel computes or costs."""
     digest = hashlib.sha256()
-    for path in sorted({p for pattern in KERNEL_SOURCES for p in package.glob(pattern)}):
+    for path in sorted({p for pattern in sources for p in package.glob(pattern)}):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -82,13 +82,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Everything needed to say where numbers come from."""
+def environment(device: torch.device, sources: Sequence[str] = KERNEL_SOURCES) -> dict[str, Any]:
+    """Everything needed to say where numbers come from; `sources` are those of the kernels measured."""
     return {
         "device": device_name(device),
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "kernels": kernels_hash(),
+        "kernels": kernels_hash(sources=sources),
         "versions": versions(),
     }
 

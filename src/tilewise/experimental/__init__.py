@@ -1,0 +1,147 @@
+"""Experiments: what may change or go. So far one: attention that accumulates in fp16 (docs/accumulation.md).
+
+from tilewise.experimental import Accumulate, attention
+
+o = attention(q, k, v, accumulate="fp16")
+o = attention(q, k, v, accumulate=Accumulate(values="fp16", stability=True))
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..api import DEFAULTS, FULL, _gather
+from ..mask import Mask
+from ..problem import Operands, Problem, Unsupported, check_number, describe
+from . import rounded
+
+__all__ = ["LARGEST", "Accumulate", "attention"]
+
+LARGEST = rounded.LARGEST
+"""65504, the largest number of fp16."""
+EXP2_ERROR = {"fp32": 0.0, "halves": 2.0**-9.9}
+"""By how much of itself exp2 may exceed a power of two, after rounding to fp16."""
+CHOICES = {
+    "scores": ("fp32", "fp16"),
+    "values": ("fp32", "fp16"),
+    "division": ("delayed", "in-loop"),
+    "exp2": ("fp32", "halves"),
+}
+BACKENDS = ("triton", "cpu")
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """What sums are kept in, and what keeps them in range."""
+
+    scores: str = "fp32"
+    """Q K^T: "fp32" or "fp16"."""
+    values: str = "fp32"
+    """P V: "fp32" or "fp16"."""
+    division: str = "delayed"
+    """"delayed": once, at the end. "in-loop": O is divided by the row sum so far at every tile."""
+    stability: bool | float = False
+    """Lowers every exponent by about log(2 N), so that sums of P V stay finite: True for every finite V; a number for
+    every V whose entries are at most so large, which lowers less. Only for delayed division."""
+    exp2: str = "fp32"
+    """"halves": exponentials of two fp16 numbers at a time."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Accumulate: {name} must be {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.stability, bool):
+            check_number(
+                "Accumulate: stability", self.stability, "True, False, or the largest |v|, >= 0", 0.0, math.inf
+            )
+        if self.stability is not False and self.division == "in-loop":
+            raise ValueError(
+                "Accumulate: stability is for division='delayed', because dividing in the loop cancels it; "
+                "leave one of them out"
+            )
+
+    def lower(self, N: int) -> int:
+        """By how many powers of two the exponents of N keys are lowered: the least s with 2 N 2^-s max|V| <= 65504."""
+        if self.stability is False:
+            return 0
+        largest = LARGEST if self.stability is True else min(float(self.stability), LARGEST)
+        need = 2.0 * N * (1.0 + EXP2_ERROR[self.exp2]) * largest / LARGEST
+        return max(0, math.ceil(math.log2(need))) if need > 0.0 else 0
+
+    def __str__(self) -> str:
+        words = [f"QK {self.scores}", f"PV {self.values}", self.division]
+        if self.stability is not False:
+            words.append("log factor" if self.stability is True else f"log factor, V up to {self.stability:g}")
+        return ", ".join([*words, *(["exp2 in halves"] if self.exp2 == "halves" else [])])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    accumulate: str | Accumulate = "fp16",
+    backend: str | None = None,
+) -> Tensor:
+    """softmax(scale * Q K^T) V with a choice of accumulators. Forward only.
+
+    Args:
+        q: (B, M, H, D), fp16, any strides.
+        k: (B, N, H_k, D), H a multiple of H_k.
+        v: (B, N, H_k, D_v). Head sizes from 1 to 256.
+        mask: a Mask; `&` composes. A row that sees no key gives o = 0.
+        scale: what the logits are multiplied by, >= 0; default D ** -0.5.
+        accumulate: "fp16" or "fp32" for both products, or an Accumulate.
+        backend: None chooses "triton" for GPUs and "cpu" for CPU tensors. "cpu" computes in fp32 and rounds where a
+            matrix unit with fp16 accumulators would: every 16 terms. Triton's interpreter, where "triton" takes CPU
+            tensors, rounds the product of two tiles once, and its sum with the older ones again.
+
+    Returns:
+        o (B, M, H, D_v), fp16, contiguous. What overflows is inf or NaN.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what it got and what is allowed.
+        Unsupported: the chip has no such accumulators, or the back end does not take the tensors.
+        RuntimeError: an input wants a gradient.
+    """
+    if isinstance(accumulate, str):
+        accumulate = Accumulate(scores=accumulate, values=accumulate)
+    if not isinstance(accumulate, Accumulate):
+        raise TypeError(f"accumulate must be 'fp16', 'fp32' or an Accumulate, got {accumulate!r}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+    options = {**DEFAULTS, "mask": mask, "scale": scale}
+    x, recipe, longest = _gather(q, k, v, **{n: o for n, o in options.items() if n not in ("seed", "return_lse")})
+    if torch.is_grad_enabled() and any(t.requires_grad for t in x[:3]):
+        raise RuntimeError(
+            "experimental.attention has no gradient; call it under torch.no_grad(), or use tilewise.attention"
+        )
+    if x.q.dtype != torch.float16:
+        raise TypeError(f"q, k and v must be fp16, got {x.q.dtype}; convert them with .half()")
+    return attend(describe(x, recipe, longest), x, accumulate, backend)
+
+
+def attend(p: Problem, x: Operands, accumulate: Accumulate, backend: str | None = None) -> Tensor:
+    """o of a checked problem."""
+    chosen = backend or ("cpu" if p.target == "cpu" else "triton")
+    if chosen == "cpu":
+        if p.target != "cpu":
+            raise Unsupported(
+                f"the tensors are on {p.target}, and backend 'cpu' takes CPU tensors; move them with .cpu()"
+            )
+        return rounded.forward(p, x, accumulate)
+    try:
+        from . import launch
+    except ImportError as error:
+        raise Unsupported(
+            f"backend 'triton' needs a package that cannot be imported ({error}); pip install 'tilewise[triton]'"
+        ) from error
+    if reasons := launch.why_not(p, accumulate):
+        raise Unsupported("; ".join(reasons))
+    return launch.forward(p, x, accumulate)
