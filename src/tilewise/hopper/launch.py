@@ -100,7 +100,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     corner = bool(p.recipe.mask) and not edges and row.B_c == row.B_r == 128 and (p.N - p.M) % row.B_c == 0
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, row.split,
+        row.turns, edges, corner, row.draw_early, dice_warps(p), row.split,
     )  # fmt: skip
     edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
@@ -125,6 +125,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
+
+
+def dice_warps(p: Problem) -> int:
+    """Warps that roll dropout's dice. At head size 256 only two fit beside the producer warp, and a fourth warpgroup
+    would leave ptxas fewer registers than one product of 256 columns takes."""
+    return 0 if not p.recipe.dropout else 2 if padded(p) == 256 else 4
 
 
 def has_edges(p: Problem, own: int, other: int) -> bool:
