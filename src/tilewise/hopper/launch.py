@@ -42,6 +42,8 @@ CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
+FEW = 4
+"""Tiles of a processor."""
 LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 Box = tuple[list[int], list[int], list[int], Any]
@@ -177,7 +179,7 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
+    few = heads * tiles <= FEW * processors(x.q.device)  # then an even end matters more than the cache
     section = heads if few else max(1, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
