@@ -15,11 +15,11 @@ AHEAD = gl.constexpr(4)
 
 
 @gluon.jit
-def bits(WARPGROUPS: gl.constexpr):
-    """Their channel. What warpgroup W wants for its tile y is use WARPGROUPS y + W."""
-    STAGES: gl.constexpr = AHEAD * WARPGROUPS
+def bits(USES: gl.constexpr, READERS: gl.constexpr):
+    """The channel of so many uses for each tile, which so many warpgroups read."""
+    STAGES: gl.constexpr = AHEAD * USES
     memory = gl.allocate_shared_memory(gl.int32, [STAGES, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return Channel(memory, barriers(STAGES, 1), barriers(STAGES, 1))
+    return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -96,16 +96,25 @@ def taken(bits, u, S):
 
 
 @gluon.jit
-def kept(P, words):
-    """P, 16-bit numbers, where its bit is set, else 0. One instruction, prmt, makes the mask of a thread's pair: the
-    topmost bits of two bytes, twice eight times."""
-    x = by_thread(P)
-    layout: gl.constexpr = x.type.layout
-    b = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+def kept(x, words):
+    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of bytes over a mask: of two bytes
+    for a pair of 16-bit numbers, of one for a 32-bit number."""
+    tile = by_thread(x)
+    layout: gl.constexpr = tile.type.layout
+    b = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     b = b[None, :, None, None]
-    x = gl.inline_asm_elementwise(
-        "{.reg .b32 mask; prmt.b32 mask, $2, 0, $4; and.b32 $0, $1, mask;}",
-        "=r,r,r,r,r,r", [x, words[:, None, :, None] << (b & 7), gl.where(b < 8, 0x9988, 0xBBAA)],
-        dtype=x.dtype, is_pure=True, pack=2,
-    )  # fmt: skip
-    return gl.convert_layout(x.reshape(P.shape), P.type.layout, assert_trivial=True)
+    lifted = words[:, None, :, None] << (b & 7)
+    if x.dtype.primitive_bitwidth == 16:
+        tile = gl.inline_asm_elementwise(
+            "{.reg .b32 mask; prmt.b32 mask, $2, 0, $4; and.b32 $0, $1, mask;}",
+            "=r,r,r,r,r,r", [tile, lifted, gl.where(b < 8, 0x9988, 0xBBAA)],
+            dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
+        tile = gl.inline_asm_elementwise(
+            "{.reg .b32 mask; prmt.b32 mask, $2, 0, $3; and.b32 $0, $1, mask;}",
+            "=r,r,r,r", [tile, lifted, gl.where(b < 8, 0x8888, 0xAAAA) + 0x1111 * e],
+            dtype=x.dtype, is_pure=True, pack=1,
+        )  # fmt: skip
+    return gl.convert_layout(tile.reshape(x.shape), x.type.layout, assert_trivial=True)

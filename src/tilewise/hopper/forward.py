@@ -481,7 +481,7 @@ def forward(
             done,
         ),
         tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
-        bits(WARPGROUPS) if DICE else None,
+        bits(WARPGROUPS, 1) if DICE else None,
     )
     fence_async_shared()
     if DICE:

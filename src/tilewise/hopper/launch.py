@@ -107,7 +107,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
-        p.H // p.H_k,
+        p.H // p.H_k, dice_warps(p),
     )  # fmt: skip
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
