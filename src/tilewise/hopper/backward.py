@@ -399,19 +399,22 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or shared.bits is not None
     if not LATE:
         sums = stage(shared.sums, y).load(row_layout)
-    if B_R == 128 or shared.bits is not None:
+    if B_R == 128:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
+    p = p16
     if shared.bits is not None:
-        p16 = kept(p16, words)
-    p = gl.convert_layout(p16, p_layout)
+        p = kept(p, words)
+    p = gl.convert_layout(p, p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
     if shared.bits is not None:
         dP = kept(dP, words) * variant.dropout.rescale
+        if D == 128:  # until here it waits in 16 bits, in half as many registers
+            P = p16.to(gl.float32)
     return dv, gradient(P, dP, sums[None, :], S, place, j0, variant).to(dtype)
 
 
@@ -708,7 +711,7 @@ def backward(
     )
     fence_async_shared()
     if DICE:
-        REGISTERS: gl.constexpr = 224 if DICE == 4 else 232
+        REGISTERS: gl.constexpr = 208 if DICE == 4 else 232
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [

@@ -97,8 +97,8 @@ def taken(bits, u, S):
 
 @gluon.jit
 def kept(x, words):
-    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of bytes over a mask: of two bytes
-    for a pair of 16-bit numbers, of one for a 32-bit number."""
+    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two bytes over the mask of a
+    pair of 16-bit numbers, or of one byte over that of a 32-bit number."""
     tile = by_thread(x)
     layout: gl.constexpr = tile.type.layout
     b = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))

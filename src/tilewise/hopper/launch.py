@@ -102,12 +102,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     corner = bool(p.recipe.mask) and not edges and row.B_c == row.B_r == 128 and (p.N - p.M) % row.B_c == 0
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice_warps(p), row.split,
+        row.turns, edges, corner, row.draw_early, dice_warps(p, 256), row.split,
     )  # fmt: skip
     edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
-        p.H // p.H_k, dice_warps(p),
+        p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -129,10 +129,10 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
 
 
-def dice_warps(p: Problem) -> int:
-    """Warps that roll dropout's dice. At head size 256 only two fit beside the producer warp, and a fourth warpgroup
-    would leave ptxas fewer registers than one product of 256 columns takes."""
-    return 0 if not p.recipe.dropout else 2 if padded(p) == 256 else 4
+def dice_warps(p: Problem, crowded: int) -> int:
+    """Warps that roll dropout's dice: four, but from head size `crowded` on two, which fit beside the producer warp. A
+    warpgroup more would leave too few registers to the others, and at 256 to a single product."""
+    return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
 
 
 def has_edges(p: Problem, own: int, other: int) -> bool:
