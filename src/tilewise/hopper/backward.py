@@ -6,6 +6,7 @@
         rows_of_keys      head sizes to 128: each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV;
                           for dQ the groups exchange dS through shared memory
         side_of_v, side_of_k    head size 256: one group owns dV (S, P), the other dK (dP, dS); P goes one way, dS back
+    roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
 
 S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of a
 query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
@@ -711,7 +712,7 @@ def backward(
     )
     fence_async_shared()
     if DICE:
-        REGISTERS: gl.constexpr = 208 if DICE == 4 else 232
+        REGISTERS: gl.constexpr = 216 if DICE == 4 else 232
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [

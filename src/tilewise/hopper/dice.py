@@ -1,8 +1,8 @@
-"""Dropout's decisions as bits in shared memory: one warpgroup rolls them, ahead of those that multiply.
+"""Dropout's decisions as bits in shared memory: a role of its own rolls them, ahead of those that multiply.
 
-Ten rounds of Philox for four entries are more instructions than a softmax. A role of their own does them while the
-other warpgroups wait for products. The bits of 64 rows travel as two words for each thread of a warpgroup: of the
-row it holds, and of the one 8 rows below.
+Ten rounds of Philox for four entries are more instructions than a softmax takes. Between two waits of a warpgroup
+nothing runs beside them; in other warps they run beside everything. The bits of 64 rows of a tile are two words for
+each thread of a warpgroup, one for each of the two rows that it holds.
 """
 
 from triton.experimental import gluon
@@ -11,12 +11,12 @@ from triton.experimental.gluon import language as gl
 from .channel import Channel, arrive, barriers, stage, wait
 
 AHEAD = gl.constexpr(4)
-"""Tiles that the dice may be ahead."""
+"""Tiles by which the dice may be ahead."""
 
 
 @gluon.jit
 def bits(USES: gl.constexpr, READERS: gl.constexpr):
-    """The channel of so many uses for each tile, which so many warpgroups read."""
+    """Their channel: so many uses for each tile, each read by so many warpgroups."""
     STAGES: gl.constexpr = AHEAD * USES
     memory = gl.allocate_shared_memory(gl.int32, [STAGES, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
@@ -45,10 +45,11 @@ def add(a, b):
 
 @gluon.jit
 def rolled(seed, threshold, matrix, i0, j0, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr):
-    """The bits of 64 rows i0 + i and so many columns j0 + j of a score matrix, or TRANSPOSED of 64 keys and queries.
+    """The bits of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: of 64 queries from i0
+    on and so many keys from j0 on, or TRANSPOSED of 64 keys and so many queries.
 
-    A counter decides for (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8), and bit 3 is taken out of what it counts:
-    so there are 32 x COLUMNS / 2 of them, and a thread rolls what one thread of the other warpgroup reads.
+    A counter decides four entries, 8 apart in both directions. So there are 32 x COLUMNS / 2 of them, and they lie such
+    that a thread has all that decide the entries of one thread of the tile.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
     row = gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None]
@@ -68,9 +69,10 @@ def rolled(seed, threshold, matrix, i0, j0, COLUMNS: gl.constexpr, TRANSPOSED: g
 
 @gluon.jit
 def packed(left, right, threshold, column):
-    """Two words of every counter, of columns 8 apart, as bits: those of one row and thread in a word.
+    """Two words of every counter as bits; they decide columns 8 apart. A word holds those of one row and thread.
 
-    Bit 7 - b % 8 of byte 2 (b / 8) + e is of entry e of the thread's pair in block b of 8 columns: `masks` wants it so.
+    The thread has a pair of entries in each block of 8 columns: of block b entry e is bit 7 - b % 8 of byte
+    2 (b / 8) + e, where `kept` can reach it.
     """
     ROWS: gl.constexpr = left.shape[0]
     BLOCKS: gl.constexpr = left.shape[1] // 8
@@ -87,7 +89,7 @@ def by_thread(S):
 
 @gluon.jit
 def taken(bits, u, S):
-    """Use u: the words of a tile that lies as S does."""
+    """Use u: the words of every row and thread of a tile that lies as S does."""
     layout: gl.constexpr = by_thread(S).type.layout
     wait(bits.full, u)
     words = stage(bits.memory, u).load(gl.SliceLayout(1, gl.SliceLayout(3, layout)))

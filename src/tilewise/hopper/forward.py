@@ -2,7 +2,7 @@
 
     load      one warp      streams tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
     attend    warpgroups    64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
-    roll      4 warps       with dropout, its decisions as bits: ahead of the others, while those wait for products
+    roll      2 or 4 warps  with dropout only: rolls its dice, and hands them on as bits
 
 Matrix products are asynchronous. S of the next key tile is started before O += P V of this one, so both run while the
 other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.

@@ -98,11 +98,14 @@ def plan(p: Problem) -> Plan:
 def planned(p: Problem, chosen: Rows) -> Plan:
     """The same from any rows."""
     row, back = chosen
+    dice = dice_warps(p, 256)
+    if dice:  # they have a warpgroup's place, and registers of the others
+        row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
     edges = has_edges(p, 64, row.B_c)
     corner = bool(p.recipe.mask) and not edges and row.B_c == row.B_r == 128 and (p.N - p.M) % row.B_c == 0
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice_warps(p, 256), row.split,
+        row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
     edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(

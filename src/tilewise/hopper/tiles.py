@@ -36,9 +36,6 @@ FORWARD = {
     (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
     (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
     256: Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=240),
-    (64, "dropout"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=208),
-    (128, "dropout"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=208),
-    (256, "dropout"): Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=224),
 }
 
 
@@ -96,19 +93,19 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
     of what lists of tiles leave out and of short masked rows. At 128, masks want the warpgroups to take turns, and
-    scores want the product before out of their way, but for SoftCap. Dropout's dice want registers of their own."""
+    scores and dropout want the product before out of their way, but for SoftCap."""
     size, recipe = padded(p), p.recipe
-    rich = bool(recipe.score or recipe.dropout or p.listed)
+    if size == 64:
+        rich = bool(recipe.score or recipe.dropout or p.listed)
+        two = rich or bool(recipe.mask and p.M <= 1024)
+        return {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
     forward: Any = size
-    if recipe.dropout:
-        forward = size, "dropout"
-    elif size == 64 and (rich or (recipe.mask and p.M <= 1024)):
-        forward = 64, "two"
-    elif size == 128 and recipe.score and SoftCap not in p.kinds:
-        forward = 128, "rich"
-    elif size == 128 and recipe.mask:
-        forward = 128, "masked"
-    return {"forward": forward, "backward": (64, "rich") if size == 64 and rich else size}
+    if size == 128:
+        if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
+            forward = 128, "rich"
+        elif recipe.mask:
+            forward = 128, "masked"
+    return {"forward": forward, "backward": size}
 
 
 def title(key: Any) -> str:
@@ -135,6 +132,5 @@ group holds 64 keys."""
 
 def neighbours(name: str, row: Any) -> list[Any]:
     """Every other row that one change makes of a row of this table. Further steps take another run."""
-    full = name == "forward" and row.registers * row.warpgroups < 480  # the dice have the other registers
-    made = dict.fromkeys(row._replace(**change) for change in CHANGES[name] if not (full and "registers" in change))
+    made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
     return [other for other in made if other != row]
