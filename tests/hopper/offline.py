@@ -24,9 +24,9 @@ B, S, H = 2, 1024, 4
 
 
 CALLS = {
-    64: ("long causal", "causal", "rich"),
-    128: ("full", "causal", "varlen", "rich", "ordered"),
-    256: ("causal", "listed"),
+    64: ("long causal", "causal", "scored", "rich"),
+    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered"),
+    256: ("causal", "dropout", "listed"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -41,6 +41,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
         "ordered": {"mask": tw.Causal(), "deterministic": True},
         "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
+        "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
+        "dropout": {"mask": tw.Causal(), "dropout": 0.1},
         "rich": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
