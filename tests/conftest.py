@@ -44,6 +44,11 @@ def pytest_configure(config):
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end."""
+    items.sort(key=lambda item: item.path.name != "test_compile.py")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
