@@ -46,7 +46,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end."""
-    items.sort(key=lambda item: item.path.name != "test_compile.py")
+    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation.py"))
 
 
 @pytest.fixture(autouse=True)
