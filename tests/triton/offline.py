@@ -26,32 +26,11 @@ from triton.runtime import driver
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
+from tilewise.bench.compiled import Elsewhere
 from tilewise.triton import launch
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
-
-
-class Driver:
-    """Enough of a driver to compile; nothing can be launched."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-    def is_active(self) -> bool:
-        return True
 
 
 def use_target(name: str) -> None:
@@ -60,7 +39,7 @@ def use_target(name: str) -> None:
         target = GPUTarget("cuda", int(name[3:]), 32)
     else:
         target = GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
-    driver.set_active(Driver(target))
+    driver.set_active(Elsewhere(target))
 
 
 def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **options: Any) -> list[launch.Launch]:

@@ -27,8 +27,8 @@ from .accumulation_speed import TILES, Kernel, cases, tiles_for
 class Elsewhere:
     """Enough of a driver to compile for a chip that is not here; nothing can be launched."""
 
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -69,7 +69,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def main(target: str, shares: int, share: int) -> None:
     """Compiles and prints."""
-    driver.set_active(Elsewhere(int(target.removeprefix("sm_"))))  # type: ignore[arg-type]  # what compiling needs of one
+    chip = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    driver.set_active(Elsewhere(chip))  # type: ignore[arg-type]  # what compiling needs of one
     work = [
         (Kernel(target, size, list(sizes), asdict(c)), tiles)
         for size in TILES

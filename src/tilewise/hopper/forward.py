@@ -308,6 +308,15 @@ def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def dropped(P, words, variant):
+    """P, rounded, after dropout."""
+    if variant.dropout is None:
+        return P
+    else:
+        return kept(P, words)
+
+
+@gluon.jit
 def zero_from(memory, row):
     """Zeros in a tile from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
     ROWS: gl.constexpr = memory.shape[0]
@@ -392,9 +401,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
         m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
-        if shared.bits is not None:
-            P = kept(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, zero))
-        p = gl.convert_layout(P.to(dtype), p_layout)
+        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, zero), variant), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
@@ -416,8 +423,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
-            if shared.bits is not None:
-                words = taken(shared.bits, (y + 1) * WARPGROUPS + W, zero)
+            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, zero)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
@@ -429,11 +435,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             alpha = gl.exp2(m - shift)
             l = l * alpha + gl.sum(P_new, 1)
             m = m_new
-            if shared.bits is not None:
-                P_new = kept(P_new.to(dtype), words)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
-            p = gl.convert_layout(P_new.to(dtype), p_layout)
+            p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
             o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
             y += 1
         wait(shared.v.full, y)
