@@ -209,7 +209,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
     seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     t = ticket(shared.drawn, n, DICE)
@@ -227,7 +227,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
                 u = y * WARPGROUPS + w
                 wait_before(shared.bits.empty, u)
                 if (x >= part.lo) & (x < part.hi):
-                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, B_C, False, DICE)
+                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DICE)
                     stage(shared.bits.memory, u).store(words)
                 arrive(shared.bits.full, u)
             y += 1
@@ -393,7 +393,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         arrive(shared.k.empty, y)
         m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
         if shared.bits is not None:
-            P = kept(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, zero))
+            P = kept(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero))
         p = gl.convert_layout(P.to(dtype), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
@@ -417,7 +417,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
             if shared.bits is not None:
-                words = taken(shared.bits, (y + 1) * WARPGROUPS + W, zero)
+                words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
@@ -484,7 +484,7 @@ def forward(
             done,
         ),
         tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
-        bits(WARPGROUPS, 1) if DICE else None,
+        bits(64, WARPGROUPS, 1) if DICE else None,
     )
     fence_async_shared()
     if DICE:
