@@ -103,9 +103,9 @@ def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -
 def dropout_number(seed: int, row: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """The 16 bits that decide about an entry; they depend on (seed, row, i, j) alone.
 
-    Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and high 32 bits, with counter (j', i', row, 0), where i'
-    is i with bit 3 taken out, and j' is j with bits 3 and 4 taken out. Bit 3 of i and that of j choose one of the four
-    words, bit 4 of j its lower or upper half. So a counter serves eight entries: rows i and i + 8 of columns j, j + 8,
+    Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and high 32 bits, with counter (j', i', row, 0): i' is i
+    with bit 3 taken out, and j' is j with bits 3 and 4 taken out. Word 2 * bit3(i) + bit3(j) decides, its lower half
+    where bit 4 of j is 0, else its upper half. So a counter serves eight entries: rows i and i + 8 of columns j, j + 8,
     j + 16 and j + 24. A thread of a tensor-core accumulator holds all eight.
     """
     words = philox(((j >> 5) << 3 | j & 7, (i >> 4) << 3 | i & 7, row, torch.zeros_like(row)), seed)

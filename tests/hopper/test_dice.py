@@ -72,4 +72,5 @@ def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, 
     i, j = torch.arange(i0, i0 + M)[:, None], torch.arange(j0, j0 + N)
     keep = reference.dropout_keep(SEED, torch.tensor(matrix), i, j, p)
     assert torch.equal(found.T if transposed else found, keep)
-    assert bool(keep.any()) and not bool(keep.all())
+    assert bool(keep.any())
+    assert not bool(keep.all())

@@ -48,11 +48,11 @@ def rolled(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The bits of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from i0
-    on and columns keys from j0 on, or TRANSPOSED the other way round. The threshold stands in the upper 16 bits.
+    """The bits of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from
+    i0 on and columns keys from j0 on, or TRANSPOSED the other way round. The threshold stands in the upper 16 bits.
 
-    Two warps that roll in the backward have registers for a few counters at a time, and ptxas would begin with all: they
-    go through the columns in steps, the last first, and make room in the words for those before.
+    Two warps that roll in the backward have registers for a few counters at a time, and ptxas would begin with all:
+    they go through the columns in steps, the last first, and make room in the words for those before.
     """
     STEP: gl.constexpr = 16 if TRANSPOSED and WARPS == 2 else COLUMNS
     gl.static_assert(STEP == COLUMNS or COLUMNS <= 64)  # at 64, the words of all blocks are one shift apart
@@ -71,8 +71,8 @@ def step(
 ):  # fmt: skip
     """The same of so many columns from `first` on, as if they began with block 0. j0 is a multiple of 32.
 
-    A counter decides eight entries: two queries, 8 apart, of four keys, 8 apart. Counters lie such that a thread has all
-    that decide the entries of one thread of the tile, and TRANSPOSED also those of the thread 16 rows below.
+    A counter decides eight entries: two queries, 8 apart, of four keys, 8 apart. Counters lie such that a thread has
+    all that decide the entries of one thread of the tile, and TRANSPOSED also those of the thread 16 rows below.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)

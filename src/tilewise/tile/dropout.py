@@ -19,8 +19,8 @@ def kept(dropout, row, i0, i, j0, j):
     """Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
     i0 and j0 are multiples of the tile's sides, which are powers of 2 from 16 on; i and j run inside the tile, and i is
-    not shifted. Written this way the compiler sees that i, i + 8 with j, j + 8, j + 16, j + 24 share a counter: a thread
-    that holds several of the eight computes it once. In tiles of 16 columns, bit 4 of j is that of j0.
+    not shifted. Written this way the compiler sees that i and i + 8 of j, j + 8, j + 16 and j + 24 share a counter: a
+    thread that holds several of the eight computes it once. In tiles of 16 columns, bit 4 of the column is that of j0.
     """
     seed = tl.load(dropout.seed)
     c_i = (i0 >> 1) + ((i >> 4) << 3 | i & 7)  # bit 3 taken out
