@@ -30,5 +30,5 @@ def kept(dropout, row, i0, i, j0, j):
     i_high, j_high = (i >> 3) & 1 == 1, (j >> 3) & 1 == 1
     word = tl.where(i_high, tl.where(j_high, w3, w2), tl.where(j_high, w1, w0))
     upper = ((j0 >> 4 | j >> 4) & 1) == 1
-    threshold = (0 * word + dropout.threshold) << 16
-    return tl.where(tl.where(upper, word, word << 16) >= threshold, dropout.rescale, 0.0)
+    half = tl.where(upper, word >> 16, word).to(tl.uint16)
+    return tl.where(half >= dropout.threshold, dropout.rescale, 0.0)
