@@ -32,29 +32,59 @@ def test_philox_takes_negative_seeds_as_their_64_bits():
 
 
 @pytest.mark.parametrize(
-    ("i", "j", "counter", "word"),
+    ("i", "j", "counter", "word", "half"),
     [
-        (3, 5, (5, 3), 0),
-        (3, 13, (5, 3), 1),
-        (11, 5, (5, 3), 2),
-        (11, 13, (5, 3), 3),
-        (16, 47, (23, 8), 1),
-        (1000, 100_003, (50_003, 496), 2),
+        (3, 5, (5, 3), 0, 0),
+        (3, 13, (5, 3), 1, 0),
+        (3, 21, (5, 3), 0, 1),
+        (3, 29, (5, 3), 1, 1),
+        (11, 5, (5, 3), 2, 0),
+        (11, 13, (5, 3), 3, 0),
+        (11, 21, (5, 3), 2, 1),
+        (11, 29, (5, 3), 3, 1),
+        (16, 47, (15, 8), 1, 0),
+        (1000, 100_019, (25_003, 496), 2, 1),
     ],
 )
-def test_the_decision_is_written_down_bit_for_bit(i, j, counter, word):
+def test_the_decision_is_written_down_bit_for_bit(i, j, counter, word, half):
     words = reference.philox(tuple(torch.tensor(c) for c in (*counter, 6, 0)), 11)
-    for dropout in (0.25, 0.5, 0.75):
-        keep = reference.dropout_keep(11, torch.tensor(6), torch.tensor(i), torch.tensor(j), dropout)
-        assert bool(keep) == (int(words[word]) >= dropout * 2**32)
+    number = int(words[word]) >> 16 * half & 0xFFFF
+    at = 11, torch.tensor(6), torch.tensor(i), torch.tensor(j)
+    assert int(reference.dropout_number(*at)) == number
+    for t in (number - 1, number, number + 1):
+        assert bool(reference.dropout_keep(*at, t / 2**16)) == (number >= t)
 
 
-def test_no_two_entries_share_a_word():
-    i, j = torch.arange(64)[:, None], torch.arange(64)
-    low = [reference.dropout_keep(11, torch.tensor(0), i, j, t / 64) for t in range(1, 64)]
-    level = torch.stack(low).sum(0)  # each entry's word, to six bits
-    assert len({tuple(row.tolist()) for row in level}) == 64
-    assert len({tuple(column.tolist()) for column in level.T}) == 64
+def test_a_counter_decides_eight_entries_and_no_two_share_their_bits():
+    i, j, zero = torch.arange(64)[:, None], torch.arange(128), torch.tensor(0)
+    words = torch.stack(reference.philox((j[:32], i[:32], zero, zero), 11))
+    halves = torch.cat([words & 0xFFFF, words >> 16])
+    numbers = reference.dropout_number(11, zero, i, j)
+    assert torch.equal(numbers.flatten().sort().values, halves.flatten().sort().values)
+
+
+@pytest.mark.parametrize(
+    ("p", "threshold"),
+    [
+        (0.0, 0),
+        (2.0**-18, 0),
+        (2.0**-16, 1),
+        (1.75 * 2.0**-16, 2),
+        (0.1, 6554),
+        (0.5, 32768),
+        (1 - 2.0**-16, 65535),
+        (1 - 2.0**-30, 65535),
+    ],
+)
+def test_p_is_rounded_to_sixteen_bits(p, threshold):
+    assert reference.dropout_threshold(p) == threshold
+    assert reference.dropout_rescale(p) * (1 - threshold / 2**16) == 1.0
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.3, 0.9, 0.9999, 1 - 1e-9])
+def test_the_mean_of_the_factor_is_one_over_all_that_sixteen_bits_can_hold(p):
+    kept = int((torch.arange(2**16) >= reference.dropout_threshold(p)).sum())
+    assert kept * reference.dropout_rescale(p) == pytest.approx(2**16, rel=1e-15)
 
 
 def decisions(backend, M, N, seed, dropout=0.3, B=2, H=3, causal=False):
@@ -104,6 +134,22 @@ def test_the_probability_is_kept(backend, dropout):
     assert abs(found - n * (1 - dropout)) < 5 * deviation  # by chance once in two million
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dropout", [2.0**-18, 0.3, 1 - 2.0**-18])
+def test_what_is_kept_is_multiplied_by_the_reciprocal_of_what_sixteen_bits_keep(backend, dropout):
+    skip_unless_there(backend)
+    device = "cuda" if backend == "triton" else "cpu"
+    M, N = 256, 512
+    q, k, v = (torch.zeros(1, length, 1, 4, device=device) for length in (M, N, N))
+    v[..., 0] = 1.0
+    with chosen(backend) as name:
+        o = tw.attention(q, k, v, dropout=dropout, seed=8, backend=name)[0, :, 0, 0].cpu()
+    keep = expected(M, N, 8, dropout, B=1, H=1)[0, 0]
+    assert bool(keep.any())
+    assert bool(keep.all()) == (dropout < 0.1)
+    torch.testing.assert_close(o, keep.sum(-1) * reference.dropout_rescale(dropout) / N)
+
+
 def test_decisions_differ_by_seed_head_and_batch_and_are_uncorrelated():
     keep = expected(64, 64, 1).flatten(0, 1).flatten(1).double()
     other = expected(64, 64, 2).flatten(0, 1).flatten(1).double()
@@ -115,7 +161,7 @@ def test_decisions_differ_by_seed_head_and_batch_and_are_uncorrelated():
 def test_neighbours_are_uncorrelated():
     keep = expected(256, 256, 1, B=1, H=1)[0, 0].double()
     keep = (keep - keep.mean()) / keep.std()
-    for rows, columns in ((0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0)):
+    for rows, columns in ((0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0), (0, 16), (8, 16), (0, 24), (0, 32)):
         moved = keep[rows:, columns:]
         correlation = (moved * keep[: 256 - rows, : 256 - columns]).mean()
         assert abs(correlation) < 5 / math.sqrt(moved.numel())

@@ -45,7 +45,8 @@ def attention(
         score: a Score or a sequence, applied left to right to the scaled logits, before the mask.
         scale: what the logits are multiplied by, >= 0; default D ** -0.5.
         sink: (H,) logits that join the softmax's denominator, fp32 or q's type; differentiable.
-        dropout: probability in [0, 1) with which an entry of P is dropped.
+        dropout: probability in [0, 1) with which an entry of P is dropped, rounded to a multiple of 2^-16; what is kept
+            is multiplied by the reciprocal of the probability that is left. Under 2^-17 nothing is dropped.
         seed: int or scalar int64 tensor on q's device; None draws one from torch's generator.
         layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
         precision: for fp32 inputs, at least this accuracy: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".

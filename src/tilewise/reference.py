@@ -7,7 +7,6 @@ Shapes: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v), H a multiple of H_
 A mask is any object with `dense(M, N)`, a score any object with `apply`, `pull` and `reduce` (mask.py, score.py).
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ PHILOX_ROUNDS = 10
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
+HALF = 0xFFFF
 
 
 class Gradients(NamedTuple):
@@ -96,23 +96,32 @@ def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
 
 
 def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -> Tensor:
-    """Whether entry (i, j) of score matrix `row` = b * H + h survives; int64 tensors that broadcast together.
+    """Whether entry (i, j) of score matrix `row` = b * H + h survives; int64 tensors that broadcast together."""
+    return dropout_number(seed, row, i, j) >= dropout_threshold(dropout)
 
-    The decision depends on (seed, row, i, j) alone. Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and
-    high 32 bits, with counter (j', i', row, 0), where i' and j' are i and j with bit 3 taken out. Word
-    2 * bit3(i) + bit3(j) decides: the entry is dropped if that is under floor(dropout * 2^32). So one counter's four
-    words serve (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8): a thread of a tensor-core accumulator holds all
-    four, also transposed.
+
+def dropout_number(seed: int, row: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The 16 bits that decide about an entry; they depend on (seed, row, i, j) alone.
+
+    Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and high 32 bits, with counter (j', i', row, 0): i' is i
+    with bit 3 taken out, and j' is j with bits 3 and 4 taken out. Word 2 * bit3(i) + bit3(j) decides, its lower half
+    where bit 4 of j is 0, else its upper half. So a counter serves eight entries: rows i and i + 8 of columns j, j + 8,
+    j + 16 and j + 24. A thread of a tensor-core accumulator holds all eight.
     """
-    words = philox((_without_bit_3(j), _without_bit_3(i), row, torch.zeros_like(row)), seed)
-    i_high, j_high = (i >> 3) & 1 == 1, (j >> 3) & 1 == 1
-    word = torch.where(i_high, torch.where(j_high, words[3], words[2]), torch.where(j_high, words[1], words[0]))
-    return word >= dropout_threshold(dropout)
+    words = philox(((j >> 5) << 3 | j & 7, (i >> 4) << 3 | i & 7, row, torch.zeros_like(row)), seed)
+    i_3, j_3, j_4 = (i >> 3 & 1) == 1, (j >> 3 & 1) == 1, (j >> 4 & 1) == 1
+    word = torch.where(i_3, torch.where(j_3, words[3], words[2]), torch.where(j_3, words[1], words[0]))
+    return torch.where(j_4, word >> 16, word & HALF)
 
 
 def dropout_threshold(dropout: float) -> int:
-    """The 32-bit words under this number drop their entry."""
-    return min(math.floor(dropout * 2.0**32), WORD)
+    """The 16-bit numbers under this one drop their entry: p 2^16, rounded to nearest, and 65535 at most."""
+    return min(round(dropout * 2.0**16), HALF)
+
+
+def dropout_rescale(dropout: float) -> float:
+    """What kept entries are multiplied by: 1 / (1 - p) for the p that 16 bits can give, so that the mean is exact."""
+    return 2.0**16 / (2**16 - dropout_threshold(dropout))
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,13 +164,13 @@ def _indices(q, k):
 
 
 def _dropout_factor(shape, dropout, seed, like):
-    """Z of the paper: 0 where dropped, 1 / (1 - p) where kept; (B, H, M, N), or 1 without dropout."""
+    """Z of the paper: 0 where dropped, `dropout_rescale` where kept; (B, H, M, N), or 1 without dropout."""
     if dropout == 0.0:
         return 1.0
     B, H, M, N = shape
     row = torch.arange(B * H, device=like.device).view(B, H, 1, 1)
     i, j = torch.arange(M, device=like.device)[:, None], torch.arange(N, device=like.device)[None, :]
-    return dropout_keep(seed, row, i, j, dropout).to(like.dtype) / (1.0 - dropout)
+    return dropout_keep(seed, row, i, j, dropout).to(like.dtype) * dropout_rescale(dropout)
 
 
 def _repeat(x, q):
@@ -171,10 +180,6 @@ def _repeat(x, q):
 
 def _sum_groups(dx, x):
     return dx.unflatten(2, (x.shape[2], -1)).sum(3)
-
-
-def _without_bit_3(x):
-    return (x >> 4) << 3 | (x & 7)
 
 
 def _multiply(x, multiplier):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import dropout_keep
+from ..reference import dropout_keep, dropout_rescale
 from .peers import SEED, Attention, Peer
 from .suites import BACKWARD, BOTH, FORWARD, Case
 
@@ -109,7 +109,7 @@ def _probabilities(case: Case, q: Tensor, k: Tensor, first: int, row: int) -> Te
     P = torch.softmax(S, -1)
     if case.dropout:
         keep = dropout_keep(SEED, torch.full_like(i, row), i, j, case.dropout)
-        P = P * keep.to(P.dtype) / (1.0 - case.dropout)
+        P = P * keep.to(P.dtype) * dropout_rescale(case.dropout)
     return P
 
 

@@ -32,7 +32,7 @@ from ..tile.visits import Place, list_at, query_range, tile_at
 from . import releases
 from .around import first_block
 from .channel import Channel, arrive, barriers, expect, only, stage, wait, wait_before
-from .dice import bits, kept, rolled, taken
+from .dice import bits, dropped, kept, rolled, taken
 from .forward import store_inside, zero_from
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -179,13 +179,13 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 @gluon.jit
 def roll(shared, shape, packed, variant, tile: gl.constexpr):
-    """The warps that roll dropout's dice: for each group's keys, or once for both sides."""
+    """The warps that roll dropout's dice: once a tile, of which each group takes its own keys, or each side all."""
     B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
     GROUP: gl.constexpr = tile.GROUP
     DICE: gl.constexpr = tile.DICE
-    USES: gl.constexpr = 1 if tile.SIDES else 2
     seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
     y = 0
     n = 0
     t = ticket(shared.drawn, n, DICE)
@@ -197,12 +197,10 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
             walk = walk_of(keys, lists, variant, tile)
             for x in range(walk.lo, walk.hi):
                 place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                for w in range(USES):
-                    u = y * USES + w
-                    words = rolled(seed, threshold, place.matrix, place.i0, keys.j0 + 64 * w, B_R, True, DICE)
-                    wait_before(shared.bits.empty, u)
-                    stage(shared.bits.memory, u).store(words)
-                    arrive(shared.bits.full, u)
+                words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
+                wait_before(shared.bits.empty, y)
+                stage(shared.bits.memory, y).store(words)
+                arrive(shared.bits.full, y)
                 y += 1
         n += 1
         t = ticket(shared.drawn, n, DICE)
@@ -394,26 +392,22 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     wait(shared.do.full, y)
     dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     logs = stage(shared.logs, y).load(row_layout)
-    if shared.bits is not None:
-        words = taken(shared.bits, 2 * y + W, zero)
+    words = taken(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
     P = weights(S, logs, place, j0, edge, variant, unit, y)
-    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or shared.bits is not None
+    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
     if not LATE:
         sums = stage(shared.sums, y).load(row_layout)
     if B_R == 128:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
-    p = p16
-    if shared.bits is not None:
-        p = kept(p, words)
-    p = gl.convert_layout(p, p_layout)
+    p = gl.convert_layout(dropped(p16, words, variant), p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
-    if shared.bits is not None:
+    if variant.dropout is not None:
         dP = kept(dP, words) * variant.dropout.rescale
         if D == 128:  # until here it waits in 16 bits, in half as many registers
             P = p16.to(gl.float32)
@@ -556,16 +550,13 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 q = stage(shared.q.memory, y).reshape([B_R, D])
                 S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-                if shared.bits is not None:
-                    words = taken(shared.bits, y, zero)
+                words = taken(shared.bits, y, 0, zero)
                 S = warpgroup_mma_wait(0, [S])
                 arrive(shared.q.empty, y)
                 P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
                 # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
                 ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-                p = P.to(dtype)
-                if shared.bits is not None:
-                    p = kept(p, words)
+                p = dropped(P.to(dtype), words, variant)
                 shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
                 arrive(shared.p.full, y)
                 wait(shared.do.full, y)
@@ -622,11 +613,10 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
                 do = stage(shared.do.memory, y).reshape([B_R, D])
                 dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
                 sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
-                if shared.bits is not None:
-                    words = taken(shared.bits, y, zero)
+                words = taken(shared.bits, y, 0, zero)
                 dP = warpgroup_mma_wait(0, [dP])
                 arrive(shared.do.empty, y)
-                if shared.bits is not None:
+                if variant.dropout is not None:
                     dP = kept(dP, words) * variant.dropout.rescale
                 dP = dP - sums[None, :]
                 wait(shared.p.full, y)
@@ -709,7 +699,7 @@ def backward(
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         Channel(p_memory, p_full, p_full),
         tickets(4 if DICE else 3),
-        (bits(1, 2) if tile.SIDES else bits(2, 1)) if DICE else None,
+        bits(B_C, 1, 2) if DICE else None,
     )
     fence_async_shared()
     if DICE:

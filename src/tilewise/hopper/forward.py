@@ -26,7 +26,7 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
 from . import releases
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from .dice import bits, kept, rolled, taken
+from .dice import bits, dropped, rolled, taken
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -209,7 +209,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
     seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     t = ticket(shared.drawn, n, DICE)
@@ -227,7 +227,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
                 u = y * WARPGROUPS + w
                 wait_before(shared.bits.empty, u)
                 if (x >= part.lo) & (x < part.hi):
-                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, B_C, False, DICE)
+                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DICE)
                     stage(shared.bits.memory, u).store(words)
                 arrive(shared.bits.full, u)
             y += 1
@@ -305,15 +305,6 @@ def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
         return gl.convert_layout(P, S.type.layout)
     else:
         return gl.exp2(x)
-
-
-@gluon.jit
-def dropped(P, words, variant):
-    """P, rounded, after dropout."""
-    if variant.dropout is None:
-        return P
-    else:
-        return kept(P, words)
 
 
 @gluon.jit
@@ -401,7 +392,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
         m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
-        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, zero), variant), p_layout)
+        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
@@ -423,7 +414,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
-            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, zero)
+            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
@@ -488,7 +479,7 @@ def forward(
             done,
         ),
         tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
-        bits(WARPGROUPS, 1) if DICE else None,
+        bits(64, WARPGROUPS, 1) if DICE else None,
     )
     fence_async_shared()
     if DICE:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..mask import OPEN, Value
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
-from ..reference import dropout_threshold
+from ..reference import dropout_rescale, dropout_threshold
 from ..score import Bias
 from . import masks, scores
 from .bias import dbias
@@ -162,7 +162,7 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
-    return Dropout(seed, dropout_threshold(p.recipe.dropout), 1.0 / (1.0 - p.recipe.dropout))
+    return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout))
 
 
 def lengths(p: Problem) -> tuple[int, int]:

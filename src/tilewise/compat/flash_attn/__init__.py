@@ -22,7 +22,8 @@ and time quadratic in the length, synchronises, and is for tests.
 
 Different from that package: the CPU, fp32, fp64 and any head size up to 256 run too; softmax_lse is differentiable, is
 -inf (not inf) for a row that sees no key, and with causal ALiBi it is that of the logits written above (there, a
-constant per row is left out); S_dmask is exact, and not padded to multiples of 128; the dropout pattern is tilewise's.
+constant per row is left out); S_dmask is exact, and not padded to multiples of 128; the dropout pattern is tilewise's,
+with dropout_p rounded to a multiple of 2^-16.
 """
 
 from collections.abc import Sequence

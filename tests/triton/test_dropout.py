@@ -1,0 +1,37 @@
+"""Dropout inside a tile: the same decisions as the reference's, in tiles of every shape and either way round."""
+
+import pytest
+import torch
+
+from tilewise import reference
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+dropout = pytest.importorskip("tilewise.tile.dropout")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = -5
+
+
+@triton.jit
+def factors(Z, dice, row, i0, j0, B_R: tl.constexpr, B_C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        i, j = tl.arange(0, B_R)[None, :], tl.arange(0, B_C)[:, None]
+    else:
+        i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
+    tl.store(Z + i * B_C + j, dropout.kept(dice, row, i0, i, j0, j))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("B_r", "B_c"), [(16, 16), (64, 16), (16, 128), (32, 32), (128, 64)])
+def test_tiles_decide_as_the_reference(B_r, B_c, transposed):
+    seed = torch.tensor(SEED, device=DEVICE)
+    for p in (2.0**-18, 2.0**-16, 0.3, 0.8, 1 - 2.0**-18):
+        threshold, rescale = reference.dropout_threshold(p), reference.dropout_rescale(p)
+        for m, n in ((0, 0), (3, 5), (4, 6)):
+            Z = torch.empty(B_r, B_c, device=DEVICE)
+            dice = dropout.Dropout(seed, threshold, rescale)
+            factors[(1,)](Z, dice, 7, m * B_r, n * B_c, B_r, B_c, transposed)
+            i, j = m * B_r + torch.arange(B_r)[:, None], n * B_c + torch.arange(B_c)
+            keep = reference.dropout_keep(SEED, torch.tensor(7), i, j, p)
+            torch.testing.assert_close(Z.cpu(), keep * rescale)
