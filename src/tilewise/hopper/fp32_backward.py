@@ -1,0 +1,531 @@
+"""The backward's main kernel on Hopper for fp32: products of 16-bit pieces, as accurate as fp32 (see fp32_around.py).
+
+    load                one warp    as in backward.py, every operand in pieces
+    add_dq              one warp    is backward.py's
+    two groups          8 warps     64 rows of S^T, P^T, dP^T and dS^T and 64 columns of dK, dV and dQ each:
+        head sizes to 64     64 of 128 keys each, and all columns
+        head size 128        the same 64 keys, and half of the columns each; so S and dP are computed twice
+
+A product of two sums of pieces leaves out what is below fp32's last bit, and adds the smallest products first. Tensor
+cores cut bits off as they add, so each sum over one tile begins at zero and joins dK or dV by a multiply-add, which also
+undoes the scales. P and dS are split in registers. The groups share nothing but Q and dO, and drift apart.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..problem import Grads, Operands, Problem, Saved
+from ..tile.gradients import seen
+from ..tile.launch import Launch, cdiv, device_values, lengths, rows, visits
+from ..tile.launch import packed as packed_of
+from ..tile.softmax import LOG2E
+from ..tile.visits import Variant, list_at, tile_at
+from . import releases
+from .around import finish, first_block, give_turns
+from .backward import add_dq, hand_over, keys_of, place_of, store_gradient, walk_of
+from .channel import Channel, arrive, barriers, expect, stage, wait, wait_before
+from .fp32_around import prepare_keys, prepare_queries
+from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, box, processors, vector
+from .queue import draw, hand_on, leave, ticket, tickets
+from .tiles import padded
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; all constants. backward.py's functions read fields of the same names."""
+
+    B_R: int
+    """64: what a scale is common to, as 64 keys are."""
+    B_C: int
+    D: int
+    """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
+    PIECES: int
+    """Of every number: 2 in fp16, or 3 in bf16."""
+    Q_STAGES: int
+    DO_STAGES: int
+    EDGES: bool
+    """Whether any tile may need the mask."""
+    ORDERED: bool
+    GROUP: int
+
+
+class Shape(NamedTuple):
+    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+
+    M: object
+    N: object
+    d: object
+    d_v: object
+    H: object
+    blocks: object
+    """Query tiles of a head in scratch."""
+    key_tiles: object
+    """Key tiles of a head in scratch."""
+    heads: object
+    section: object
+    tiles: object
+
+
+class Shared(NamedTuple):
+    """Everything in shared memory. A stage of k, v, q and do is a row of pieces."""
+
+    k: object
+    v: object
+    kv: object
+    """`full` and `empty` of both."""
+    q: object
+    logs: object
+    do: object
+    sums: object
+    ds: object
+    dq: object
+    """In the memory of ds: a group's dS is read when its piece of dQ is there, and the piece before the next dS."""
+    drawn: object
+
+
+@gluon.jit
+def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
+    """All pieces of a block of rows."""
+    for i in gl.static_range(PIECES):
+        releases.load(X, [i, row, 0], bar, memory.index(use * PIECES + i))
+
+
+@gluon.jit
+def first_keys(keys, shape, packed, tile: gl.constexpr):
+    """The first block of a tile of keys in scratch."""
+    B_C: gl.constexpr = tile.B_C
+    GROUP: gl.constexpr = tile.GROUP
+    first = first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C)
+    return (first + keys.t) * (B_C // 64)
+
+
+@gluon.jit
+def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
+    """The producer warp."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    PIECES: gl.constexpr = tile.PIECES
+    BLOCKS: gl.constexpr = tile.B_C // 64
+    n = 0  # tiles of keys so far
+    y = 0  # tiles of queries so far
+    t = gl.program_id(0)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:  # packed sequences may end before
+            hand_on(shared.drawn, t, n)
+            block = first_keys(keys, shape, packed, tile)
+            wait_before(shared.kv.empty, n)
+            bar = expect(shared.kv.full, n, 2 * BLOCKS * PIECES * K.block_type.nbytes)
+            for c in gl.static_range(BLOCKS):
+                load_pieces(K, (block + c) * 64, bar, shared.k, c, PIECES)
+                load_pieces(V, (block + c) * 64, bar, shared.v, c, PIECES)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+                for x in range(walk.lo, walk.hi):
+                    row = (block0 + tile_at(variant.visits, lists, x)) * B_R
+                    wait_before(shared.q.empty, y)
+                    bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
+                    load_pieces(Q, row, bar, shared.q.memory, y % tile.Q_STAGES, PIECES)
+                    releases.load(L, [row], bar, stage(shared.logs, y))
+                    wait_before(shared.do.empty, y)
+                    bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
+                    load_pieces(dO, row, bar, shared.do.memory, y % tile.DO_STAGES, PIECES)
+                    releases.load(D, [row], bar, stage(shared.sums, y))
+                    y += 1
+        t = draw(counter)
+    hand_on(shared.drawn, t, n)
+    leave(counter)
+
+
+@gluon.jit
+def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """One piece of 64 rows, or 64 columns of it from COLUMN on."""
+    x = memory.index(n).reshape([64, memory.shape[2]])
+    if COLUMN is not None and memory.shape[2] > 64:
+        x = x.slice(COLUMN, 64, 1)
+    return x.permute((1, 0)) if TRANSPOSED else x
+
+
+@gluon.jit
+def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANSPOSED: gl.constexpr = False):
+    """All pieces of a block of rows."""
+    first = piece(memory, use * PIECES, COLUMN, TRANSPOSED)
+    second = piece(memory, use * PIECES + 1, COLUMN, TRANSPOSED)
+    if PIECES == 2:
+        return first, second
+    else:
+        return first, second, piece(memory, use * PIECES + 2, COLUMN, TRANSPOSED)
+
+
+@gluon.jit
+def product(a, b, zero):
+    """Starts a b in a fresh accumulator: of pieces i and j those with i + j < PIECES, the smallest products first."""
+    PIECES: gl.constexpr = len(a)
+    c = zero
+    for s in gl.static_range(PIECES):
+        for i in gl.static_range(PIECES - s):
+            c = warpgroup_mma(a[i], b[PIECES - 1 - s - i], c, use_acc=s + i > 0, is_async=True)
+    return c
+
+
+@gluon.jit
+def cut(x, PIECES: gl.constexpr):
+    """Numbers in registers as 16-bit pieces, two numbers at a time."""
+    if PIECES == 2:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .f32 x, y;
+            cvt.rn.f16x2.f32 $0, $3, $2;
+            mov.b32 {a, b}, $0;
+            cvt.f32.f16 x, a;
+            cvt.f32.f16 y, b;
+            sub.f32 x, $2, x;
+            sub.f32 y, $3, y;
+            cvt.rn.f16x2.f32 $1, y, x;
+            }""",
+            "=&r,=&r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            .reg .f32 x, y, u, v;
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 a, $0, 16;
+            and.b32 b, $0, 0xffff0000;
+            mov.b32 u, a;
+            mov.b32 v, b;
+            sub.f32 x, $3, u;
+            sub.f32 y, $4, v;
+            cvt.rn.bf16x2.f32 $1, y, x;
+            shl.b32 a, $1, 16;
+            and.b32 b, $1, 0xffff0000;
+            mov.b32 u, a;
+            mov.b32 v, b;
+            sub.f32 x, x, u;
+            sub.f32 y, y, v;
+            cvt.rn.bf16x2.f32 $2, y, x;
+            }""",
+            "=&r,=&r,=&r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def as_operand(a):
+    """Pieces in registers as the first operand of a product."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
+    first, second = gl.convert_layout(a[0], layout), gl.convert_layout(a[1], layout)
+    if len(a) == 2:
+        return first, second
+    else:
+        return first, second, gl.convert_layout(a[2], layout)
+
+
+@gluon.jit
+def slot(W: gl.constexpr, i: gl.constexpr):
+    """Where group W's piece i of dS lies: its first two side by side, where its piece of dQ follows them."""
+    return 2 * W + i if i < 2 else 4 + W
+
+
+@gluon.jit
+def store_ds(ds, memory, W: gl.constexpr):
+    """dS to shared memory; gives it transposed."""
+    for i in gl.static_range(len(ds)):
+        memory.index(slot(W, i)).store(ds[i])
+    fence_async_shared()
+    releases.barrier()
+    first = memory.index(slot(W, 0)).permute((1, 0))
+    second = memory.index(slot(W, 1)).permute((1, 0))
+    if len(ds) == 2:
+        return first, second
+    else:
+        return first, second, memory.index(slot(W, 2)).permute((1, 0))
+
+
+@gluon.jit
+def power_above(bound):
+    """2^-e and 2^e for bound < 2^e."""
+    e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -100), 100)
+    return ((127 - e) << 23).to(gl.float32, bitcast=True), ((127 + e) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def half_of_tile(
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor,
+    tile: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    PIECES: gl.constexpr = tile.PIECES
+    PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
+    HALF: gl.constexpr = W if tile.B_C == 128 else 0  # which 64 keys
+    COLUMN: gl.constexpr = 0 if tile.B_C == 128 else 64 * W
+    # fp16's small numbers lose bits: P is kept times 2^15, and dS times 2^15 over its bound
+    SHIFT: gl.constexpr = 15 if PIECES == 2 else 0
+    UNDO: gl.constexpr = 2.0**-SHIFT
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        j0 = keys.j0 + 64 * HALF
+        at = k_scales + 4 * (first_keys(keys, shape, packed, tile) + HALF)
+        k_undo, v_undo, v_norm = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+        dk = gl.zeros([64, 64], gl.float32, layout)
+        dv = gl.zeros([64, 64], gl.float32, layout)
+        wait(shared.kv.full, n)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+            for x in range(walk.lo, walk.hi):
+                m = tile_at(variant.visits, lists, x)
+                at = q_scales + 4 * (block0 + m)
+                q_undo, do_undo = gl.load(at), gl.load(at + 1)
+                down, up = power_above(v_norm * gl.load(at + 2) + gl.load(at + 3))
+                own = HALF + (y >> 31)  # HALF, which ptxas cannot know: see channel.only
+                wait(shared.q.full, y)
+                q = pieces(shared.q.memory, y % tile.Q_STAGES, PIECES, None, True)
+                S = product(pieces(shared.k, own, PIECES), q, zero)
+                wait(shared.do.full, y)
+                do = pieces(shared.do.memory, y % tile.DO_STAGES, PIECES, None, True)
+                dP = product(pieces(shared.v, own, PIECES), do, zero)
+                logs = stage(shared.logs, y).load(row_layout)
+                S = warpgroup_mma_wait(PRODUCTS, [S])
+                P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
+                if tile.EDGES:
+                    if (x < walk.full_lo) | (x >= walk.full_hi):
+                        i = gl.arange(0, B_R, row_layout)[None, :]
+                        j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+                        place = place_of(keys, shape, h, m, B_R)
+                        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+                p = as_operand(cut(P, PIECES))
+                sums = stage(shared.sums, y).load(row_layout) * down
+                dP = warpgroup_mma_wait(0, [dP])
+                do = pieces(shared.do.memory, y % tile.DO_STAGES, PIECES, COLUMN)
+                dv_tile = product(p, do, zero)
+                dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
+                ds = cut(dS, PIECES)
+                mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+                ds_transposed = store_ds(ds, shared.ds, W)
+                dv_tile = warpgroup_mma_wait(0, [dv_tile])
+                arrive(shared.do.empty, y)
+                dv += dv_tile * (do_undo * UNDO)
+                q = pieces(shared.q.memory, y % tile.Q_STAGES, PIECES, COLUMN)
+                dk_tile = product(as_operand(ds), q, zero)
+                dq = product(ds_transposed, pieces(shared.k, own, PIECES, COLUMN), zero)
+                dk_tile = warpgroup_mma_wait(PRODUCTS, [dk_tile])
+                arrive(shared.q.empty, y)
+                dk += dk_tile * (q_undo * up * UNDO)
+                dq = warpgroup_mma_wait(0, [dq])
+                releases.barrier()  # every warp's dS is read
+                hand_over(dq * (k_undo * up * UNDO), shared, y, W)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        buffer = shared.dq.memory.index(W)
+        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, COLUMN, buffer)
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, COLUMN, buffer)
+        n += 1
+        t = ticket(shared.drawn, n, 4)
+
+
+@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+def fp32_backward(
+    Q, K, V, dO, L, D, q_scales, k_scales, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
+    shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+):  # fmt: skip
+    """dK, dV, and dQ added to its sums, from pieces."""
+    PIECES: gl.constexpr = tile.PIECES
+    SIZE: gl.constexpr = tile.D
+    KEYS: gl.constexpr = tile.B_C // 64 * PIECES
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    DO_STAGES: gl.constexpr = tile.DO_STAGES
+    dtype: gl.constexpr = Q.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    ds = gl.allocate_shared_memory(dtype, [2 * PIECES, 64, 64], ds_layout)
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], K.layout),
+        gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], V.layout),
+        Channel(ds, barriers(1, 1), barriers(1, 2)),
+        Channel(
+            gl.allocate_shared_memory(dtype, [Q_STAGES * PIECES, 1, 64, SIZE], Q.layout),
+            barriers(Q_STAGES, 1),
+            barriers(Q_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 64], L.layout),
+        Channel(
+            gl.allocate_shared_memory(dtype, [DO_STAGES * PIECES, 1, 64, SIZE], dO.layout),
+            barriers(DO_STAGES, 1),
+            barriers(DO_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [DO_STAGES, 64], D.layout),
+        ds,
+        Channel(releases.reinterpret(ds, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
+        tickets(3),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (half_of_tile, (0, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (1, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor, tile)),
+            (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
+            (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A row of the table of tiles; the fields are `Tile`'s."""
+
+    B_c: int
+    q_stages: int
+    do_stages: int
+    B_r: int = 64
+
+
+ROWS = {
+    (64, 2): Row(128, 2, 2),
+    (64, 3): Row(128, 2, 1),
+    (128, 2): Row(64, 2, 2),
+}
+"""By head size in shared memory and pieces. Three pieces of 128 columns do not fit in shared memory."""
+
+COUNTS = {"fp16x3": 2, "bf16x6": 3}
+"""Pieces of a number."""
+TYPES = {2: (torch.float16, gl.float16), 3: (torch.bfloat16, gl.bfloat16)}
+
+
+class Scratch(NamedTuple):
+    """Between the kernels: pieces (piece, row, column), numbers for each block of 64 rows, and in `centres` two vectors
+    for each key head; lse, delta and sums of dQ as in launch.py."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    q_scales: Tensor
+    k_scales: Tensor
+    centres: Tensor
+    logs: Tensor
+    delta: Tensor
+    dq: Tensor
+    turns: Tensor | None
+
+
+def pieces_of(p: Problem) -> int:
+    """How many pieces a number has at the problem's precision."""
+    return COUNTS[p.precision(tuple(COUNTS)) or "bf16x6"]
+
+
+def row_of(p: Problem) -> Row:
+    """The problem's tiles."""
+    return ROWS[padded(p), pieces_of(p)]
+
+
+def blocks(rows_in_all: int, longest: int, B: int, p: Problem) -> int:
+    """Tiles of B rows of a head in scratch; of packed sequences, of all of them."""
+    return rows_in_all // B + p.B if p.recipe.varlen else cdiv(longest, B)
+
+
+def empty_scratch(p: Problem, device: torch.device) -> Scratch:
+    """Unwritten, but for turns: nobody's."""
+    row, size, count = row_of(p), padded(p), pieces_of(p)
+    M, N = lengths(p)
+    batch = 1 if p.recipe.varlen else p.B
+    tiles = batch * p.H * blocks(M, p.M, row.B_r, p)
+    queries = tiles * row.B_r
+    keys = batch * p.H_k * blocks(N, p.N, row.B_c, p) * row.B_c
+    q, k, v, do = (torch.empty(count, n, size, dtype=TYPES[count][0], device=device) for n in (queries, keys, keys, queries))
+    sizes = queries // 64 * 4, keys // 64 * 4, p.B * p.H_k * 2 * size, queries, queries, queries * size
+    numbers = (torch.empty(n, dtype=torch.float32, device=device) for n in sizes)
+    turns = torch.full((tiles,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    return Scratch(q, k, v, do, *numbers, turns)
+
+
+def launches(
+    p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
+    counter: Tensor,
+) -> list[Launch]:  # fmt: skip
+    """K and V in pieces; Q and dO in pieces, and row values; dK, dV and sums of dQ; dQ.
+
+    Of the plan `pl` it reads `compiled`, `values` and `listed`.
+    """
+    row, D, count = row_of(p), padded(p), pieces_of(p)
+    where, (M, N), group = packed_of(p, x), lengths(p), p.H // p.H_k
+    query_tiles, key_tiles = blocks(M, p.M, row.B_r, p), blocks(N, p.N, row.B_c, p)
+    unit = max(p.scale, TINY)
+    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
+    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
+    key = do.stride(), saved.o.stride(), aligned, dL is None
+    # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
+    constants = {"d": p.D, "d_v": p.D_v, "SIZE": D, "PIECES": count, "CENTRED": dL is None and not p.recipe.sink}
+
+    tiles = cdiv(p.N, row.B_c) * row.B_c // 64
+    arguments = (
+        rows(p, x.k), rows(p, x.v), scratch.k, scratch.v, scratch.k_scales, scratch.centres, where, N, p.H_k, tiles,
+        key_tiles, scratch.k.shape[1],
+    )  # fmt: skip
+    of_keys = Launch(prepare_keys, p.B * p.H_k * tiles, arguments, {**constants, "B_C": row.B_c}, pl.compiled, key)
+
+    tiles = cdiv(p.M, 64)
+    arguments = (
+        rows(p, x.q), rows(p, saved.o), rows(p, do), dL, lse, scratch.q, scratch.do, scratch.q_scales, scratch.centres,
+        scratch.logs, scratch.delta, scratch.dq, where, unit, M, p.H, group, tiles, query_tiles, scratch.q.shape[1],
+    )  # fmt: skip
+    of_queries = Launch(prepare_queries, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
+
+    parts, _, _ = pl.values or device_values(p, x.extra)
+    lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
+    variant = Variant(parts, (), None, lists)
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
+    few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
+    section = heads if few else max(1, CACHED_QUERIES // (group * p.M * D * 4 * (count + 1)))
+    if p.recipe.deterministic:
+        order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
+        listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
+    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), 64, 64, p)) for t in grads[1:3])
+    sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    arguments = (
+        *(blocks_of_pieces(t) for t in scratch[:4]), vector(scratch.logs, 64), vector(scratch.delta, 64),
+        scratch.q_scales, scratch.k_scales, sums, dK, dV,
+        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
+        variant, unit, p.scale, Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
+    )  # fmt: skip
+    edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
+    tile = Tile(row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group)
+    main = Launch(
+        fp32_backward, min(heads * tiles, processors(x.q.device)), arguments, {"tile": tile, "num_warps": 4},
+        pl.compiled, key,
+    )  # fmt: skip
+
+    tiles = cdiv(p.M, 64) * 64 * D // 4096
+    arguments = scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, query_tiles
+    after = Launch(finish, p.B * p.H * tiles, arguments, {"d": p.D, "B_R": row.B_r, "SIZE": D}, pl.compiled)
+    return [of_keys, of_queries, *listing, main, after]
+
+
+def blocks_of_pieces(t: Tensor) -> Descriptor:
+    """Pieces (piece, row, column), in boxes of 64 rows of one piece."""
+    layout = gl.NVMMASharedLayout.get_default_for([1, 64, t.shape[2]], TYPES[t.shape[0]][1])
+    return Descriptor(t, list(t.shape), list(t.stride()), [1, 64, t.shape[2]], layout)
