@@ -153,8 +153,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 @gluon.jit
 def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
     """One piece of 64 rows, or 64 columns of it from COLUMN on."""
-    x = memory.index(n).reshape([64, memory.shape[2]])
-    if COLUMN is not None and memory.shape[2] > 64:
+    x = memory.index(n).reshape([64, memory.shape[3]])
+    if COLUMN is not None and memory.shape[3] > 64:
         x = x.slice(COLUMN, 64, 1)
     return x.permute((1, 0)) if TRANSPOSED else x
 
@@ -242,18 +242,18 @@ def slot(W: gl.constexpr, i: gl.constexpr):
 
 
 @gluon.jit
-def store_ds(ds, memory, W: gl.constexpr):
+def store_ds(ds, memory, never, W: gl.constexpr):
     """dS to shared memory; gives it transposed."""
     for i in gl.static_range(len(ds)):
-        memory.index(slot(W, i)).store(ds[i])
+        memory.index(never + slot(W, i)).store(ds[i])
     fence_async_shared()
     releases.barrier()
-    first = memory.index(slot(W, 0)).permute((1, 0))
-    second = memory.index(slot(W, 1)).permute((1, 0))
+    first = memory.index(never + slot(W, 0)).permute((1, 0))
+    second = memory.index(never + slot(W, 1)).permute((1, 0))
     if len(ds) == 2:
         return first, second
     else:
-        return first, second, memory.index(slot(W, 2)).permute((1, 0))
+        return first, second, memory.index(never + slot(W, 2)).permute((1, 0))
 
 
 @gluon.jit
@@ -307,7 +307,7 @@ def half_of_tile(
                 q = pieces(shared.q.memory, y % tile.Q_STAGES, PIECES, None, True)
                 S = product(pieces(shared.k, own, PIECES), q, zero)
                 wait(shared.do.full, y)
-                do = pieces(shared.do.memory, y % tile.DO_STAGES, PIECES, None, True)
+                do = pieces(shared.do.memory, (y >> 31 if tile.DO_STAGES == 1 else y % tile.DO_STAGES), PIECES, None, True)
                 dP = product(pieces(shared.v, own, PIECES), do, zero)
                 logs = stage(shared.logs, y).load(row_layout)
                 S = warpgroup_mma_wait(PRODUCTS, [S])
@@ -321,12 +321,12 @@ def half_of_tile(
                 p = as_operand(cut(P, PIECES))
                 sums = stage(shared.sums, y).load(row_layout) * down
                 dP = warpgroup_mma_wait(0, [dP])
-                do = pieces(shared.do.memory, y % tile.DO_STAGES, PIECES, COLUMN)
+                do = pieces(shared.do.memory, (y >> 31 if tile.DO_STAGES == 1 else y % tile.DO_STAGES), PIECES, COLUMN)
                 dv_tile = product(p, do, zero)
                 dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
                 ds = cut(dS, PIECES)
                 mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-                ds_transposed = store_ds(ds, shared.ds, W)
+                ds_transposed = store_ds(ds, shared.ds, y >> 31, W)
                 dv_tile = warpgroup_mma_wait(0, [dv_tile])
                 arrive(shared.do.empty, y)
                 dv += dv_tile * (do_undo * UNDO)
