@@ -34,8 +34,9 @@ from . import releases
 from .around import finish, first_block, give_turns
 from .backward import add_dq, hand_over, keys_of, place_of, store_gradient, walk_of
 from .channel import Channel, arrive, barriers, expect, stage, wait, wait_before
-from .fp32_around import prepare_keys, prepare_queries
+from .fp32_around import Scales, prepare_keys, prepare_queries
 from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, box, processors, vector
+from .pieces import Split
 from .queue import draw, hand_on, leave, ticket, tickets
 from .tiles import padded
 
@@ -93,6 +94,12 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def stage_of(y, STAGES: gl.constexpr):
+    """The stage of use y; of one stage its number, which is 0, as channel.only does."""
+    return y >> 31 if STAGES == 1 else y % STAGES
+
+
+@gluon.jit
 def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
     """All pieces of a block of rows."""
     for i in gl.static_range(PIECES):
@@ -138,11 +145,11 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                     row = (block0 + tile_at(variant.visits, lists, x)) * B_R
                     wait_before(shared.q.empty, y)
                     bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
-                    load_pieces(Q, row, bar, shared.q.memory, y % tile.Q_STAGES, PIECES)
+                    load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
                     releases.load(L, [row], bar, stage(shared.logs, y))
                     wait_before(shared.do.empty, y)
                     bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
-                    load_pieces(dO, row, bar, shared.do.memory, y % tile.DO_STAGES, PIECES)
+                    load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
                     releases.load(D, [row], bar, stage(shared.sums, y))
                     y += 1
         t = draw(counter)
@@ -257,15 +264,21 @@ def store_ds(ds, memory, never, W: gl.constexpr):
 
 
 @gluon.jit
+def undo_of(undo, block, PIECES: gl.constexpr):
+    """What undoes the scale of a block's pieces; bf16's have none."""
+    return gl.load(undo + block) if PIECES == 2 else 1.0
+
+
+@gluon.jit
 def power_above(bound):
     """2^-e and 2^e for bound < 2^e."""
-    e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -100), 100)
+    e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -126), 126)
     return ((127 - e) << 23).to(gl.float32, bitcast=True), ((127 + e) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def half_of_tile(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor,
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor,
     tile: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
@@ -287,8 +300,9 @@ def half_of_tile(
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         j0 = keys.j0 + 64 * HALF
-        at = k_scales + 4 * (first_keys(keys, shape, packed, tile) + HALF)
-        k_undo, v_undo, v_norm = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+        block = first_keys(keys, shape, packed, tile) + HALF
+        k_undo, v_undo = undo_of(scales.k, block, PIECES), undo_of(scales.v, block, PIECES)
+        v_norm = gl.load(scales.v_norm + block)
         dk = gl.zeros([64, 64], gl.float32, layout)
         dv = gl.zeros([64, 64], gl.float32, layout)
         wait(shared.kv.full, n)
@@ -299,15 +313,14 @@ def half_of_tile(
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
-                at = q_scales + 4 * (block0 + m)
-                q_undo, do_undo = gl.load(at), gl.load(at + 1)
-                down, up = power_above(v_norm * gl.load(at + 2) + gl.load(at + 3))
-                own = HALF + (y >> 31)  # HALF, which ptxas cannot know: see channel.only
+                q_undo, do_undo = undo_of(scales.q, block0 + m, PIECES), undo_of(scales.do, block0 + m, PIECES)
+                down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
+                own = HALF + (y >> 31)  # the same number: see channel.only
                 wait(shared.q.full, y)
-                q = pieces(shared.q.memory, y % tile.Q_STAGES, PIECES, None, True)
+                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
                 S = product(pieces(shared.k, own, PIECES), q, zero)
                 wait(shared.do.full, y)
-                do = pieces(shared.do.memory, (y >> 31 if tile.DO_STAGES == 1 else y % tile.DO_STAGES), PIECES, None, True)
+                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, None, True)
                 dP = product(pieces(shared.v, own, PIECES), do, zero)
                 logs = stage(shared.logs, y).load(row_layout)
                 S = warpgroup_mma_wait(PRODUCTS, [S])
@@ -321,7 +334,7 @@ def half_of_tile(
                 p = as_operand(cut(P, PIECES))
                 sums = stage(shared.sums, y).load(row_layout) * down
                 dP = warpgroup_mma_wait(0, [dP])
-                do = pieces(shared.do.memory, (y >> 31 if tile.DO_STAGES == 1 else y % tile.DO_STAGES), PIECES, COLUMN)
+                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, COLUMN)
                 dv_tile = product(p, do, zero)
                 dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
                 ds = cut(dS, PIECES)
@@ -330,7 +343,7 @@ def half_of_tile(
                 dv_tile = warpgroup_mma_wait(0, [dv_tile])
                 arrive(shared.do.empty, y)
                 dv += dv_tile * (do_undo * UNDO)
-                q = pieces(shared.q.memory, y % tile.Q_STAGES, PIECES, COLUMN)
+                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
                 dk_tile = product(as_operand(ds), q, zero)
                 dq = product(ds_transposed, pieces(shared.k, own, PIECES, COLUMN), zero)
                 dk_tile = warpgroup_mma_wait(PRODUCTS, [dk_tile])
@@ -351,7 +364,7 @@ def half_of_tile(
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_backward(
-    Q, K, V, dO, L, D, q_scales, k_scales, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
+    Q, K, V, dO, L, D, scales, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
     shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums, from pieces."""
@@ -386,8 +399,8 @@ def fp32_backward(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (half_of_tile, (0, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor, tile)),
-            (half_of_tile, (1, dK, dV, dK_rows, dV_rows, q_scales, k_scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (0, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (1, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor, tile)),
             (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
             (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
         ],
@@ -417,15 +430,14 @@ TYPES = {2: (torch.float16, gl.float16), 3: (torch.bfloat16, gl.bfloat16)}
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces (piece, row, column), numbers for each block of 64 rows, and in `centres` two vectors
-    for each key head; lse, delta and sums of dQ as in launch.py."""
+    """Between the kernels: pieces (piece, block, row, column), numbers for each block of 64 rows, and in `centres` two
+    vectors for each key head; lse, delta and sums of dQ as in launch.py."""
 
     q: Tensor
+    do: Tensor
     k: Tensor
     v: Tensor
-    do: Tensor
-    q_scales: Tensor
-    k_scales: Tensor
+    scales: Scales
     centres: Tensor
     logs: Tensor
     delta: Tensor
@@ -443,24 +455,25 @@ def row_of(p: Problem) -> Row:
     return ROWS[padded(p), pieces_of(p)]
 
 
-def blocks(rows_in_all: int, longest: int, B: int, p: Problem) -> int:
-    """Tiles of B rows of a head in scratch; of packed sequences, of all of them."""
-    return rows_in_all // B + p.B if p.recipe.varlen else cdiv(longest, B)
+def tiles_of_head(p: Problem, B_r: int, B_c: int) -> tuple[int, int]:
+    """Tiles of queries and of keys of a head in scratch; of packed sequences, of all of them."""
+    if p.recipe.varlen:
+        return p.q.shape[0] // B_r + p.B, p.k.shape[0] // B_c + p.B
+    return cdiv(p.M, B_r), cdiv(p.N, B_c)
 
 
 def empty_scratch(p: Problem, device: torch.device) -> Scratch:
     """Unwritten, but for turns: nobody's."""
     row, size, count = row_of(p), padded(p), pieces_of(p)
-    M, N = lengths(p)
     batch = 1 if p.recipe.varlen else p.B
-    tiles = batch * p.H * blocks(M, p.M, row.B_r, p)
-    queries = tiles * row.B_r
-    keys = batch * p.H_k * blocks(N, p.N, row.B_c, p) * row.B_c
-    q, k, v, do = (torch.empty(count, n, size, dtype=TYPES[count][0], device=device) for n in (queries, keys, keys, queries))
-    sizes = queries // 64 * 4, keys // 64 * 4, p.B * p.H_k * 2 * size, queries, queries, queries * size
-    numbers = (torch.empty(n, dtype=torch.float32, device=device) for n in sizes)
-    turns = torch.full((tiles,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, k, v, do, *numbers, turns)
+    of_queries, of_keys = tiles_of_head(p, row.B_r, row.B_c)
+    queries, keys = batch * p.H * of_queries, batch * p.H_k * of_keys * row.B_c // 64
+    pieces = (torch.empty((count, n, 64, size), dtype=TYPES[count][0], device=device) for n in (queries, queries, keys, keys))
+    numbers = (torch.empty(n, device=device) for n in (queries, queries, keys, keys, queries, keys, queries))
+    sizes = p.B * p.H_k * 2 * size, queries * 64, queries * 64, queries * 64 * size
+    rest = (torch.empty(n, device=device) for n in sizes)
+    turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    return Scratch(*pieces, Scales(*numbers), *rest, turns)
 
 
 def launches(
@@ -472,28 +485,27 @@ def launches(
     Of the plan `pl` it reads `compiled`, `values` and `listed`.
     """
     row, D, count = row_of(p), padded(p), pieces_of(p)
-    where, (M, N), group = packed_of(p, x), lengths(p), p.H // p.H_k
-    query_tiles, key_tiles = blocks(M, p.M, row.B_r, p), blocks(N, p.N, row.B_c, p)
+    where, (M, N), group, s = packed_of(p, x), lengths(p), p.H // p.H_k, scratch.scales
+    of_queries, of_keys = tiles_of_head(p, row.B_r, row.B_c)
     unit = max(p.scale, TINY)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
-    constants = {"d": p.D, "d_v": p.D_v, "SIZE": D, "PIECES": count, "CENTRED": dL is None and not p.recipe.sink}
+    constants = {"d": p.D, "d_v": p.D_v, "SIZE": D, "CENTRED": dL is None and not p.recipe.sink}
 
     tiles = cdiv(p.N, row.B_c) * row.B_c // 64
-    arguments = (
-        rows(p, x.k), rows(p, x.v), scratch.k, scratch.v, scratch.k_scales, scratch.centres, where, N, p.H_k, tiles,
-        key_tiles, scratch.k.shape[1],
-    )  # fmt: skip
-    of_keys = Launch(prepare_keys, p.B * p.H_k * tiles, arguments, {**constants, "B_C": row.B_c}, pl.compiled, key)
+    K, V = Split(rows(p, x.k), scratch.k, s.k), Split(rows(p, x.v), scratch.v, s.v)
+    arguments = K, V, s.v_norm, scratch.centres, where, N, p.H_k, tiles, of_keys, scratch.k.shape[1]
+    keys = Launch(prepare_keys, p.B * p.H_k * tiles, arguments, {**constants, "B_C": row.B_c}, pl.compiled, key)
 
     tiles = cdiv(p.M, 64)
+    Q, dO = Split(rows(p, x.q), scratch.q, s.q), Split(rows(p, do), scratch.do, s.do)
     arguments = (
-        rows(p, x.q), rows(p, saved.o), rows(p, do), dL, lse, scratch.q, scratch.do, scratch.q_scales, scratch.centres,
-        scratch.logs, scratch.delta, scratch.dq, where, unit, M, p.H, group, tiles, query_tiles, scratch.q.shape[1],
+        Q, dO, rows(p, saved.o), dL, lse, s.do_norm, s.D, *scratch[5:9], where, unit, M, p.H, group, tiles,
+        of_queries, scratch.q.shape[1],
     )  # fmt: skip
-    of_queries = Launch(prepare_queries, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
+    queries = Launch(prepare_queries, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
 
     parts, _, _ = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -502,15 +514,15 @@ def launches(
     few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
     section = heads if few else max(1, CACHED_QUERIES // (group * p.M * D * 4 * (count + 1)))
     if p.recipe.deterministic:
-        order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
+        order = scratch.turns, where, variant, M, N, p.H, tiles, of_queries
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), 64, 64, p)) for t in grads[1:3])
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        *(blocks_of_pieces(t) for t in scratch[:4]), vector(scratch.logs, 64), vector(scratch.delta, 64),
-        scratch.q_scales, scratch.k_scales, sums, dK, dV,
+        *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)), vector(scratch.logs, 64),
+        vector(scratch.delta, 64), s, sums, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
-        variant, unit, p.scale, Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
+        variant, unit, p.scale, Shape(M, N, p.D, p.D_v, p.H, of_queries, of_keys, heads, section, tiles),
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group)
@@ -520,12 +532,14 @@ def launches(
     )  # fmt: skip
 
     tiles = cdiv(p.M, 64) * 64 * D // 4096
-    arguments = scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, query_tiles
+    arguments = scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, of_queries
     after = Launch(finish, p.B * p.H * tiles, arguments, {"d": p.D, "B_R": row.B_r, "SIZE": D}, pl.compiled)
-    return [of_keys, of_queries, *listing, main, after]
+    return [keys, queries, *listing, main, after]
 
 
-def blocks_of_pieces(t: Tensor) -> Descriptor:
-    """Pieces (piece, row, column), in boxes of 64 rows of one piece."""
-    layout = gl.NVMMASharedLayout.get_default_for([1, 64, t.shape[2]], TYPES[t.shape[0]][1])
-    return Descriptor(t, list(t.shape), list(t.stride()), [1, 64, t.shape[2]], layout)
+def boxes(t: Tensor) -> Descriptor:
+    """Pieces as TMA sees them, (piece, row, column), in blocks of one piece."""
+    count, blocks, rows, columns = t.shape
+    layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], TYPES[count][1])
+    strides = [blocks * rows * columns, columns, 1]
+    return Descriptor(t, [count, blocks * rows, columns], strides, [1, rows, columns], layout)
