@@ -1,14 +1,16 @@
 """The backward's main kernel on Hopper for fp32: products of 16-bit pieces, as accurate as fp32 (see fp32_around.py).
 
     load                one warp    as in backward.py, every operand in pieces
-    add_dq              one warp    is backward.py's
-    two groups          8 warps     64 rows of S^T, P^T, dP^T and dS^T and 64 columns of dK, dV and dQ each:
-        head sizes to 64     64 of 128 keys each, and all columns
-        head size 128        the same 64 keys, and half of the columns each; so S and dP are computed twice
+    add_dq              one warp    as there
+    half_of_tile        two groups  64 keys with their S, P, dP and dS, and 64 columns of their dK, dV and dQ, each:
+        head sizes to 64                half of 128 keys
+        head size 128                   the same 64 keys, and half of the columns: S and dP are computed twice
+        head size 128 in 3 pieces       the same, and both write the same dS to the same memory, so they go in step
 
 A product of two sums of pieces leaves out what is below fp32's last bit, and adds the smallest products first. Tensor
 cores cut bits off as they add, so each sum over one tile begins at zero and joins dK or dV by a multiply-add, which also
-undoes the scales. P and dS are split in registers. The groups share nothing but Q and dO, and drift apart.
+undoes the scales. P and dS are split in registers. Groups that share nothing but Q and dO drift apart, and one's
+products run under the other's exponentials.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,14 +31,15 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.gradients import seen
 from ..tile.launch import Launch, cdiv, device_values, lengths, rows, visits
 from ..tile.launch import packed as packed_of
+from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant, list_at, tile_at
 from . import releases
 from .around import finish, first_block, give_turns
-from .backward import add_dq, hand_over, keys_of, place_of, store_gradient, walk_of
-from .channel import Channel, arrive, barriers, expect, stage, wait, wait_before
+from .backward import hand_over, keys_of, next_turn, place_of, wait_added, walk_of
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
 from .fp32_around import Scales, prepare_keys, prepare_queries
-from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, box, processors, vector
+from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, processors, vector
 from .pieces import Split
 from .queue import draw, hand_on, leave, ticket, tickets
 from .tiles import padded
@@ -57,6 +61,8 @@ class Tile(NamedTuple):
     """Whether any tile may need the mask."""
     ORDERED: bool
     GROUP: int
+    IN_STEP: bool
+    """Whether the groups share the memory of dS; then pieces of dQ leave through dO's."""
 
 
 class Shape(NamedTuple):
@@ -89,7 +95,7 @@ class Shared(NamedTuple):
     sums: object
     ds: object
     dq: object
-    """In the memory of ds: a group's dS is read when its piece of dQ is there, and the piece before the next dS."""
+    """In the memory of ds, as a group's dS is read when its piece of dQ is there, and that before the next dS comes."""
     drawn: object
 
 
@@ -155,6 +161,43 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
+
+
+@gluon.jit
+def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
+    """The writer warp, as in backward.py. Here a group gets its memory back before the other's piece is waited for."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 1)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+            for x in range(walk.lo, walk.hi):
+                m = tile_at(variant.visits, lists, x)
+                if tile.ORDERED:
+                    while gl.atomic_add(turns + block0 + m, 0, sem="acquire") != keys.t:
+                        pass
+                for w in gl.static_range(2):
+                    mbarrier.wait(shared.dq.full.index(w), y & 1)
+                    releases.reduce_add(dQ, [((block0 + m) * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
+                    if tile.ORDERED:
+                        wait_added()
+                    tma.store_wait(0)
+                    mbarrier.arrive(shared.dq.empty.index(w))
+                    if tile.IN_STEP:
+                        arrive(shared.do.empty, y)
+                if tile.ORDERED:
+                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="release")
+                y += 1
+        n += 1
+        t = ticket(shared.drawn, n, 1)
 
 
 @gluon.jit
@@ -243,24 +286,32 @@ def as_operand(a):
 
 
 @gluon.jit
-def slot(W: gl.constexpr, i: gl.constexpr):
-    """Where group W's piece i of dS lies: its first two side by side, where its piece of dQ follows them."""
-    return 2 * W + i if i < 2 else 4 + W
+def store_ds_piece(ds, memory, zero, i: gl.constexpr, W: gl.constexpr):
+    """Piece i of group W's dS. Its first two lie side by side, where its piece of dQ follows them."""
+    at = memory.index(zero + (2 * W + i if i < 2 else 4 + W))
+    at.store(ds[i])
+    return at.permute((1, 0))
 
 
 @gluon.jit
-def store_ds(ds, memory, never, W: gl.constexpr):
+def store_ds(ds, memory, zero, W: gl.constexpr):
     """dS to shared memory; gives it transposed."""
-    for i in gl.static_range(len(ds)):
-        memory.index(never + slot(W, i)).store(ds[i])
-    fence_async_shared()
-    releases.barrier()
-    first = memory.index(never + slot(W, 0)).permute((1, 0))
-    second = memory.index(never + slot(W, 1)).permute((1, 0))
+    first = store_ds_piece(ds, memory, zero, 0, W)
+    second = store_ds_piece(ds, memory, zero, 1, W)
     if len(ds) == 2:
         return first, second
     else:
-        return first, second, memory.index(never + slot(W, 2)).permute((1, 0))
+        return first, second, store_ds_piece(ds, memory, zero, 2, W)
+
+
+@gluon.jit
+def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on."""
+    layout: gl.constexpr = x.type.layout
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    at = origin(G, keys.b, keys.h_k, keys.k0) + rows.to(gl.int64) * G.row + columns
+    gl.store(at, x, mask=(rows < keys.N) & (columns < d))
 
 
 @gluon.jit
@@ -278,13 +329,13 @@ def power_above(bound):
 
 @gluon.jit
 def half_of_tile(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor,
-    tile: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+):
     """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
     B_R: gl.constexpr = tile.B_R
     GROUP: gl.constexpr = tile.GROUP
     PIECES: gl.constexpr = tile.PIECES
+    IN_STEP: gl.constexpr = tile.IN_STEP
     PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
     HALF: gl.constexpr = W if tile.B_C == 128 else 0  # which 64 keys
     COLUMN: gl.constexpr = 0 if tile.B_C == 128 else 64 * W
@@ -338,10 +389,14 @@ def half_of_tile(
                 dv_tile = product(p, do, zero)
                 dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
                 ds = cut(dS, PIECES)
-                mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-                ds_transposed = store_ds(ds, shared.ds, y >> 31, W)
+                if not IN_STEP:
+                    mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+                ds_transposed = store_ds(ds, shared.ds, y >> 31, 0 if IN_STEP else W)
+                fence_async_shared()
+                releases.barrier()
                 dv_tile = warpgroup_mma_wait(0, [dv_tile])
-                arrive(shared.do.empty, y)
+                if not IN_STEP:
+                    arrive(shared.do.empty, y)
                 dv += dv_tile * (do_undo * UNDO)
                 q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
                 dk_tile = product(as_operand(ds), q, zero)
@@ -350,21 +405,22 @@ def half_of_tile(
                 arrive(shared.q.empty, y)
                 dk += dk_tile * (q_undo * up * UNDO)
                 dq = warpgroup_mma_wait(0, [dq])
-                releases.barrier()  # every warp's dS is read
+                if IN_STEP:
+                    take_turns("sync", 0)  # both groups: dS and dO are read
+                else:
+                    releases.barrier()  # dS is read
                 hand_over(dq * (k_undo * up * UNDO), shared, y, W)
                 y += 1
         arrive(shared.kv.empty, 0)
-        buffer = shared.dq.memory.index(W)
-        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, COLUMN, buffer)
-        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, COLUMN, buffer)
+        store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
+        store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)
         n += 1
         t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_backward(
-    Q, K, V, dO, L, D, scales, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
+    Q, K, V, dO, L, D, scales, dQ, dK, dV, counter, turns, packed, variant, unit, factor,
     shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums, from pieces."""
@@ -375,7 +431,9 @@ def fp32_backward(
     DO_STAGES: gl.constexpr = tile.DO_STAGES
     dtype: gl.constexpr = Q.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    ds = gl.allocate_shared_memory(dtype, [2 * PIECES, 64, 64], ds_layout)
+    ds = gl.allocate_shared_memory(dtype, [PIECES if tile.IN_STEP else 2 * PIECES, 64, 64], ds_layout)
+    do = gl.allocate_shared_memory(dtype, [DO_STAGES * PIECES, 1, 64, SIZE], dO.layout)
+    dq = do if tile.IN_STEP else ds
     shared = Shared(
         gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], K.layout),
         gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], V.layout),
@@ -387,20 +445,20 @@ def fp32_backward(
         ),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 64], L.layout),
         Channel(
-            gl.allocate_shared_memory(dtype, [DO_STAGES * PIECES, 1, 64, SIZE], dO.layout),
+            do,
             barriers(DO_STAGES, 1),
             barriers(DO_STAGES, 2),
         ),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, 64], D.layout),
         ds,
-        Channel(releases.reinterpret(ds, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
+        Channel(releases.reinterpret(dq, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         tickets(3),
     )
     fence_async_shared()
     gl.warp_specialize(
         [
-            (half_of_tile, (0, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor, tile)),
-            (half_of_tile, (1, dK, dV, dK_rows, dV_rows, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (0, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (1, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
             (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
             (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
         ],
@@ -414,6 +472,7 @@ class Row(NamedTuple):
     B_c: int
     q_stages: int
     do_stages: int
+    in_step: bool = False
     B_r: int = 64
 
 
@@ -421,8 +480,9 @@ ROWS = {
     (64, 2): Row(128, 2, 2),
     (64, 3): Row(128, 2, 1),
     (128, 2): Row(64, 2, 2),
+    (128, 3): Row(64, 1, 1, in_step=True),
 }
-"""By head size in shared memory and pieces. Three pieces of 128 columns do not fit in shared memory."""
+"""By head size in shared memory and pieces."""
 
 COUNTS = {"fp16x3": 2, "bf16x6": 3}
 """Pieces of a number."""
@@ -516,16 +576,14 @@ def launches(
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, of_queries
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), 64, 64, p)) for t in grads[1:3])
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)), vector(scratch.logs, 64),
-        vector(scratch.delta, 64), s, sums, dK, dV,
-        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
+        vector(scratch.delta, 64), s, sums, rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where,
         variant, unit, p.scale, Shape(M, N, p.D, p.D_v, p.H, of_queries, of_keys, heads, section, tiles),
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
-    tile = Tile(row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group)
+    tile = Tile(row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step)
     main = Launch(
         fp32_backward, min(heads * tiles, processors(x.q.device)), arguments, {"tile": tile, "num_warps": 4},
         pl.compiled, key,
