@@ -1,5 +1,7 @@
-"""What the fp32 backward's main kernel reads, made in Triton's interpreter where there is no GPU: gradients computed from
-it in fp64 are those of the operands."""
+"""What the fp32 backward's main kernel reads, made in Triton's interpreter where there is no GPU.
+
+Gradients computed from it in fp64 are those of the operands.
+"""
 
 from types import SimpleNamespace
 
@@ -65,9 +67,9 @@ def from_scratch(p, s, mask):
     dk, dv = p.scale * dS.mT @ Q, P.mT @ dO
     parts = p.scale * dS @ K_each, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)
     sizes = (p.M, p.D), (p.N, p.D), (p.N, p.D_v)
-    outside = [part[:, :, rows:].any() or part[..., columns:].any() for part, (rows, columns) in zip(parts, sizes, strict=True)]
-    assert not any(outside), "padding adds nothing"
-    return [part[:, :, :r, :c].transpose(1, 2) for part, (r, c) in zip(parts, sizes, strict=True)], bool(bounded.all())
+    inside = [part[:, :, :rows, :columns] for part, (rows, columns) in zip(parts, sizes, strict=True)]
+    assert all(part.count_nonzero() == some.count_nonzero() for part, some in zip(parts, inside, strict=True))
+    return [part.transpose(1, 2) for part in inside], bool(bounded.all())
 
 
 def error(found, true):

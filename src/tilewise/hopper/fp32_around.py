@@ -18,7 +18,7 @@ from ..tile.softmax import for_backward
 from .around import first_block
 from .pieces import INF, largest, load_block, power_of_two, store_pieces
 
-SAMPLES = tl.constexpr(64)
+SAMPLES = tl.constexpr(16)
 BLOCK = tl.constexpr(64)
 """Rows that share a scale."""
 
