@@ -56,6 +56,30 @@ BACKWARD = {
 }
 
 
+class Fp32Forward(NamedTuple):
+    """One row of the fp32 forward's table; the fields are `fp32_forward.Tile`'s."""
+
+    B_c: int
+    kv_stages: int
+    q_apart: bool
+    turns: bool
+    split: int
+    registers: int
+
+    @property
+    def B_r(self) -> int:  # noqa: N802
+        """Queries of a tile, of two warpgroups."""
+        return 128
+
+
+FP32_FORWARD = {
+    ("fp16x3", 64): Fp32Forward(128, 2, q_apart=True, turns=True, split=0, registers=240),
+    ("fp16x3", 128): Fp32Forward(64, 2, q_apart=False, turns=False, split=0, registers=240),
+    ("bf16x6", 64): Fp32Forward(64, 2, q_apart=True, turns=True, split=0, registers=240),
+    ("bf16x6", 128): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240),
+}
+
+
 class Bias(NamedTuple):
     """Tiles of the kernel for a bias's gradient."""
 
@@ -128,3 +152,7 @@ def neighbours(name: str, row: Any) -> list[Any]:
     """Every other row that one change makes of a row of this table. Further steps take another run."""
     made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
     return [other for other in made if other != row]
+
+
+def current_fp32(p: Problem, precision: str) -> Fp32Forward:
+    return FP32_FORWARD[precision, padded(p)]
