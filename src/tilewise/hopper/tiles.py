@@ -33,8 +33,9 @@ FORWARD = {
     64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
     (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
     128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
+    (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
     (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
-    256: Forward(2, 64, 1, 2, turns=False, draw_early=False, split=2, registers=240),
+    256: Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=240),
 }
 
 
@@ -115,15 +116,20 @@ def current(p: Problem) -> Rows:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
-    of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens. At 128,
+    of what lists of tiles leave out and of short masked rows. At 128, masks want the warpgroups to take turns, and
     scores and dropout want the product before out of their way, but for SoftCap."""
-    size = padded(p)
+    size, recipe = padded(p), p.recipe
     if size == 64:
-        rich = bool(p.recipe.score or p.recipe.dropout or p.listed)
-        two = rich or bool(p.recipe.mask and p.M <= 4096)
+        rich = bool(recipe.score or recipe.dropout or p.listed)
+        two = rich or bool(recipe.mask and p.M <= 1024)
         return {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
-    rich = bool(p.recipe.dropout or (p.recipe.score and SoftCap not in p.kinds))
-    return {"forward": (128, "rich") if size == 128 and rich else size, "backward": size}
+    forward: Any = size
+    if size == 128:
+        if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
+            forward = 128, "rich"
+        elif recipe.mask:
+            forward = 128, "masked"
+    return {"forward": forward, "backward": size}
 
 
 def title(key: Any) -> str:
