@@ -92,6 +92,8 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     given = by_name(launch)
     tile = launch.constants["tile"]._replace(WARPGROUPS=2)
     B_r = 64 * tile.WARPGROUPS
+    if given["variant"].mask and tile.B_C % B_r:  # the diagonal of all rows crosses several tiles of keys
+        tile = tile._replace(EDGES=True)
     shape = given["shape"]._replace(tiles=-(-given["shape"].M // B_r))
     Q, O = (replace(given[name], block_shape=[1, 1, B_r, tile.D]) for name in "QO")
     arguments = Q, given["K"], given["V"], O, given["L"], given["variant"], given["c"], shape
@@ -128,6 +130,11 @@ def shortest_first(launch: "Launch") -> "Launch":
 
     given = by_name(launch)
     return with_arguments(launch, shape=given["shape"]._replace(order=order)) if given["variant"].mask else launch
+
+
+def whole_corners(launch: "Launch") -> "Launch":
+    """Warpgroup 0 computes the half of its first tile that its rows do not see, too."""
+    return with_tile(launch, CORNER=False)
 
 
 def masks_everywhere(launch: "Launch") -> "Launch":
@@ -175,6 +182,7 @@ CHANGES = {
     "with ping-pong": Change("hopper", with_turns),
     "without persistence": Change("hopper", without_persistence),
     "shortest tiles first": Change("hopper", shortest_first),
+    "whole corners": Change("hopper", whole_corners),
     "masks on every tile": Change("hopper", masks_everywhere),
     "triton, 4 warps": Change("triton", four_warps),
     "triton, 8 warps": Change("triton", eight_warps),

@@ -102,7 +102,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     releases.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
     if (x < walk.full_lo) | (x >= walk.full_hi):
-        S = masked(S, place, place.i0, j, variant)
+        S = masked(S, place, place.i0, j * B_C, variant)
     m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
     P = gl.exp2(S * c - shift[:, None])
     l = gl.sum(P, 1)
@@ -120,7 +120,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
         S_new = warpgroup_mma_wait(1, [S_next])
         if EDGES:
             if (x < walk.full_lo) | (x >= walk.full_hi):
-                S_new = masked(S_new, place, place.i0, j, variant)
+                S_new = masked(S_new, place, place.i0, j * B_C, variant)
         m_new, shift = row_max(S_new, m, c)
         P_new = exponentials(S_new, shift, c, values.full, y, SPLIT)
         alpha = gl.exp2(m - shift)

@@ -42,7 +42,9 @@ class Tile(NamedTuple):
     TURNS: bool
     """Whether named barriers order the warpgroups' products (ping-pong)."""
     EDGES: bool
-    """Whether other key tiles than a query tile's first may need the mask."""
+    """Whether other key tiles than a warpgroup's first may need the mask."""
+    CORNER: bool
+    """Whether warpgroup 0 sees half of its first key tile only: the diagonal of a square tile."""
     DRAW_EARLY: bool
     """Whether the next tile is drawn behind the second load rather than behind the last."""
     SPLIT: int
@@ -106,6 +108,34 @@ def walk_of(place, variant, lists, tile: gl.constexpr):
 
 
 @gluon.jit
+def part_of(walk, place, row0, variant, tile: gl.constexpr):
+    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list."""
+    B_C: gl.constexpr = tile.B_C
+    if variant.visits is None:
+        rows = Place(place.b, place.h, place.matrix, row0, place.M, place.N, place.shift)
+        lo, full_lo, full_hi, hi = key_range(variant, 0, rows, 64, B_C)
+        hi = gl.minimum(gl.maximum(hi, walk.lo + 1), walk.hi)
+        return Walk(gl.minimum(gl.maximum(lo, walk.lo), hi - 1), full_lo, full_hi, hi, walk.some)
+    else:
+        return walk
+
+
+@gluon.jit
+def pass_by(W: gl.constexpr, k, y, count, tile: gl.constexpr):
+    """The number of the key tile behind `count` that warpgroup W has no use for; it takes its turns all the same."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    TURNS: gl.constexpr = tile.TURNS
+    for _ in range(count):
+        wait(k.full, y)
+        if TURNS:
+            take_turns("sync", W)
+            take_turns("arrive", (W + 1) % WARPGROUPS)
+        arrive(k.empty, y)
+        y += 1
+    return y
+
+
+@gluon.jit
 def key_tile(variant, lists, walk, x):
     """The key tile at position x."""
     return gl.where(walk.some, tile_at(variant.visits, lists, x), 0)
@@ -162,27 +192,53 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def indices(S, place, row0, j):
+def logits(q, k, CORNER: gl.constexpr):
+    """Q K^T, or of a CORNER its first half of the columns."""
+    B_C: gl.constexpr = k.shape[0] // 2 if CORNER else k.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
+    k = k.slice(0, B_C, 0)
+    S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, B_C], gl.float32, layout), use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [S])
+
+
+@gluon.jit
+def indices(S, place, row0, j0):
     """Rows (shifted) and columns of a tile of S, as they broadcast."""
     layout: gl.constexpr = S.type.layout
     i = row0 + place.shift + gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))
-    columns = j * S.shape[1] + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
+    columns = j0 + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
     return i[:, None], columns[None, :]
 
 
 @gluon.jit
-def scored(S, place, row0, j, variant):
+def scored(S, place, row0, j0, variant):
     """The logits after all scores."""
-    i, columns = indices(S, place, row0, j)
+    i, columns = indices(S, place, row0, j0)
     return through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
 
 
 @gluon.jit
-def masked(S, place, row0, j, variant):
+def masked(S, place, row0, j0, variant):
     """The logits where the mask shows them, else -inf."""
-    i, columns = indices(S, place, row0, j)
+    i, columns = indices(S, place, row0, j0)
     seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
     return gl.where(seen, S, float("-inf"))
+
+
+@gluon.jit
+def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr):
+    """m, l and P after the first key tile; P is 0 where S has no columns."""
+    S = scored(S, place, row0, j0, variant)
+    if partial:
+        S = masked(S, place, row0, j0, variant)
+    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c)
+    P = gl.exp2(S * c - shift[:, None])
+    l = gl.sum(P, 1)
+    if P.type.layout != layout:
+        ROWS: gl.constexpr = P.shape[0]
+        P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
 
 
 @gluon.jit
@@ -208,7 +264,7 @@ def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def dropped(P, place, row0, j, variant):
+def dropped(P, place, row0, j0, variant):
     """P after dropout."""
     if variant.dropout is None:
         return P
@@ -216,7 +272,7 @@ def dropped(P, place, row0, j, variant):
         layout: gl.constexpr = P.type.layout
         i = gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None]
         columns = gl.arange(0, P.shape[1], gl.SliceLayout(0, layout))[None, :]
-        return P * kept(variant.dropout, place.matrix, row0, i, j * P.shape[1], columns)
+        return P * kept(variant.dropout, place.matrix, row0, i, j0, columns)
 
 
 @gluon.jit
@@ -234,12 +290,12 @@ def zero_from(memory, row):
 
 
 @gluon.jit
-def store_inside(O, o, h, first, M, d_v, COLUMN: gl.constexpr):
-    """Rows of a packed sequence, of which M exist: a box of TMA would write over the next sequence."""
+def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
+    """Rows of a head, of which M exist. In packed sequences a box of TMA would write over the next one."""
     layout: gl.constexpr = o.type.layout
     rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
     columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
-    at = origin(O, h * 0, h, first) + rows.to(gl.int64) * O.row + columns
+    at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
     gl.store(at, o, mask=(rows < M) & (columns < d_v))
 
 
@@ -263,7 +319,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink):
         fence_async_shared()
         releases.store(O, [0, place.h, q0 + row0, 0], q)
     else:
-        store_inside(O_rows, o, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+        store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
 
 
 @gluon.jit
@@ -276,12 +332,12 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     TURNS: gl.constexpr = tile.TURNS
     EDGES: gl.constexpr = tile.EDGES
     SPLIT: gl.constexpr = tile.SPLIT
+    CORNER: gl.constexpr = tile.CORNER and W == 0
     ROWS: gl.constexpr = 64
     dtype: gl.constexpr = O.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
     n = 0  # tiles of queries so far
@@ -295,21 +351,16 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         walk = walk_of(place, variant, lists, tile)
         row0 = place.i0 + ROWS * W
         q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
-        x = walk.hi - 1
+        part = part_of(walk, place, row0, variant, tile)
+        y = pass_by(W, shared.k, y, walk.hi - part.hi, tile)
+        x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
         wait(shared.q.full, n)
         wait(shared.k.full, y)
-        k = stage(shared.k.memory, y).reshape([B_C, D])
-        S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        S = warpgroup_mma_wait(0, [S])
+        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
-        S = scored(S, place, row0, j, variant)
-        if (x < walk.full_lo) | (x >= walk.full_hi):
-            S = masked(S, place, row0, j, variant)
-        m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
-        P = gl.exp2(S * c - shift[:, None])
-        l = gl.sum(P, 1)
-        p = gl.convert_layout(dropped(P, place, row0, j, variant).to(dtype), p_layout)
+        m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
+        p = gl.convert_layout(dropped(P, place, row0, j * B_C, variant).to(dtype), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
@@ -319,7 +370,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             if n > 0:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n - 1)
-        while x > walk.lo:
+        while x > part.lo:
             x -= 1
             j = key_tile(variant, lists, walk, x)
             wait(shared.k.full, y + 1)
@@ -333,16 +384,16 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
                 take_turns("arrive", (W + 1) % WARPGROUPS)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j, variant)
+            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
             if EDGES:
-                if (x < walk.full_lo) | (x >= walk.full_hi):
-                    S_new = masked(S_new, place, row0, j, variant)
+                if (x < part.full_lo) | (x >= part.full_hi):
+                    S_new = masked(S_new, place, row0, j * B_C, variant)
             m_new, shift = row_max(S_new, m, c)
             P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
             alpha = gl.exp2(m - shift)
             l = l * alpha + gl.sum(P_new, 1)
             m = m_new
-            P_new = dropped(P_new, place, row0, j, variant)
+            P_new = dropped(P_new, place, row0, j * B_C, variant)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             p = gl.convert_layout(P_new.to(dtype), p_layout)
@@ -354,6 +405,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         t = ticket(shared.drawn, n + 1, 4)
         o = warpgroup_mma_wait(0, [o_last])
         write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
+        y = pass_by(W, shared.k, y, part.lo - walk.lo, tile)
         if Q_STAGES == 1:
             tma.store_wait(0)
             arrive(shared.q.empty, n)

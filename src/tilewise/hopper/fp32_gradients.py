@@ -203,12 +203,10 @@ def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
 @gluon.jit
 def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANSPOSED: gl.constexpr = False):
     """All pieces of a block of rows."""
-    first = piece(memory, use * PIECES, COLUMN, TRANSPOSED)
-    second = piece(memory, use * PIECES + 1, COLUMN, TRANSPOSED)
-    if PIECES == 2:
-        return first, second
-    else:
-        return first, second, piece(memory, use * PIECES + 2, COLUMN, TRANSPOSED)
+    found = ()
+    for i in gl.static_range(PIECES):
+        found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)  # noqa: RUF005, what Triton can read
+    return found
 
 
 @gluon.jit
@@ -269,35 +267,28 @@ def cut(x, PIECES: gl.constexpr):
 def as_operand(a):
     """Pieces in registers as the first operand of a product."""
     layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
-    first, second = gl.convert_layout(a[0], layout), gl.convert_layout(a[1], layout)
-    if len(a) == 2:
-        return first, second
-    else:
-        return first, second, gl.convert_layout(a[2], layout)
-
-
-@gluon.jit
-def store_ds_piece(ds, memory, zero, i: gl.constexpr, W: gl.constexpr):
-    """Piece i of group W's dS. Its first two lie side by side, where its piece of dQ follows them."""
-    at = memory.index(zero + (2 * W + i if i < 2 else 4 + W))
-    at.store(ds[i])
-    return at.permute((1, 0))
+    found = ()
+    for i in gl.static_range(len(a)):
+        found = found + (gl.convert_layout(a[i], layout),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
 def store_ds(ds, memory, zero, W: gl.constexpr):
-    """dS to shared memory; gives it transposed."""
-    first = store_ds_piece(ds, memory, zero, 0, W)
-    second = store_ds_piece(ds, memory, zero, 1, W)
-    if len(ds) == 2:
-        return first, second
-    else:
-        return first, second, store_ds_piece(ds, memory, zero, 2, W)
+    """Group W's dS to shared memory; gives it transposed. Its first two pieces lie side by side, where its piece of dQ
+    follows them. zero is one that ptxas cannot know: see channel.only."""
+    found = ()
+    for i in gl.static_range(len(ds)):
+        at = memory.index(zero + (2 * W + i if i < 2 else 4 + W))
+        at.store(ds[i])
+        found = found + (at.permute((1, 0)),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
 def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on."""
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on. Offsets hold the row, or ptxas would keep them
+    from tile to tile."""
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
     columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]

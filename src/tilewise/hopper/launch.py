@@ -35,7 +35,7 @@ from .around import finish, give_turns, prepare
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
@@ -96,11 +96,13 @@ def plan(p: Problem) -> Plan:
 def planned(p: Problem, chosen: Rows) -> Plan:
     """The same from any rows."""
     row, back = chosen
+    edges = has_edges(p, 64, row.B_c)
+    corner = bool(p.recipe.mask) and not edges and row.B_c == row.B_r == 128 and (p.N - p.M) % row.B_c == 0
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, has_edges(p, row.B_r, row.B_c), row.draw_early, row.split,
+        row.turns, edges, corner, row.draw_early, row.split,
     )  # fmt: skip
-    edges = has_edges(p, back.B_r, back.B_c) or p.N % back.B_c > 0
+    edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
         p.H // p.H_k,
@@ -125,11 +127,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
 
 
-def has_edges(p: Problem, B_r: int, B_c: int) -> bool:
-    """Whether a walk may need the mask beyond its first tile: not where the diagonal meets square tiles."""
+def has_edges(p: Problem, own: int, other: int) -> bool:
+    """Whether a walk over tiles of `other` may need the mask beyond its first: not where the diagonal of a block of
+    `own` rows (or keys) lies inside one of them."""
     if not p.recipe.mask:
         return False
-    aligned = B_r == B_c and (p.N - p.M) % B_c == 0 and p.N >= p.M and not p.recipe.varlen
+    aligned = other % own == 0 and (p.N - p.M) % own == 0 and p.N >= p.M and not p.recipe.varlen
     return not (p.recipe.mask == (("Causal",),) and aligned)
 
 

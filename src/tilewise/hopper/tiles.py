@@ -33,8 +33,9 @@ FORWARD = {
     64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
     (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
     128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
+    (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
     (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
-    256: Forward(2, 64, 1, 2, turns=False, draw_early=False, split=2, registers=240),
+    256: Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=240),
 }
 
 
@@ -53,6 +54,30 @@ BACKWARD = {
     (64, "rich"): Backward(64, 128, 2, 2, sides=False),
     128: Backward(64, 128, 2, 2, sides=False),
     256: Backward(64, 64, 2, 1, sides=True),
+}
+
+
+class Fp32Forward(NamedTuple):
+    """One row of the fp32 forward's table; the fields are `fp32_forward.Tile`'s."""
+
+    B_c: int
+    kv_stages: int
+    q_apart: bool
+    turns: bool
+    split: int
+    registers: int
+
+    @property
+    def B_r(self) -> int:  # noqa: N802
+        """Queries of a tile, of two warpgroups."""
+        return 128
+
+
+FP32_FORWARD = {
+    ("fp16x3", 64): Fp32Forward(128, 2, q_apart=True, turns=True, split=0, registers=240),
+    ("fp16x3", 128): Fp32Forward(64, 2, q_apart=False, turns=False, split=0, registers=240),
+    ("bf16x6", 64): Fp32Forward(64, 2, q_apart=True, turns=True, split=0, registers=240),
+    ("bf16x6", 128): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240),
 }
 
 
@@ -91,15 +116,20 @@ def current(p: Problem) -> Rows:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
-    of what lists of tiles leave out; in the forward, two warpgroups do better with every mask up to 4k tokens. At 128,
+    of what lists of tiles leave out and of short masked rows. At 128, masks want the warpgroups to take turns, and
     scores and dropout want the product before out of their way, but for SoftCap."""
-    size = padded(p)
+    size, recipe = padded(p), p.recipe
     if size == 64:
-        rich = bool(p.recipe.score or p.recipe.dropout or p.listed)
-        two = rich or bool(p.recipe.mask and p.M <= 4096)
+        rich = bool(recipe.score or recipe.dropout or p.listed)
+        two = rich or bool(recipe.mask and p.M <= 1024)
         return {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
-    rich = bool(p.recipe.dropout or (p.recipe.score and SoftCap not in p.kinds))
-    return {"forward": (128, "rich") if size == 128 and rich else size, "backward": size}
+    forward: Any = size
+    if size == 128:
+        if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
+            forward = 128, "rich"
+        elif recipe.mask:
+            forward = 128, "masked"
+    return {"forward": forward, "backward": size}
 
 
 def title(key: Any) -> str:
@@ -128,3 +158,7 @@ def neighbours(name: str, row: Any) -> list[Any]:
     """Every other row that one change makes of a row of this table. Further steps take another run."""
     made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
     return [other for other in made if other != row]
+
+
+def current_fp32(p: Problem, precision: str) -> Fp32Forward:
+    return FP32_FORWARD[precision, padded(p)]
