@@ -274,12 +274,20 @@ def as_operand(a):
 
 
 @gluon.jit
-def store_ds(ds, memory, zero, W: gl.constexpr):
-    """Group W's dS to shared memory; gives it transposed. Its first two pieces lie side by side, where its piece of dQ
-    follows them. zero is one that ptxas cannot know: see channel.only."""
+def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
+    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them; or everyone's."""
+    if IN_STEP:
+        return i
+    else:
+        return 2 * W + i if i < 2 else 4 + W
+
+
+@gluon.jit
+def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
+    """dS to shared memory; gives it transposed. zero is one that ptxas cannot know: see channel.only."""
     found = ()
     for i in gl.static_range(len(ds)):
-        at = memory.index(zero + (2 * W + i if i < 2 else 4 + W))
+        at = memory.index(zero + slot(W, i, IN_STEP))
         at.store(ds[i])
         found = found + (at.permute((1, 0)),)  # noqa: RUF005
     return found
@@ -371,7 +379,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
                 ds = cut(dS, PIECES)
                 if not IN_STEP:
                     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-                ds_transposed = store_ds(ds, shared.ds, y >> 31, 0 if IN_STEP else W)
+                ds_transposed = store_ds(ds, shared.ds, y >> 31, W, IN_STEP)
                 fence_async_shared()
                 releases.barrier()
                 dv_tile = warpgroup_mma_wait(0, [dv_tile])
