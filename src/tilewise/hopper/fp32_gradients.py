@@ -275,7 +275,7 @@ def as_operand(a):
 
 @gluon.jit
 def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
-    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them; or everyone's."""
+    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them."""
     if IN_STEP:
         return i
     else:
