@@ -71,7 +71,7 @@ def _against_fp32(p: Problem) -> list[str]:
     """What the fp32 kernels leave to the portable ones."""
     against = []
     if fp32_launch.precision(p) is None:
-        has = " and ".join(fp32_launch.PIECES)
+        has = " and ".join(fp32_launch.KINDS)
         against.append(f"it multiplies fp32 in {has}, not in {p.recipe.precision}")
     if max(p.D, p.D_v) > 128:
         against.append(f"its fp32 kernels take head sizes up to 128, got {p.D} and {p.D_v}")

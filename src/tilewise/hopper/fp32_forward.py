@@ -26,7 +26,7 @@ from . import releases
 from .around import first_block
 from .backward import rounded
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from .forward import exponentials, key_tile, masked, query_tile, store_inside, walk_of
+from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, store_inside, walk_of
 from .pieces import largest, next_piece, power_of_two
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -46,6 +46,7 @@ class Tile(NamedTuple):
     TURNS: bool
     EDGES: bool
     SPLIT: int
+    """Where the softmax lets P V of the tile before finish: as in forward.py, but 3 is behind all exponentials."""
     RAISE: int
     """P is computed as 2^RAISE P."""
 
@@ -84,6 +85,7 @@ class Shared(NamedTuple):
     """Of Q."""
     k: object
     v: object
+    """Each with its pieces side by side; `empty` is one for both, as in forward.py."""
     drawn: object
 
 
@@ -128,12 +130,11 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
+                wait_before(shared.k.empty, y)
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
-                    wait_before(shared.k.empty, y)
                     load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
                 if x > 0:
-                    wait_before(shared.v.empty, y - 1)
                     load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
                     t = draw(counter)
@@ -270,7 +271,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         walk = walk_of(place, variant, lists, tile)
         first = first_tile(place, k0, packed, shape, tile)
         row0 = place.i0 + 64 * W
-        x = walk.hi - 1
+        part = part_of(walk, place, row0, variant, tile)
+        y = pass_by(W, shared.k, y, walk.hi - part.hi, tile)
+        x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
         wait(shared.q.full, n)
         unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
@@ -282,15 +285,15 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         S = warpgroup_mma_wait(0, [S])
         arrive(shared.k.empty, y)
         unit_j = to_base_2(unit, undo_k)
-        if (x < walk.full_lo) | (x >= walk.full_hi):
-            S = masked(S, place, row0, j, variant)
+        if (x < part.full_lo) | (x >= part.full_hi):
+            S = masked(S, place, row0, j * B_C, variant)
         m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, RAISE)
         P = gl.exp2(S * unit_j[:, None] - shift[:, None])
         l = gl.sum(P, 1)
         p = split_columns(P, dtype, p_layout, PIECES)
         alpha = gl.full([64], 0.0, gl.float32, row_layout)
         o = zero_o
-        while x > walk.lo:
+        while x > part.lo:
             x -= 1
             j = key_tile(variant, lists, walk, x)
             undo_k, undo_next = undo_of(K, first + j), undo_of(V, first + j)  # early: they take long to come
@@ -303,18 +306,19 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
             if tile.TURNS:
                 take_turns("arrive", 1 - W)
             S_new = warpgroup_mma_wait(PRODUCTS, [S_next])
-            arrive(shared.k.empty, y + 1)
             unit_j = to_base_2(unit, undo_k)
             if tile.EDGES:
-                if (x < walk.full_lo) | (x >= walk.full_hi):
-                    S_new = masked(S_new, place, row0, j, variant)
+                if (x < part.full_lo) | (x >= part.full_hi):
+                    S_new = masked(S_new, place, row0, j * B_C, variant)
             m_new, shift = row_max(S_new, m, unit_j, RAISE)
             P = exponentials(S_new, shift, unit_j[:, None], shared.v.full, y, tile.SPLIT)
+            if tile.SPLIT == 3:
+                wait(shared.v.full, y)
             alpha_new = gl.exp2(m - shift)
             l = l * alpha_new + gl.sum(P, 1)
             m = m_new
             o_next = warpgroup_mma_wait(0, [o_next])
-            arrive(shared.v.empty, y)
+            arrive(shared.k.empty, y + 1)
             o = joined(o, alpha, o_next, undo, RAISE)
             p = split_columns(P, dtype, p_layout, PIECES)
             undo, alpha = undo_next, alpha_new
@@ -325,10 +329,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
         t = ticket(shared.drawn, n + 1, 4)
         o_last = warpgroup_mma_wait(0, [o_last])
-        arrive(shared.v.empty, y)
         o = joined(o, alpha, o_last, undo, RAISE)
         write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)
-        y += 1
+        y = pass_by(W, shared.k, y + 1, part.lo - walk.lo, tile)
         n += 1
 
 
@@ -351,18 +354,19 @@ def fp32_forward(
         q = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, 64, D], Q.layout)
     else:
         q = releases.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
+    done = barriers(STAGES, WARPGROUPS)
     shared = Shared(
         Channel(q, barriers(1, 1), barriers(1, WARPGROUPS)),
         pieces,
         Channel(
             gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.pieces.layout),
             barriers(STAGES, 1),
-            barriers(STAGES, WARPGROUPS),
+            done,
         ),
         Channel(
             gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], V.pieces.layout),
             barriers(STAGES, 1),
-            barriers(STAGES, WARPGROUPS),
+            done,
         ),
         tickets(WARPGROUPS),
     )

@@ -172,8 +172,8 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
-                if tile.ORDERED:
-                    while gl.atomic_add(turns + block0 + m, 0, sem="acquire") != keys.t:
+                if tile.ORDERED:  # why no fence is needed is said in backward.py
+                    while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
                         pass
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
@@ -185,7 +185,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
                     if tile.IN_STEP:
                         arrive(shared.do.empty, y)
                 if tile.ORDERED:
-                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="release")
+                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="relaxed")
                 y += 1
         n += 1
         t = ticket(shared.drawn, n, 1)
@@ -205,7 +205,7 @@ def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANS
     """All pieces of a block of rows."""
     found = ()
     for i in gl.static_range(PIECES):
-        found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)  # noqa: RUF005, what Triton can read
+        found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)
     return found
 
 
@@ -269,7 +269,7 @@ def as_operand(a):
     layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
     found = ()
     for i in gl.static_range(len(a)):
-        found = found + (gl.convert_layout(a[i], layout),)  # noqa: RUF005
+        found = found + (gl.convert_layout(a[i], layout),)
     return found
 
 
@@ -289,7 +289,7 @@ def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
     for i in gl.static_range(len(ds)):
         at = memory.index(zero + slot(W, i, IN_STEP))
         at.store(ds[i])
-        found = found + (at.permute((1, 0)),)  # noqa: RUF005
+        found = found + (at.permute((1, 0)),)
     return found
 
 

@@ -43,28 +43,31 @@ from .launch import (
 from .pieces import Split, split
 from .tiles import Fp32Forward, current_fp32, padded
 
-PIECES = {"fp16x3": torch.float16, "bf16x6": torch.bfloat16}
-"""What takes the place of fp32 at each precision."""
-COUNT = {torch.float16: 2, torch.bfloat16: 3}
-"""Pieces of a number."""
-RAISE = {torch.float16: 15, torch.bfloat16: 0}
-"""P is computed 2^RAISE times as large, to fill fp16's range."""
+
+class Kind(NamedTuple):
+    """What a precision multiplies in place of fp32 numbers."""
+
+    type: torch.dtype
+    pieces: int
+    """Of a number."""
+    raised: int
+    """P is computed 2^raised times as large, to fill the type's range."""
+
+
+KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
 
 
 class Plan(NamedTuple):
     """Everything about a launch that follows from the problem alone."""
 
     forward: Fp32Forward
-    type: torch.dtype
-    """Of the pieces."""
+    kind: Kind
     c: float
     """Logits times c are in base 2."""
     q: Box
     """How TMA sees q."""
-    keys: Any
-    """The layout of a key tile's piece in shared memory."""
-    blocks: int
-    """Key tiles of a head in memory."""
+    keys: tuple[int, int, int, int]
+    """Pieces of K, or of V: (piece, key tile, row, column)."""
     programs: int
     shape: kernels.Shape
     split_constants: dict[str, Any]
@@ -76,7 +79,7 @@ class Plan(NamedTuple):
 
 def precision(p: Problem) -> str | None:
     """How products are computed; None if the one asked for is not among them."""
-    return p.precision(tuple(PIECES))
+    return p.precision(tuple(KINDS))
 
 
 @lru_cache(4096)
@@ -87,24 +90,21 @@ def plan(p: Problem) -> Plan:
 
 def planned(p: Problem, row: Fp32Forward) -> Plan:
     """The same from any row."""
-    kind, D, group = PIECES[precision(p) or "bf16x6"], padded(p), p.H // p.H_k
-    count = COUNT[kind]
+    kind, D, group = KINDS[precision(p) or ""], padded(p), p.H // p.H_k
     blocks = p.k.shape[0] // row.B_c + p.B if p.recipe.varlen else cdiv(p.N, row.B_c)
     in_all = blocks * p.H_k * (1 if p.recipe.varlen else p.B)
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
-    section = max(SECTION, CACHED_KEYS // (p.N * 2 * D * 2 * count) * group) if p.recipe.mask else 1
-    shape = kernels.Shape(
-        *lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, blocks, in_all * row.B_c
-    )  # fmt: skip
+    of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
+    section = max(SECTION, of_keys) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, D, count, row.kv_stages, row.q_apart, row.turns, has_edges(p, row.B_r, row.B_c), row.split,
-        RAISE[kind],
+        2, row.B_c, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c), row.split,
+        kind.raised,
     )  # fmt: skip
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, blocks, in_all * row.B_c)
     return Plan(
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
-        gl.NVMMASharedLayout.get_default_for([row.B_c, D], TYPES[kind]), blocks,
-        min(heads * tiles, processors(p.q.device)), shape,
-        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "num_warps": row.B_c // 16 * D // 64},
+        (kind.pieces, in_all, row.B_c, D), min(heads * tiles, processors(p.q.device)), shape,
+        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "num_warps": row.B_c * D // 1024},
         {"tile": tile, "REGISTERS": row.registers, "num_warps": 4},
         p.listed, None if p.extra else device_values(p, ()), {},
     )  # fmt: skip
@@ -113,31 +113,34 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """K and V into pieces; attention, and before it lists of tiles if they are listed."""
     parts, _, sink = pl.values or device_values(p, x.extra)
-    where, (K, V) = packed(p, x), empty_pieces(p, pl, x)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    tiles, in_all = cdiv(p.N, pl.forward.B_c), K.pieces.shape[1]
-    arguments = ((K, V), where, *lengths(p), p.H_k, tiles, pl.blocks, in_all)
-    cut = Launch(split, 2 * p.B * p.H_k * tiles, arguments, pl.split_constants, pl.compiled)
-    scaled = pl.type == torch.float16
+    where, tiles, in_all = packed(p, x), cdiv(p.N, pl.forward.B_c), pl.keys[1]
+    pieces = [x.k.new_empty(pl.keys, dtype=pl.kind.type) for _ in range(2)]
+    undo = [x.k.new_empty(in_all) for _ in range(2)]
+    operands = tuple([Split(rows(p, t), *into) for t, *into in zip(x[1:3], pieces, undo, strict=True)])
+    arguments = (operands, where, *lengths(p), p.H_k, tiles, pl.shape.blocks, in_all)
+    splitting = Launch(split, 2 * p.B * p.H_k * tiles, arguments, pl.split_constants, pl.compiled)
+    K, V = (
+        kernels.Keys(boxes(t), scale if pl.kind.type == torch.float16 else None)
+        for t, scale in zip(pieces, undo, strict=True)
+    )
     arguments = (
-        Descriptor(x.q, *pl.q), *(kernels.Keys(boxes(part, pl), part.undo if scaled else None) for part in (K, V)),
-        rows(p, saved.o), saved.lse, counter, where, sink, Variant(parts, (), None, lists), pl.c, pl.shape,
+        Descriptor(x.q, *pl.q), K, V, rows(p, saved.o), saved.lse, counter, where, sink,
+        Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
-    return [cut, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
+    return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
-def empty_pieces(p: Problem, pl: Plan, x: Operands) -> tuple[Split, Split]:
-    """Where the pieces of K and V go, in key tiles."""
-    size, B_c = pl.split_constants["SIZE"], pl.forward.B_c
-    shape = COUNT[pl.type], pl.shape.rows // B_c, B_c, size
-    K, V = (Split(rows(p, t), t.new_empty(shape, dtype=pl.type), t.new_empty(shape[1])) for t in (x.k, x.v))
-    return K, V
-
-
-def boxes(part: Split, pl: Plan) -> Descriptor:
+def boxes(pieces: Tensor) -> Descriptor:
     """Pieces as TMA sees them: row after row, in boxes of a tile."""
-    count, blocks, B_c, size = part.pieces.shape
-    return Descriptor(part.pieces, [count * blocks * B_c, size], [size, 1], [B_c, size], pl.keys)
+    count, tiles, B_c, size = pieces.shape
+    return Descriptor(pieces, [count * tiles * B_c, size], [size, 1], [B_c, size], tile_layout(B_c, size, pieces.dtype))
+
+
+@lru_cache(64)
+def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a key tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], TYPES[dtype])
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:

@@ -24,7 +24,7 @@ LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 
 
 class Split(NamedTuple):
-    """An operand and where its pieces go: (pieces, blocks, rows of a block, columns), and what undoes a block's scale."""
+    """An operand; its pieces, (piece, block, row of the block, column); what undoes each block's scale."""
 
     X: object
     pieces: object
