@@ -152,7 +152,9 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
     few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
-    section = heads if few else max(1, CACHED_QUERIES // (group * p.M * D * 4 * (count + 1)))
+    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
+    cached = CACHED_QUERIES // (group * p.M * D * 4 * (count + 1))
+    section = heads if few else max(1, side_by_side, cached)
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)),
