@@ -122,10 +122,6 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
             lists = list_at(variant.visits, place.b, place.h, m)
             walk = walk_of(place, variant, lists, tile)
             first = first_tile(place, k0, packed, shape, tile)
-            wait_before(shared.q.empty, n)
-            bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
-            for w in gl.static_range(WARPGROUPS):
-                releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
             count = walk.hi - walk.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
@@ -134,6 +130,11 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
                     load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
+                if x == 0:  # behind K, which need not wait for the queries before
+                    wait_before(shared.q.empty, n)
+                    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+                    for w in gl.static_range(WARPGROUPS):
+                        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
                 if x > 0:
                     load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
