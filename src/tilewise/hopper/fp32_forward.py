@@ -19,14 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.rows import row_values
+from ..tile.rows import origin, row_values
 from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import list_at
 from . import releases
 from .around import first_block
 from .backward import rounded
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, store_inside, walk_of
+from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
 from .pieces import largest, next_piece, power_of_two
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -240,7 +240,10 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
     o = o * gl.convert_layout(inverse * 2.0**RAISE, gl.SliceLayout(1, o.type.layout))[:, None]
-    store_inside(O, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+    rows = row0 + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))[:, None]
+    entries = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
+    at = origin(O, place.b, place.h, q0) + rows.to(gl.int64) * O.row + entries
+    gl.store(at, o, mask=(rows < place.M) & (entries < shape.d_v))
 
 
 @gluon.jit
