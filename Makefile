@@ -6,6 +6,7 @@
 #   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
 #   make report                        docs/performance.md from those results, and every picture of the documents
+#   make site                          the documentation as a site, in out/site
 #   make help                          all of it
 #
 # TORCH names another PyTorch requirement, for example one with an index of its own for the CPU build.
@@ -28,13 +29,15 @@ ifeq ($(SYSTEM),)
 PY := $(VENV)/bin/python
 FOR_DEMO := $(VENV)/.demo
 FOR_TEST := $(VENV)/.test $(VENV)/.triton-newest
+FOR_SITE := $(VENV)/.site
 else
 PY := $(PYTHON)
 FOR_DEMO :=
 FOR_TEST :=
+FOR_SITE :=
 endif
 
-.PHONY: help demo test lint format pytest bench report wheel clean
+.PHONY: help demo test lint format pytest bench report site wheel clean
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -64,6 +67,10 @@ report: $(FOR_DEMO)
 	$(PY) benchmarks/report.py
 	$(PY) docs/pictures/draw.py
 
+# Material says at every build that it has a successor.
+site: $(FOR_SITE)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(OUT)/site
+
 wheel: $(VENV)/.made
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
@@ -88,6 +95,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.demo pyproject.toml
 	$(PIP) install --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	touch $@
+
+$(VENV)/.site: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable '.[site]'
 	touch $@
 
 # The newest Triton, in a folder of its own, for tests that only compile.

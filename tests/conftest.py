@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests share, such as conformance.cases
 
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 """What came out of each (case, back end) of the conformance tests."""
 
@@ -44,6 +47,40 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as p:
+        own = p.chromium.executable_path
+        found = next(filter(None, map(shutil.which, BROWSERS)), own if Path(own).exists() else None)
+        if not found:
+            pytest.skip(f"no Chromium: looked for {', '.join(BROWSERS)} and playwright's own")
+        browser = p.chromium.launch(executable_path=found, args=CALM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def browse(browser):
+    """Opens a page; at the end, nothing was fetched from elsewhere and no error was reported."""
+    contexts, troubles, requests = [], [], []
+
+    def open_page(url, **options):
+        contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert troubles == []
+    assert all(url.startswith(("file:", "data:")) for url in requests), requests
 
 
 def pytest_runtest_logreport(report):

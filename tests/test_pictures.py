@@ -1,4 +1,4 @@
-"""The pictures of docs/hopper.md: all are drawn, and their schedules are possible ones that show what the page says."""
+"""The pictures of docs/hopper.md and docs/learn: all are drawn, and schedules are possible ones."""
 
 import re
 import sys
@@ -47,8 +47,10 @@ def by_name(spans):
     return found
 
 
-def test_every_picture_of_the_page_is_drawn(tmp_path):
+def test_every_picture_of_the_pages_is_drawn(tmp_path):
     wanted = set(re.findall(r"\]\(images/(\S+)\)", (DOCS / "hopper.md").read_text()))
+    for page in DOCS.glob("learn/en/*.md"):
+        wanted |= set(re.findall(r"\]\(\S+images/(learn-\S+)\)", page.read_text()))
     drawn = draw.draw(tmp_path)
     assert {path.name for path in drawn} == wanted
     for path in drawn:

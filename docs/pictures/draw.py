@@ -1,4 +1,4 @@
-"""python docs/pictures/draw.py: the pictures of docs/hopper.md, anew, into docs/images."""
+"""python docs/pictures/draw.py: the pictures of docs/hopper.md and docs/learn, anew, into docs/images."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from flow import backward_flow
+from learn import PICTURES as LEARN
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
 
 from tilewise.bench.plots import STYLE
@@ -20,6 +21,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "hopper-order": tile_order,
     "hopper-backward": backward_timeline,
     "hopper-backward-flow": backward_flow,
+    **LEARN,
 }
 
 

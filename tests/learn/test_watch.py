@@ -20,8 +20,6 @@ ROOT = Path(__file__).parents[2]
 WATCH = ROOT / "docs" / "learn" / "watch"
 MINUS = "\N{MINUS SIGN}"
 BYTES = 4  # of a number, as the page counts
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 RUNS = [
     {"N": N, "d": d, "B_r": B_r, "B_c": B_c, "causal": causal}
     for (N, d, B_r, B_c), causal in itertools.product(
@@ -275,42 +273,14 @@ def test_every_step_is_explained(run, backward):
 # The page, in a browser
 
 
-def chromium():
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as p:
-        own = p.chromium.executable_path
-        found = chromium() or (own if Path(own).exists() else None)
-        if not found:
-            pytest.skip(f"no Chromium: looked for {', '.join(BROWSERS)} and playwright's own")
-        browser = p.chromium.launch(executable_path=found, args=CALM)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def visit(browser):
-    """Opens the page at an address; at the end, nothing was fetched from elsewhere and no error was reported."""
-    contexts, troubles, requests = [], [], []
+def visit(browse):
+    """Opens the page at an address."""
 
     def open_page(address="", **options):
-        contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(f"{(WATCH / 'index.html').as_uri()}#{address}")
-        return page
+        return browse(f"{(WATCH / 'index.html').as_uri()}#{address}", **options)
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
-    assert all(url.startswith(("file:", "data:")) for url in requests), requests
+    return open_page
 
 
 READ = """() => {

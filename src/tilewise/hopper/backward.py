@@ -213,8 +213,8 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
-                if tile.ORDERED:
-                    while gl.atomic_add(turns + block0 + m, 0, sem="acquire") != keys.t:
+                if tile.ORDERED:  # turns, like sums, lie in the second-level cache: no fence is needed, and each is slow
+                    while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
                         pass
                 for piece in gl.static_range(PIECES):
                     for w in gl.static_range(2):
@@ -230,7 +230,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
                     y += 1
                 if tile.ORDERED:
                     wait_added()
-                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="release")
+                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="relaxed")
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -286,13 +286,15 @@ def place_of(keys, shape, h, m, B_R: gl.constexpr):
 
 
 @gluon.jit
-def weights(S, logs, place, j0, edge, variant, unit):
-    """P of a transposed tile, before dropout; `edge` tells whether the mask is needed."""
+def weights(S, logs, place, j0, edge, variant, unit, y):
+    """P of a transposed tile, before dropout; `edge` tells whether the mask is needed. What the mask reads is kept
+    apart from what scores read, else ptxas computes it for every tile: y >> 31 is 0, which it cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
     P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
     if edge:
+        place = Place(place.b, place.h, place.matrix, place.i0 + (y >> 31), place.M, place.N, place.shift)
         P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
     return P
 
@@ -321,7 +323,7 @@ def gradient(P, dP, sums, S, place, j0, variant):
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
-    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 0)
+    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 1 if len(variant.scores) > 0 else 0)
 
 
 @gluon.jit
@@ -374,8 +376,9 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     logs = stage(shared.logs, y).load(row_layout)
     S = warpgroup_mma_wait(1, [S])
-    P = weights(S, logs, place, j0, edge, variant, unit)
-    if B_R == 64:
+    P = weights(S, logs, place, j0, edge, variant, unit, y)
+    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0
+    if not LATE:
         sums = stage(shared.sums, y).load(row_layout)
     if variant.dropout is not None:
         P = signed(P, place, j0, variant)
@@ -387,7 +390,7 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     p = gl.convert_layout(p16, p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
-    if B_R == 128:  # as late as possible: 32 registers fewer while S and dP are alive
+    if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
     if variant.dropout is not None:
         dP = gl.where(P < 0.0, 0.0, dP * variant.dropout.rescale)
@@ -531,7 +534,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
                 S = warpgroup_mma_wait(0, [S])
                 arrive(shared.q.empty, y)
-                P = weights(S, logs, place, keys.j0, edge, variant, unit)
+                P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
                 # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
                 ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
                 p = (P * keep_factor(P, place, keys.j0, variant)).to(dtype)

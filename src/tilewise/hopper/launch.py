@@ -97,7 +97,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     """The same from any rows."""
     row, back = chosen
     edges = has_edges(p, 64, row.B_c)
-    corner = bool(p.recipe.mask) and not edges and row.B_c == row.B_r == 128 and (p.N - p.M) % row.B_c == 0
+    corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.turns, edges, corner, row.draw_early, row.split,
@@ -130,10 +130,15 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 def has_edges(p: Problem, own: int, other: int) -> bool:
     """Whether a walk over tiles of `other` may need the mask beyond its first: not where the diagonal of a block of
     `own` rows (or keys) lies inside one of them."""
-    if not p.recipe.mask:
-        return False
-    aligned = other % own == 0 and (p.N - p.M) % own == 0 and p.N >= p.M and not p.recipe.varlen
-    return not (p.recipe.mask == (("Causal",),) and aligned)
+    alone = p.recipe.mask == (("Causal",),)
+    return bool(p.recipe.mask) and not (alone and other % own == 0 and under_diagonal(p, own))
+
+
+def under_diagonal(p: Problem, size: int) -> bool:
+    """Whether every row's last key lies on the diagonal, which meets tiles of `size` in their corners."""
+    causal = [part for part in p.recipe.mask if part == ("Causal",) or (part[0] == "Window" and part[2] == 0)]
+    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
+    return aligned and len(causal) > 0 and len(causal) == len(p.recipe.mask)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
@@ -171,8 +176,8 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
-    section = heads if few else max(1, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
+    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
+    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])

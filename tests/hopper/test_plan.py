@@ -1,0 +1,57 @@
+"""What a launch takes for granted about masks, held against the masks themselves."""
+
+import itertools
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical, attention
+from tilewise.hopper.launch import plan
+
+MASKS = (
+    tw.Causal(), tw.Window(100, 0), tw.Causal() & tw.Window(1023, 0), tw.Window(100, 20), tw.Window(None, 0),
+    tw.Causal() & tw.Padding(torch.tensor([150, 700])), tw.Prefix(torch.tensor([5, 300])),
+)  # fmt: skip
+
+
+def launched(M, N, D, mask):
+    """The plan of a call on an H200."""
+    q, k = (torch.empty(2, length, 4, D, dtype=torch.bfloat16) for length in (M, N))
+    options = {**attention.__kwdefaults__, "mask": mask}
+    del options["seed"], options["return_lse"]
+    return plan(_hypothetical(*_gather(q, k, k, **options), "sm_90"))
+
+
+def tiles(seen, rows, columns):
+    """Of every block of rows, its key tiles from the last that it sees, as pieces of `seen`."""
+    for start in range(0, seen.shape[0], rows):
+        block = seen[start : start + rows]
+        shown = block.any(0).nonzero()
+        if len(shown):
+            last = int(shown.max()) // columns
+            yield start, [block[:, t * columns : (t + 1) * columns] for t in range(last, -1, -1)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
+    found = set()
+    for M, N in itertools.product((64, 300, 512, 1100), (64, 512, 576, 1100)):
+        pl = launched(M, N, D, mask)
+        forward = pl.forward_tile
+        seen = mask.dense(M, N).expand(2, 1, M, N)[:, 0]
+        for b in range(2):
+            for start, found_tiles in tiles(seen[b], 64, forward.B_C):
+                if not forward.EDGES:
+                    assert all(bool(part.all()) for part in found_tiles[1:]), (M, N, start)
+                if forward.CORNER and start % pl.forward.B_r == 0:
+                    assert not bool(found_tiles[0][:, forward.B_C // 2 :].any()), (M, N, start)
+            if not pl.backward_tile.EDGES:
+                flipped = seen[b].flip(0, 1).T  # the first query tile that keys see becomes the last key tile
+                if M % pl.backward.B_r == 0 and N % pl.backward.B_c == 0:
+                    for start, found_tiles in tiles(flipped, pl.backward.B_c, pl.backward.B_r):
+                        assert all(bool(part.all()) for part in found_tiles[1:]), (M, N, start)
+        found.add((forward.EDGES, forward.CORNER))
+    if mask.parts == (mask,) and isinstance(mask, tw.Causal):
+        assert (False, D != 256) in found, "square calls have a loop without a mask"

@@ -1,0 +1,203 @@
+"""The documentation site: built without a warning and in time, complete, and asking nothing of anyone."""
+
+import html
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import tilewise as tw
+
+for package in ("mkdocs", "material", "mkdocs_awesome_nav", "mkdocstrings_handlers.python", "math_core"):
+    pytest.importorskip(package, reason=f"{package} is not installed, or Python is older than 3.11")
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 120
+NOWHERE = "http://127.0.0.1:9"
+"""Where a build that asks the network would ask."""
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "link": "href",
+}
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+ENTRY = re.compile(r"^(\w+, )*\w+: ")
+"""What docstrings put before an argument's or an error's description."""
+TEXT = re.compile(r"^\s*([-*+] |\d+\. |\||```|\$\$)", re.MULTILINE)
+"""How lists, tables, code and formulas begin, in Markdown."""
+HEADERS = ("Args:", "Returns:", "Raises:", "")
+FORMULAS = r"""
+Inline $O_i = \sum_j P_{ij} V_j$, and a block:
+
+$$
+\ell = \frac{a}{b}
+$$
+
+```math
+\alpha = e^{m - m'}
+```
+"""
+CHINESE = "# 注意力\n\n[在线](#在线)\n\n## 在线\n"
+MISTAKES = ("nowhere.md", "guide.md#nowhere", "../src/nothing.py", r"$\mistake$")
+
+
+def build(root, out):
+    """Builds the site, strictly and without a network."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOWHERE)
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
+        cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+
+
+class Reader(HTMLParser):
+    """A page's anchors, links, and what it loads."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.anchors, self.links, self.loads = {""}, [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[name] for name in ("id", "name") if found.get(name)}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag in LOADED and found.get(LOADED[tag]):
+            self.loads.append(found[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    out = tmp_path_factory.mktemp("site")
+    began = time.monotonic()
+    done = build(ROOT, out)
+    took = time.monotonic() - began
+    assert done.returncode == 0, done.stdout
+    pages = {path: Reader(path.read_text()) for path in sorted(out.rglob("*.html"))}
+    return SimpleNamespace(out=out, log=done.stdout, seconds=took, pages=pages)
+
+
+def test_it_builds_in_time_without_a_warning(site):
+    assert "WARNING" not in site.log
+    assert site.seconds < SECONDS
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_document_is_a_page_that_the_navigation_names(site, document):
+    home = (site.out / "index.html").read_text()
+    (navigation,) = re.findall(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', home, re.DOTALL)
+    assert (site.out / page_of(document)).exists()
+    assert f'href="{page_of(document)}"' in navigation
+
+
+def page_of(document):
+    if document == ROOT / "README.md":
+        return "overview.html"
+    path = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT)
+    return path.with_name(path.name.replace("README", "index")).with_suffix(".html").as_posix()
+
+
+def test_links_lead_somewhere(site):
+    read = 0
+    for path, page in site.pages.items():
+        for link in (*page.links, *page.loads):
+            parts = urlsplit(link)
+            if parts.scheme or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.exists(), f"{path.name}: {link}"
+            if target in site.pages and "learn/watch" not in target.as_posix():
+                assert unquote(parts.fragment) in site.pages[target].anchors, f"{path.name}: {link}"
+            read += 1
+    assert read > 1000
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loaded = [url for page in site.pages.values() for url in page.loads]
+    assert loaded
+    assert [url for url in loaded if re.match(r"(\w+:)?//", url)] == []
+    for sheet in site.out.rglob("*.css"):
+        assert not re.search(r"""(url\(|@import\s*)["']?\s*(https?:)?//""", sheet.read_text()), sheet
+
+
+@pytest.mark.parametrize("name", tw.__all__)
+def test_the_reference_holds_every_docstring(site, name):
+    page = site.out / "api" / "tilewise.html"
+    assert any(anchor.endswith(f".{name}") for anchor in site.pages[page].anchors)
+    shown = plain(html.unescape(re.sub(r"<[^>]*>", "", page.read_text())))
+    for line in inspect.getdoc(getattr(tw, name)).splitlines():
+        if line.strip() not in HEADERS:
+            assert plain(ENTRY.sub("", line.strip())) in shown, line
+
+
+def plain(text):
+    """Text without marks of code and without line breaks."""
+    return " ".join(text.replace("`", "").split())
+
+
+def test_source_is_shown_as_it_is(site):
+    shown = (site.out / "src/tilewise/reference.py.html").read_text()
+    (code,) = re.findall(r'<td class="code">.*?<code>(.*?)</code>', shown, re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]*>", "", code))
+    assert text.strip() == (ROOT / "src/tilewise/reference.py").read_text().strip()
+
+
+def test_no_list_or_table_is_left_as_text(site):
+    """Which happens to Markdown that GitHub reads in another way: a list without an empty line above, for example."""
+    for path in site.pages:
+        for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(), re.DOTALL):
+            assert not re.search(r"^\s*([-*+] |\d+\. |\||```|\$\$)", paragraph, re.MULTILINE), (
+                f"{path.name}: {paragraph}"
+            )
+
+
+def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "results", "__pycache__"))
+    shutil.copy(ROOT / "docs/.nav.yml", root / "docs")
+    mistakes = [text if text.startswith("$") else f"[wrong]({text})" for text in MISTAKES]
+    page = root / "docs/numerics.md"
+    page.write_text("\n\n".join([page.read_text(), FORMULAS, *mistakes]))
+    chinese = root / "docs/learn/zh/9-chinese.md"
+    chinese.parent.mkdir(exist_ok=True)
+    chinese.write_text(CHINESE)
+    done = build(root, tmp_path / "out")
+    assert done.returncode != 0
+    for mistake in MISTAKES:
+        assert mistake.strip("$") in done.stdout
+    assert f"Aborted with {len(MISTAKES)} warnings" in done.stdout
+    drawn = (tmp_path / "out/numerics.html").read_text()
+    assert "<msub><mi>O</mi><mi>i</mi></msub>" in drawn
+    assert drawn.count('<math display="block">') == 2
+    assert '<div lang="zh"><h1' in (tmp_path / "out/learn/zh/9-chinese.html").read_text()
+
+
+def test_search_works_from_a_disk(site, browse):
+    page = browse((site.out / "index.html").as_uri())
+    page.fill(".md-search__input", "qkvpacked")
+    page.click('.md-search-result__link[href*="#tilewise.attention_qkvpacked"]')
+    page.wait_for_selector("[id='tilewise.attention_qkvpacked']")
+    assert "api/tilewise.html" in page.url
+
+
+def test_every_document_fits_a_phone(site, browse):
+    width = 390
+    page = browse((site.out / "index.html").as_uri(), viewport={"width": width, "height": 844})
+    for document in DOCUMENTS:
+        page.goto((site.out / page_of(document)).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, document
