@@ -150,12 +150,12 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def pieces_of(channel, y, TURN: gl.constexpr, PIECES: gl.constexpr):
-    """A key tile's pieces in shared memory, TURNed if they are columns of a product's right side."""
+def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
+    """A key tile's pieces in shared memory."""
     found = ()
     for n in gl.static_range(PIECES):
         piece = stage(channel.memory, y * PIECES + n)
-        found = found + ((piece.permute((1, 0)) if TURN else piece),)
+        found = found + ((piece.permute((1, 0)) if TRANSPOSED else piece),)
     return found
 
 
