@@ -67,10 +67,9 @@ def test_pieces_sum_up_to_the_number(name, size):
 
 
 def test_scales_are_powers_of_two_that_keep_fp16_in_range():
-    k = torch.randn(1, 5 * ROWS, 1, 64, device=DEVICE) * torch.logspace(-44, 37, 5, device=DEVICE).repeat_interleave(
-        ROWS
-    ).view(1, -1, 1, 1)
-    ((pieces, undo),) = cut("fp16x3", k)
+    sizes = torch.logspace(-44, 37, 5, device=DEVICE)
+    k = torch.randn(5, ROWS, 64, device=DEVICE) * sizes[:, None, None]
+    ((pieces, undo),) = cut("fp16x3", k.view(1, 5 * ROWS, 1, 64))
     assert (torch.frexp(undo).mantissa == 0.5).all()
     top = pieces[0].abs().amax((1, 2))
     assert (top[1:] >= 2.0**14).all()
@@ -81,6 +80,7 @@ def test_scales_are_powers_of_two_that_keep_fp16_in_range():
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_stays_alone_in_the_last_piece(name, number):
     clean = torch.randn(1, 40, 2, 64, device=DEVICE)
+    clean[0, 3, 1, 2] = 0.5  # not its block's largest
     k = clean.clone()
     k[0, 3, 1, 2] = number
     (before, undo_before), (pieces, undo) = cut(name, clean, k)
@@ -93,16 +93,16 @@ def test_what_is_not_finite_stays_alone_in_the_last_piece(name, number):
     assert not pieces[:-1, 3, 3, 2].any()
     others = torch.ones_like(odd[0])
     others[3, 3, 2] = False
-    if torch.equal(undo, undo_before):  # unless the replaced entry was the largest
-        assert torch.equal(pieces[:, others], before[:, others])
+    assert torch.equal(pieces[:, others], before[:, others])
+    assert torch.equal(undo.nan_to_num(), undo_before.nan_to_num())
 
 
 def test_the_largest_numbers_of_fp32_do_not_round_to_infinity():
     k = torch.full((1, 16, 1, 64), torch.finfo(torch.float32).max, device=DEVICE)
     for name in TYPES:
         ((pieces, undo),) = cut(name, k)
-        assert (joined(name, pieces, undo) == k.double().view(1, 16, 64)).all() or name == "fp16x3"
         assert pieces.isfinite().all()
+        assert torch.allclose(joined(name, pieces, undo), k.double().view(1, 16, 64), rtol=LOST[name][0], atol=0.0)
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -254,7 +254,7 @@ def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buf
     elif row + x.shape[0] <= keys.N:
         store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
     else:
-        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+        store_inside(G_rows, x, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
 
 
 @gluon.jit

@@ -19,14 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.rows import row_values
+from ..tile.rows import origin, row_values
 from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import list_at
 from . import releases
 from .around import first_block
 from .backward import rounded
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, store_inside, walk_of
+from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
 from .pieces import largest, next_piece, power_of_two
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -122,10 +122,6 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
             lists = list_at(variant.visits, place.b, place.h, m)
             walk = walk_of(place, variant, lists, tile)
             first = first_tile(place, k0, packed, shape, tile)
-            wait_before(shared.q.empty, n)
-            bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
-            for w in gl.static_range(WARPGROUPS):
-                releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
             count = walk.hi - walk.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
@@ -134,6 +130,11 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
                     load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
+                if x == 0:  # behind K, which need not wait for the queries before
+                    wait_before(shared.q.empty, n)
+                    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+                    for w in gl.static_range(WARPGROUPS):
+                        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
                 if x > 0:
                     load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
@@ -149,12 +150,12 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def pieces_of(channel, y, TURN: gl.constexpr, PIECES: gl.constexpr):
-    """A key tile's pieces in shared memory, TURNed if they are columns of a product's right side."""
+def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
+    """A key tile's pieces in shared memory."""
     found = ()
     for n in gl.static_range(PIECES):
         piece = stage(channel.memory, y * PIECES + n)
-        found = found + ((piece.permute((1, 0)) if TURN else piece),)
+        found = found + ((piece.permute((1, 0)) if TRANSPOSED else piece),)
     return found
 
 
@@ -239,7 +240,10 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
     o = o * gl.convert_layout(inverse * 2.0**RAISE, gl.SliceLayout(1, o.type.layout))[:, None]
-    store_inside(O, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+    rows = row0 + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))[:, None]
+    entries = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
+    at = origin(O, place.b, place.h, q0) + rows.to(gl.int64) * O.row + entries
+    gl.store(at, o, mask=(rows < place.M) & (entries < shape.d_v))
 
 
 @gluon.jit
