@@ -18,7 +18,7 @@ from tilewise.hopper import backend, fp32_launch, launch
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import innermost_loops, meta, read, sass, use_target
+from offline import meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
 
@@ -88,12 +88,7 @@ def main() -> Iterator[dict[str, Any]]:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
                 if kernel.endswith(("forward", "backward")):
-                    compiled = one.compile()
-                    text = sass(compiled.asm["cubin"])
-                    row = {"kernel": kernel, "D": D, "call": name} | read(compiled)._asdict()
-                    row["waits"] = [body.count("DEPBAR.LE gsb0, 0x0") for body in innermost_loops(text, r"\bHGMMA\b")]
-                    row["tma"] = [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text]
-                    yield row
+                    yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tilewise.hopper import backend, fp32_backward, fp32_launch
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import innermost_loops, meta, read, sass, use_target
+from offline import meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
 CALLS = {
@@ -67,11 +67,7 @@ def main() -> Iterator[dict[str, Any]]:
         for precision in fp32_backward.COUNTS:
             for call in calls:
                 compiled = main_launch(D, precision, call).compile()
-                text = sass(compiled.asm["cubin"])
-                row = {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read(compiled)._asdict()
-                row["waits"] = [body.count("DEPBAR.LE gsb0, 0x0") for body in innermost_loops(text, r"\bHGMMA\b")]
-                row["tma"] = [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text]
-                yield row
+                yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ def faults(row, record):
         found.append(f"uses the matrix instructions {row['matrix']}; meant is HGMMA")
     if row["tma"] != MEANT[row["kernel"]]:
         found.append(f"moves memory by {row['tma']}; meant are {MEANT[row['kernel']]}")
+    if not row["alone"]:
+        found.append("has a descriptor inside a tuple, which cannot be launched")
     if name(row) not in record:
         return [*found, f"is not in {RECORD}; measure it by `python {Path(__file__).relative_to(Path.cwd())}`"]
     for what, count in counts(row).items():

@@ -342,7 +342,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
 # lengths, and what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_forward(
-    Q, K, V, O, L, counter, packed, sink, variant, c, shape,
+    Q, K, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """O and L of every tile of queries. c turns logits into base 2."""
@@ -351,7 +351,8 @@ def fp32_forward(
     D: gl.constexpr = tile.D
     PIECES: gl.constexpr = tile.PIECES
     STAGES: gl.constexpr = tile.KV_STAGES
-    dtype: gl.constexpr = K.pieces.dtype
+    dtype: gl.constexpr = K.dtype
+    keys, values = Keys(K, K_undo), Keys(V, V_undo)  # as arguments, descriptors must stand alone
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     pieces = gl.allocate_shared_memory(dtype, [WARPGROUPS * PIECES, 64, D], rows)
     if tile.Q_APART:
@@ -363,12 +364,12 @@ def fp32_forward(
         Channel(q, barriers(1, 1), barriers(1, WARPGROUPS)),
         pieces,
         Channel(
-            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.pieces.layout),
+            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.layout),
             barriers(STAGES, 1),
             done,
         ),
         Channel(
-            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], V.pieces.layout),
+            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], V.layout),
             barriers(STAGES, 1),
             done,
         ),
@@ -377,9 +378,9 @@ def fp32_forward(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, O, L, K, V, shared, shape, packed, sink, variant, c, tile)),
-            (attend, (1, O, L, K, V, shared, shape, packed, sink, variant, c, tile)),
-            (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+            (attend, (0, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
+            (attend, (1, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
+            (load, (Q, keys, values, shared, counter, shape, packed, variant, tile)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip

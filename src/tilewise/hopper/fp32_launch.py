@@ -120,12 +120,9 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     operands = tuple([Split(rows(p, t), *into) for t, *into in zip(x[1:3], pieces, undo, strict=True)])
     arguments = (operands, where, *lengths(p), p.H_k, tiles, pl.shape.blocks, in_all)
     splitting = Launch(split, 2 * p.B * p.H_k * tiles, arguments, pl.split_constants, pl.compiled)
-    K, V = (
-        kernels.Keys(boxes(t), scale if pl.kind.type == torch.float16 else None)
-        for t, scale in zip(pieces, undo, strict=True)
-    )
+    scales = undo if pl.kind.type == torch.float16 else (None, None)
     arguments = (
-        Descriptor(x.q, *pl.q), K, V, rows(p, saved.o), saved.lse, counter, where, sink,
+        Descriptor(x.q, *pl.q), *[boxes(t) for t in pieces], *scales, rows(p, saved.o), saved.lse, counter, where, sink,
         Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
     return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
