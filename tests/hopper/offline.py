@@ -24,9 +24,9 @@ B, S, H = 2, 1024, 4
 
 
 CALLS = {
-    64: ("long causal", "causal", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
-    128: ("full", "causal", "varlen", "rich", "ordered", "fp16x3", "bf16x6"),
-    256: ("causal", "listed"),
+    64: ("long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
+    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "fp16x3", "bf16x6"),
+    256: ("causal", "dropout", "listed"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -44,6 +44,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
+        "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
+        "dropout": {"mask": tw.Causal(), "dropout": 0.1},
         "rich": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],

@@ -6,6 +6,7 @@
         rows_of_keys      head sizes to 128: each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV;
                           for dQ the groups exchange dS through shared memory
         side_of_v, side_of_k    head size 256: one group owns dV (S, P), the other dK (dP, dS); P goes one way, dS back
+    roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
 
 S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of a
 query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
@@ -23,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.dropout import kept
 from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.rows import rows_of
 from ..tile.schedule import assign
@@ -32,6 +32,7 @@ from ..tile.visits import Place, list_at, query_range, tile_at
 from . import releases
 from .around import first_block
 from .channel import Channel, arrive, barriers, expect, only, stage, wait, wait_before
+from .dice import bits, kept, rolled, taken
 from .forward import store_inside, zero_from
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -53,6 +54,8 @@ class Tile(NamedTuple):
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
     """Query heads of a key head."""
+    DICE: int
+    """Warps that roll dropout's dice; without dropout 0."""
 
 
 class Shape(NamedTuple):
@@ -85,6 +88,8 @@ class Shared(NamedTuple):
     dq: object
     p: object
     drawn: object
+    bits: object
+    """Dropout's, or None."""
 
 
 class Keys(NamedTuple):
@@ -170,6 +175,37 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
+
+
+@gluon.jit
+def roll(shared, shape, packed, variant, tile: gl.constexpr):
+    """The warps that roll dropout's dice: for each group's keys, or once for both sides."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    DICE: gl.constexpr = tile.DICE
+    USES: gl.constexpr = 1 if tile.SIDES else 2
+    seed = gl.load(variant.dropout.seed)
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, DICE)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            for x in range(walk.lo, walk.hi):
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                for w in range(USES):
+                    u = y * USES + w
+                    words = rolled(seed, threshold, place.matrix, place.i0, keys.j0 + 64 * w, B_R, True, DICE)
+                    wait_before(shared.bits.empty, u)
+                    stage(shared.bits.memory, u).store(words)
+                    arrive(shared.bits.full, u)
+                y += 1
+        n += 1
+        t = ticket(shared.drawn, n, DICE)
 
 
 @gluon.jit
@@ -300,24 +336,6 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
 
 
 @gluon.jit
-def keep_factor(P, place, j0, variant):
-    """Dropout's Z of a transposed tile, or 1."""
-    if variant.dropout is None:
-        return 1.0
-    else:
-        layout: gl.constexpr = P.type.layout
-        i = gl.arange(0, P.shape[1], gl.SliceLayout(0, layout))[None, :]
-        j = gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None]
-        return kept(variant.dropout, place.matrix, place.i0, i, j0, j)
-
-
-@gluon.jit
-def signed(P, place, j0, variant):
-    """P, negative where dropout drops it: so one register holds both until dP comes."""
-    return gl.where(keep_factor(P, place, j0, variant) > 0.0, P, -P)
-
-
-@gluon.jit
 def gradient(P, dP, sums, S, place, j0, variant):
     """dS of a transposed tile: the gradient with respect to Q K^T."""
     layout: gl.constexpr = S.type.layout
@@ -375,26 +393,29 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     wait(shared.do.full, y)
     dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     logs = stage(shared.logs, y).load(row_layout)
+    if shared.bits is not None:
+        words = taken(shared.bits, 2 * y + W, zero)
     S = warpgroup_mma_wait(1, [S])
     P = weights(S, logs, place, j0, edge, variant, unit, y)
-    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0
+    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or shared.bits is not None
     if not LATE:
         sums = stage(shared.sums, y).load(row_layout)
-    if variant.dropout is not None:
-        P = signed(P, place, j0, variant)
-        p16 = gl.where(P < 0.0, 0.0, P * variant.dropout.rescale).to(dtype)
-    elif B_R == 128:
+    if B_R == 128:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
-    p = gl.convert_layout(p16, p_layout)
+    p = p16
+    if shared.bits is not None:
+        p = kept(p, words)
+    p = gl.convert_layout(p, p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
-    if variant.dropout is not None:
-        dP = gl.where(P < 0.0, 0.0, dP * variant.dropout.rescale)
-        P = gl.where(P < 0.0, -P, P)
+    if shared.bits is not None:
+        dP = kept(dP, words) * variant.dropout.rescale
+        if D == 128:  # until here it waits in 16 bits, in half as many registers
+            P = p16.to(gl.float32)
     return dv, gradient(P, dP, sums[None, :], S, place, j0, variant).to(dtype)
 
 
@@ -476,6 +497,8 @@ def rows_of_keys(
         arrive(shared.kv.empty, 0)
         buffer = shared.dq.memory.index(W)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
         store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
         store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
         n += 1
@@ -532,12 +555,16 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 q = stage(shared.q.memory, y).reshape([B_R, D])
                 S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+                if shared.bits is not None:
+                    words = taken(shared.bits, y, zero)
                 S = warpgroup_mma_wait(0, [S])
                 arrive(shared.q.empty, y)
                 P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
                 # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
                 ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-                p = (P * keep_factor(P, place, keys.j0, variant)).to(dtype)
+                p = P.to(dtype)
+                if shared.bits is not None:
+                    p = kept(p, words)
                 shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
                 arrive(shared.p.full, y)
                 wait(shared.do.full, y)
@@ -553,6 +580,8 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 y += 1
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
         store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
         n += 1
         t = ticket(shared.drawn, n, 4)
@@ -592,9 +621,13 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
                 do = stage(shared.do.memory, y).reshape([B_R, D])
                 dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
                 sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+                if shared.bits is not None:
+                    words = taken(shared.bits, y, zero)
                 dP = warpgroup_mma_wait(0, [dP])
                 arrive(shared.do.empty, y)
-                dP = dP * keep_factor(dP, place, keys.j0, variant) - sums[None, :]
+                if shared.bits is not None:
+                    dP = kept(dP, words) * variant.dropout.rescale
+                dP = dP - sums[None, :]
                 wait(shared.p.full, y)
                 ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
                 shared.ds.memory.store(ds)
@@ -618,6 +651,17 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
         t = ticket(shared.drawn, n, 4)
 
 
+@gluon.jit
+def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
+    """Warpgroup W's share of the products."""
+    if not tile.SIDES:
+        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
+    elif W == 0:
+        side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile)
+    else:
+        side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile)
+
+
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
     Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
@@ -629,6 +673,7 @@ def backward(
     SIZE: gl.constexpr = tile.D
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DO_STAGES: gl.constexpr = tile.DO_STAGES
+    DICE: gl.constexpr = tile.DICE
     GROUPS_OF_DS: gl.constexpr = 1 if tile.SIDES else 2
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
@@ -662,24 +707,28 @@ def backward(
         Channel(ds_memory, ds_full, ds_full),
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         Channel(p_memory, p_full, p_full),
-        tickets(3),
+        tickets(4 if DICE else 3),
+        (bits(1, 2) if tile.SIDES else bits(2, 1)) if DICE else None,
     )
     fence_async_shared()
-    if tile.SIDES:
+    if DICE:
+        REGISTERS: gl.constexpr = 216 if DICE == 4 else 232
+        LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (side_of_v, (dV, dV_rows, shared, shape, packed, variant, unit, tile)),
-                (side_of_k, (dK, dK_rows, shared, shape, packed, variant, factor, tile)),
+                (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
             ],
-            [4, 1, 1], [240, 24, 24],
+            [4, DICE, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (rows_of_keys, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
-                (rows_of_keys, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
             ],

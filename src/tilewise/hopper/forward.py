@@ -2,6 +2,7 @@
 
     load      one warp      streams tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
     attend    warpgroups    64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
+    roll      2 or 4 warps  with dropout only: rolls its dice, and hands them on as bits
 
 Matrix products are asynchronous. S of the next key tile is started before O += P V of this one, so both run while the
 other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.
@@ -18,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.dropout import kept
 from ..tile.masks import visible
 from ..tile.rows import origin, row_values, rows_of
 from ..tile.scores import through
@@ -26,6 +26,7 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
 from . import releases
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .dice import bits, kept, rolled, taken
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -47,6 +48,8 @@ class Tile(NamedTuple):
     """Whether warpgroup 0 sees half of its first key tile only: the diagonal of a square tile."""
     DRAW_EARLY: bool
     """Whether the next tile is drawn behind the second load rather than behind the last."""
+    DICE: int
+    """Warps that roll dropout's dice; without dropout 0."""
     SPLIT: int
     """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way, 3
     before it begins: then nothing overlaps inside a warpgroup."""
@@ -75,6 +78,8 @@ class Shared(NamedTuple):
     v: object
     """`empty` is one for both: complete for use n when the products with K's use n and V's use n - 1 are over."""
     drawn: object
+    bits: object
+    """Dropout's, or None."""
 
 
 class Walk(NamedTuple):
@@ -121,16 +126,19 @@ def part_of(walk, place, row0, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(W: gl.constexpr, k, y, count, tile: gl.constexpr):
+def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
     """The number of the key tile behind `count` that warpgroup W has no use for; it takes its turns all the same."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     TURNS: gl.constexpr = tile.TURNS
     for _ in range(count):
-        wait(k.full, y)
+        wait(shared.k.full, y)
         if TURNS:
             take_turns("sync", W)
             take_turns("arrive", (W + 1) % WARPGROUPS)
-        arrive(k.empty, y)
+        if shared.bits is not None:
+            wait(shared.bits.full, y * WARPGROUPS + W)
+            arrive(shared.bits.empty, y * WARPGROUPS + W)
+        arrive(shared.k.empty, y)
         y += 1
     return y
 
@@ -189,6 +197,39 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
             t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
+
+
+@gluon.jit
+def roll(shared, shape, packed, variant, tile: gl.constexpr):
+    """The warps that roll dropout's dice, in the order in which the others want them."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    DICE: gl.constexpr = tile.DICE
+    seed = gl.load(variant.dropout.seed)
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    t = ticket(shared.drawn, n, DICE)
+    while t < shape.tiles * shape.heads:
+        place, tile_of_head, _, _ = query_tile(t, shape, packed, tile)
+        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
+        walk = walk_of(place, variant, lists, tile)
+        first = part_of(walk, place, place.i0, variant, tile)
+        second = part_of(walk, place, place.i0 + 64, variant, tile)
+        for passed in range(walk.hi - walk.lo):
+            x = walk.hi - 1 - passed
+            j = key_tile(variant, lists, walk, x)
+            for w in gl.static_range(WARPGROUPS):
+                part = first if w == 0 else second
+                u = y * WARPGROUPS + w
+                wait_before(shared.bits.empty, u)
+                if (x >= part.lo) & (x < part.hi):
+                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, B_C, False, DICE)
+                    stage(shared.bits.memory, u).store(words)
+                arrive(shared.bits.full, u)
+            y += 1
+        n += 1
+        t = ticket(shared.drawn, n, DICE)
 
 
 @gluon.jit
@@ -261,18 +302,6 @@ def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
         return gl.convert_layout(P, S.type.layout)
     else:
         return gl.exp2(x)
-
-
-@gluon.jit
-def dropped(P, place, row0, j0, variant):
-    """P after dropout."""
-    if variant.dropout is None:
-        return P
-    else:
-        layout: gl.constexpr = P.type.layout
-        i = gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None]
-        columns = gl.arange(0, P.shape[1], gl.SliceLayout(0, layout))[None, :]
-        return P * kept(variant.dropout, place.matrix, row0, i, j0, columns)
 
 
 @gluon.jit
@@ -352,7 +381,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         row0 = place.i0 + ROWS * W
         q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
         part = part_of(walk, place, row0, variant, tile)
-        y = pass_by(W, shared.k, y, walk.hi - part.hi, tile)
+        y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
         wait(shared.q.full, n)
@@ -360,7 +389,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
         m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
-        p = gl.convert_layout(dropped(P, place, row0, j * B_C, variant).to(dtype), p_layout)
+        if shared.bits is not None:
+            P = kept(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, zero))
+        p = gl.convert_layout(P.to(dtype), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
@@ -382,6 +413,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
+            if shared.bits is not None:
+                words = taken(shared.bits, (y + 1) * WARPGROUPS + W, zero)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
@@ -393,7 +426,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             alpha = gl.exp2(m - shift)
             l = l * alpha + gl.sum(P_new, 1)
             m = m_new
-            P_new = dropped(P_new, place, row0, j * B_C, variant)
+            if shared.bits is not None:
+                P_new = kept(P_new.to(dtype), words)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             p = gl.convert_layout(P_new.to(dtype), p_layout)
@@ -404,8 +438,10 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         y += 1
         t = ticket(shared.drawn, n + 1, 4)
         o = warpgroup_mma_wait(0, [o_last])
+        if variant.dropout is not None:
+            o = o * variant.dropout.rescale
         write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
-        y = pass_by(W, shared.k, y, part.lo - walk.lo, tile)
+        y = pass_by(W, shared, y, part.lo - walk.lo, tile)
         if Q_STAGES == 1:
             tma.store_wait(0)
             arrive(shared.q.empty, n)
@@ -425,6 +461,7 @@ def forward(
     D: gl.constexpr = tile.D
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
+    DICE: gl.constexpr = tile.DICE
     dtype: gl.constexpr = Q.dtype
     done = barriers(KV_STAGES, WARPGROUPS)
     shared = Shared(
@@ -443,10 +480,24 @@ def forward(
             barriers(KV_STAGES, 1),
             done,
         ),
-        tickets(WARPGROUPS),
+        tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
+        bits(WARPGROUPS, 1) if DICE else None,
     )
     fence_async_shared()
-    if WARPGROUPS == 2:
+    if DICE:
+        # 512 registers a thread are shared out among four warpgroups, and 504 among three
+        gl.static_assert(WARPGROUPS == 2)
+        LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
+        gl.warp_specialize(
+            [
+                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (roll, (shared, shape, packed, variant, tile)),
+                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+            ],
+            [4, DICE, 1], [REGISTERS, LEFT, 24],
+        )  # fmt: skip
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),

@@ -96,16 +96,19 @@ def plan(p: Problem) -> Plan:
 def planned(p: Problem, chosen: Rows) -> Plan:
     """The same from any rows."""
     row, back = chosen
+    dice = dice_warps(p, 256)
+    if dice:  # they have a warpgroup's place, and registers of the others
+        row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
     edges = has_edges(p, 64, row.B_c)
     corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, row.split,
+        row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
     edges = has_edges(p, back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
-        p.H // p.H_k,
+        p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
     natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -125,6 +128,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
+
+
+def dice_warps(p: Problem, crowded: int) -> int:
+    """Warps that roll dropout's dice: four, but from head size `crowded` on two, which fit beside the producer warp. A
+    warpgroup more would leave too few registers to the others, and at 256 to a single product."""
+    return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
 
 
 def has_edges(p: Problem, own: int, other: int) -> bool:
