@@ -8,6 +8,7 @@ import torch
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical, attention
 from tilewise.hopper.launch import plan
+from tilewise.tile.softmax import LOG2E
 
 MASKS = (
     tw.Causal(), tw.Window(100, 0), tw.Causal() & tw.Window(1023, 0), tw.Window(100, 20), tw.Window(None, 0),
@@ -15,10 +16,10 @@ MASKS = (
 )  # fmt: skip
 
 
-def launched(M, N, D, mask):
+def launched(M, N, D, **given):
     """The plan of a call on an H200."""
     q, k = (torch.empty(2, length, 4, D, dtype=torch.bfloat16) for length in (M, N))
-    options = {**attention.__kwdefaults__, "mask": mask}
+    options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
     return plan(_hypothetical(*_gather(q, k, k, **options), "sm_90"))
 
@@ -38,7 +39,7 @@ def tiles(seen, rows, columns):
 def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
     found = set()
     for M, N in itertools.product((64, 300, 512, 1100), (64, 512, 576, 1100)):
-        pl = launched(M, N, D, mask)
+        pl = launched(M, N, D, mask=mask)
         forward = pl.forward_tile
         seen = mask.dense(M, N).expand(2, 1, M, N)[:, 0]
         for b in range(2):
@@ -55,3 +56,13 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
         found.add((forward.EDGES, forward.CORNER))
     if mask.parts == (mask,) and isinstance(mask, tw.Causal):
         assert (False, D != 256) in found, "square calls have a loop without a mask"
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 0.0])
+def test_the_scale_of_gradients_is_left_to_their_sums(scale):
+    wanted = 64**-0.5 if scale is None else scale
+    alone = launched(256, 256, 64, scale=scale)
+    assert alone.factor == wanted
+    assert alone.c == pytest.approx(wanted * LOG2E.value)
+    scored = launched(256, 256, 64, scale=scale, score=tw.SoftCap(5.0))
+    assert (scored.factor, scored.c) == (wanted, LOG2E.value), "the first score multiplies logits by the scale"

@@ -114,13 +114,16 @@ def walk_of(place, variant, lists, tile: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, place, row0, variant, tile: gl.constexpr):
-    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list."""
+    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is left
+    out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
     B_C: gl.constexpr = tile.B_C
+    KV_STAGES: gl.constexpr = tile.KV_STAGES
     if variant.visits is None:
         rows = Place(place.b, place.h, place.matrix, row0, place.M, place.N, place.shift)
         lo, full_lo, full_hi, hi = key_range(variant, 0, rows, 64, B_C)
         hi = gl.minimum(gl.maximum(hi, walk.lo + 1), walk.hi)
-        return Walk(gl.minimum(gl.maximum(lo, walk.lo), hi - 1), full_lo, full_hi, hi, walk.some)
+        lo = gl.minimum(gl.maximum(lo, walk.lo), gl.minimum(hi, walk.lo + KV_STAGES) - 1)
+        return Walk(lo, full_lo, full_hi, hi, walk.some)
     else:
         return walk
 

@@ -110,7 +110,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
         p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
-    natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
+    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
         box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
@@ -124,7 +124,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
     return Plan(
-        row, tile, back, back_tile, natural * LOG2E.value, factor, boxes,
+        row, tile, back, back_tile, natural * LOG2E.value, p.scale, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
