@@ -87,6 +87,8 @@ class Shared(NamedTuple):
     v: object
     """Each with its pieces side by side; `empty` is one for both, as in forward.py."""
     drawn: object
+    bits: object
+    """None: there is no dropout in fp32."""
 
 
 @gluon.jit
@@ -276,7 +278,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         first = first_tile(place, k0, packed, shape, tile)
         row0 = place.i0 + 64 * W
         part = part_of(walk, place, row0, variant, tile)
-        y = pass_by(W, shared.k, y, walk.hi - part.hi, tile)
+        y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
         wait(shared.q.full, n)
@@ -335,7 +337,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         o_last = warpgroup_mma_wait(0, [o_last])
         o = joined(o, alpha, o_last, undo, RAISE)
         write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)
-        y = pass_by(W, shared.k, y + 1, part.lo - walk.lo, tile)
+        y = pass_by(W, shared, y + 1, part.lo - walk.lo, tile)
         n += 1
 
 
@@ -374,6 +376,7 @@ def fp32_forward(
             done,
         ),
         tickets(WARPGROUPS),
+        None,
     )
     fence_async_shared()
     gl.warp_specialize(
