@@ -23,6 +23,15 @@ BLOCK = tl.constexpr(64)
 """Rows that share a scale."""
 
 
+class Blocks(NamedTuple):
+    """Counts of blocks: of all queries and keys; in units of the main kernel's tiles, those of one head."""
+
+    queries: object
+    keys: object
+    query_head: object
+    key_head: object
+
+
 class Scales(NamedTuple):
     """Numbers of each block: what undoes the scales of fp16 pieces, and bounds."""
 
@@ -60,63 +69,72 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
     return tl.where(near, mean, 0.0)
 
 
-@triton.jit(do_not_specialize=["packed", "N", "H", "tiles", "stride", "blocks"])
-def prepare_keys(
-    K, V, v_norm, centres, packed, N, H, tiles, stride, blocks,
-    d: tl.constexpr, d_v: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def prepare_keys(K, V, v_norm, packed, program, N, H, tiles, stride, blocks, d, d_v, B_C: tl.constexpr, SIZE: tl.constexpr,
+    CENTRED: tl.constexpr):  # fmt: skip
     """Pieces of one block of K and V, centred."""
-    program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     _, _, k0, N = rows_of(packed, b, 0, N)
-    if t * BLOCK >= tl.cdiv(N, B_C) * B_C:
-        return
-    rows = t * BLOCK + tl.arange(0, BLOCK)
-    k, v = load_block(K.X, b, h, k0, rows, N, d, SIZE), load_block(V.X, b, h, k0, rows, N, d_v, SIZE)
-    if CENTRED:
-        k_centre, v_centre = centre(K.X, b, h, k0, N, d, SIZE), centre(V.X, b, h, k0, N, d_v, SIZE)
-        k = tl.where((rows < N)[:, None], k - k_centre[None, :], 0.0)
-        v = tl.where((rows < N)[:, None], v - v_centre[None, :], 0.0)
-        at = centres + (b * H + h) * 2 * SIZE + tl.arange(0, SIZE)
-        tl.store(at, k_centre, mask=t == 0)
-        tl.store(at + SIZE, v_centre, mask=t == 0)
-    block = first_block(packed, b, h, H, k0, stride, B_C).to(tl.int64) * (B_C // BLOCK) + t
-    store_pieces(K.pieces, K.undo, k, block, blocks)
-    store_pieces(V.pieces, V.undo, v, block, blocks)
-    tl.store(v_norm + block, longest(v))
+    if t * BLOCK < tl.cdiv(N, B_C) * B_C:
+        rows = t * BLOCK + tl.arange(0, BLOCK)
+        k, v = load_block(K.X, b, h, k0, rows, N, d, SIZE), load_block(V.X, b, h, k0, rows, N, d_v, SIZE)
+        if CENTRED:
+            k = tl.where((rows < N)[:, None], k - centre(K.X, b, h, k0, N, d, SIZE)[None, :], 0.0)
+            v = tl.where((rows < N)[:, None], v - centre(V.X, b, h, k0, N, d_v, SIZE)[None, :], 0.0)
+        block = first_block(packed, b, h, H, k0, stride, B_C).to(tl.int64) * (B_C // BLOCK) + t
+        store_pieces(K.pieces, K.undo, k, block, blocks)
+        store_pieces(V.pieces, V.undo, v, block, blocks)
+        tl.store(v_norm + block, longest(v))
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "group", "tiles", "stride", "blocks"])
+@triton.jit
 def prepare_queries(
-    Q, dO, O, dL, lse, do_norm, D_top, centres, L, D, dQ, packed, unit, M, H, group, tiles, stride, blocks,
-    d: tl.constexpr, d_v: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+    Q, dO, O, K, V, dL, lse, do_norm, D_top, L, D, dQ, packed, unit, program, M, N, H, group, tiles, stride, blocks,
+    d, d_v, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Of one block: pieces of Q and dO; L and D = rowsum(dO * O) - dL for centred K and V; zeros in dQ. Past the last
     row P = exp(S - L) must vanish."""
-    program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
-    q0, M, _, _ = rows_of(packed, b, M, 0)
-    if t * BLOCK >= M:
-        return
-    rows, entries = t * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    q, do = load_block(Q.X, b, h, q0, rows, M, d, SIZE), load_block(dO.X, b, h, q0, rows, M, d_v, SIZE)
-    o = load_block(O, b, h, q0, rows, M, d_v, SIZE)
-    logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=INF)
-    logs = for_backward(logs, True)
-    if CENTRED:
-        at = centres + (b * (H // group) + h // group) * 2 * SIZE + entries
-        logs -= unit * tl.sum(q * tl.load(at)[None, :], 1)
-        o -= tl.load(at + SIZE)[None, :]  # past the end dO is 0
-    sums = tl.sum(o * do, 1)
-    if dL is not None:
-        sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
-    block = first_block(packed, b, h, H, q0, stride, BLOCK).to(tl.int64) + t
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(L + row, logs)
-    tl.store(D + row, sums)
-    tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
-    store_pieces(Q.pieces, Q.undo, q, block, blocks)
-    store_pieces(dO.pieces, dO.undo, do, block, blocks)
-    tl.store(do_norm + block, longest(do))
-    tl.store(D_top + block, largest(sums, 0))
+    q0, M, k0, N = rows_of(packed, b, M, N)
+    if t * BLOCK < M:
+        rows, entries = t * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE)
+        q, do = load_block(Q.X, b, h, q0, rows, M, d, SIZE), load_block(dO.X, b, h, q0, rows, M, d_v, SIZE)
+        o = load_block(O, b, h, q0, rows, M, d_v, SIZE)
+        logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=INF)
+        logs = for_backward(logs, True)
+        if CENTRED:
+            logs -= unit * tl.sum(q * centre(K.X, b, h // group, k0, N, d, SIZE)[None, :], 1)
+            o -= centre(V.X, b, h // group, k0, N, d_v, SIZE)[None, :]  # past the end dO is 0
+        sums = tl.sum(o * do, 1)
+        if dL is not None:
+            sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
+        block = first_block(packed, b, h, H, q0, stride, BLOCK).to(tl.int64) + t
+        row = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(L + row, logs)
+        tl.store(D + row, sums)
+        tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
+        store_pieces(Q.pieces, Q.undo, q, block, blocks)
+        store_pieces(dO.pieces, dO.undo, do, block, blocks)
+        tl.store(do_norm + block, longest(do))
+        tl.store(D_top + block, largest(sums, 0))
+
+
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
+def fp32_prepare(
+    Q, K, V, dO, O, dL, lse, scales, L, D, dQ, packed, unit, M, N, H, group, batch, key_tiles, query_tiles, in_all,
+    d: tl.constexpr, d_v: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys or one of queries."""
+    program = tl.program_id(0)
+    of_keys = batch * (H // group) * key_tiles
+    if program < of_keys:
+        prepare_keys(
+            K, V, scales.v_norm, packed, program, N, H // group, key_tiles, in_all.key_head, in_all.keys, d, d_v, B_C, SIZE,
+            CENTRED,
+        )  # fmt: skip
+    else:
+        prepare_queries(
+            Q, dO, O, K, V, dL, lse, scales.do_norm, scales.D, L, D, dQ, packed, unit, program - of_keys, M, N, H, group,
+            query_tiles, in_all.query_head, in_all.queries, d, d_v, SIZE, CENTRED,
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, visits
 from ..tile.visits import Variant
 from .around import finish, give_turns
-from .fp32_around import Scales, prepare_keys, prepare_queries
+from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
 from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, processors, vector
 from .pieces import Split
@@ -45,15 +45,14 @@ ROWS_OF_DELTA = 64
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces (piece, block, row, column), numbers for each block of 64 rows, and in `centres` two
-    vectors for each key head; lse, delta and sums of dQ as in launch.py."""
+    """Between the kernels: pieces (piece, block, row, column), and numbers for each block of 64 rows; lse, delta and sums
+    of dQ as in launch.py."""
 
     q: Tensor
     do: Tensor
     k: Tensor
     v: Tensor
     scales: Scales
-    centres: Tensor
     logs: Tensor
     delta: Tensor
     dq: Tensor
@@ -90,17 +89,17 @@ def empty_scratch(p: Problem, device: torch.device) -> Scratch:
     blocks = queries, queries, keys, keys
     q, do, k, v = (torch.empty((count, n, 64, D), dtype=dtype, device=device) for n in blocks)
     scales = Scales(*(torch.empty(n, device=device) for n in (*blocks, queries, keys, queries)))
-    numbers = p.B * p.H_k * 2 * D, queries * 64, queries * 64, queries * 64 * D
-    centres, logs, delta, dq = (torch.empty(n, device=device) for n in numbers)
+    numbers = queries * 64, queries * 64, queries * 64 * D
+    logs, delta, dq = (torch.empty(n, device=device) for n in numbers)
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, do, k, v, scales, centres, logs, delta, dq, turns)
+    return Scratch(q, do, k, v, scales, logs, delta, dq, turns)
 
 
 def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """K and V in pieces; Q and dO in pieces, and row values; lists of tiles; dK, dV and sums of dQ; dQ.
+    """Operands in pieces, and row values; lists of tiles; dK, dV and sums of dQ; dQ.
 
     Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
     """
@@ -110,34 +109,29 @@ def launches(
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = scratch.dq, rows(p, grads.q), packed(p, x), p.scale, lengths(p)[0], p.H, tiles, query_tiles
     after = Launch(finish, p.B * p.H * tiles, arguments, {"d": p.D, "B_R": row.B_r, "SIZE": D}, pl.compiled)
-    return [*before, *main, after]
+    return [before, *main, after]
 
 
 def preparation(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
-) -> list[Launch]:
-    """One launch for keys and one for queries, which reads the centres of keys."""
+) -> Launch:
+    """Blocks of keys and of queries."""
     row, D, _, query_tiles, key_tiles = sizes_of(p)
-    where, (M, N), s = packed(p, x), lengths(p), scratch.scales
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
-    # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
-    constants = {"d": p.D, "d_v": p.D_v, "SIZE": D, "CENTRED": dL is None and not p.recipe.sink, "num_warps": 8}
-
-    tiles = cdiv(p.N, row.B_c) * row.B_c // 64
-    K, V = Split(rows(p, x.k), scratch.k, s.k), Split(rows(p, x.v), scratch.v, s.v)
-    arguments = K, V, s.v_norm, scratch.centres, where, N, p.H_k, tiles, key_tiles, scratch.k.shape[1]
-    keys = Launch(prepare_keys, p.B * p.H_k * tiles, arguments, {**constants, "B_C": row.B_c}, pl.compiled, key)
-
-    tiles = cdiv(p.M, row.B_r)
-    Q, dO = Split(rows(p, x.q), scratch.q, s.q), Split(rows(p, do), scratch.do, s.do)
+    parts = zip((x.q, x.k, x.v, do), (scratch.q, scratch.k, scratch.v, scratch.do), ["q", "k", "v", "do"], strict=True)
+    Q, K, V, dO = (Split(rows(p, t), pieces, getattr(scratch.scales, name)) for t, pieces, name in parts)
+    of_keys, of_queries = cdiv(p.N, row.B_c) * row.B_c // 64, cdiv(p.M, row.B_r)
     arguments = (
-        Q, dO, rows(p, saved.o), dL, lse, s.do_norm, s.D, scratch.centres, scratch.logs, scratch.delta, scratch.dq,
-        where, max(p.scale, TINY), M, p.H, p.H // p.H_k, tiles, query_tiles, scratch.q.shape[1],
+        Q, K, V, dO, rows(p, saved.o), dL, lse, scratch.scales, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
+        max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
+        Blocks(scratch.q.shape[1], scratch.k.shape[1], query_tiles, key_tiles),
     )  # fmt: skip
-    queries = Launch(prepare_queries, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
-    return [keys, queries]
+    # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
+    centred = dL is None and not p.recipe.sink
+    constants = {"d": p.D, "d_v": p.D_v, "B_C": row.B_c, "SIZE": D, "CENTRED": centred, "num_warps": 8}
+    return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
@@ -151,10 +145,9 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    few = heads * tiles <= 4 * processors(x.q.device)  # then an even end matters more than the cache
     side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
     cached = CACHED_QUERIES // (group * p.M * D * 4 * (count + 1))
-    section = heads if few else max(1, side_by_side, cached)
+    section = max(1, side_by_side, cached)
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)),
