@@ -330,7 +330,8 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
     P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
     if edge:
-        place = Place(place.b, place.h, place.matrix, place.i0 + (y >> 31), place.M, place.N, place.shift)
+        if len(variant.scores) > 0:
+            place = Place(place.b, place.h, place.matrix, place.i0 + (y >> 31), place.M, place.N, place.shift)
         P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
     return P
 

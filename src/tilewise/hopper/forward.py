@@ -114,8 +114,8 @@ def walk_of(place, variant, lists, tile: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, place, row0, variant, tile: gl.constexpr):
-    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is left
-    out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
+    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is
+    left out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
     B_C: gl.constexpr = tile.B_C
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     if variant.visits is None:
