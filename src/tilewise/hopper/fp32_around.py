@@ -70,8 +70,10 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def prepare_keys(K, V, v_norm, packed, program, N, H, tiles, stride, blocks, d, d_v, B_C: tl.constexpr, SIZE: tl.constexpr,
-    CENTRED: tl.constexpr):  # fmt: skip
+def prepare_keys(
+    K, V, v_norm, packed, program, N, H, tiles, stride, blocks, d, d_v,
+    B_C: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
     """Pieces of one block of K and V, centred."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     _, _, k0, N = rows_of(packed, b, 0, N)
@@ -130,11 +132,11 @@ def fp32_prepare(
     of_keys = batch * (H // group) * key_tiles
     if program < of_keys:
         prepare_keys(
-            K, V, scales.v_norm, packed, program, N, H // group, key_tiles, in_all.key_head, in_all.keys, d, d_v, B_C, SIZE,
-            CENTRED,
+            K, V, scales.v_norm, packed, program, N, H // group, key_tiles, in_all.key_head, in_all.keys,
+            d, d_v, B_C, SIZE, CENTRED,
         )  # fmt: skip
     else:
         prepare_queries(
-            Q, dO, O, K, V, dL, lse, scales.do_norm, scales.D, L, D, dQ, packed, unit, program - of_keys, M, N, H, group,
-            query_tiles, in_all.query_head, in_all.queries, d, d_v, SIZE, CENTRED,
+            Q, dO, O, K, V, dL, lse, scales.do_norm, scales.D, L, D, dQ, packed, unit, program - of_keys, M, N,
+            H, group, query_tiles, in_all.query_head, in_all.queries, d, d_v, SIZE, CENTRED,
         )  # fmt: skip

@@ -45,8 +45,8 @@ ROWS_OF_DELTA = 64
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces (piece, block, row, column), and numbers for each block of 64 rows; lse, delta and sums
-    of dQ as in launch.py."""
+    """Between the kernels: pieces (piece, block, row, column), and numbers for each block of 64 rows; lse, delta and
+    sums of dQ as in launch.py."""
 
     q: Tensor
     do: Tensor
