@@ -18,6 +18,8 @@ from .cases import CASES, Call, Case, make
 
 GPU = torch.cuda.is_available()
 ON_GPU = ("hopper", "triton")
+OF_FP32 = ("hopper-bf16x6", "hopper-fp16x3")
+"""Hopper's kernels for fp32; "hopper" stands for those for 16-bit types."""
 BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else ("triton-interpreter",)))
 
 
@@ -41,12 +43,14 @@ def prepared(case: Case, device: str) -> tuple[Call, rule.Results, dict[str, flo
 
 
 def suited(case: Case, backend: str) -> Case:
-    """The case; for Hopper, which takes 16-bit types and head sizes in eights, with those."""
-    if backend != "hopper" or case.dtype == torch.float64:
+    """The case; for Hopper, which takes head sizes in eights, with those, and in the types that its kernels are for."""
+    kernel = backend.partition("-")
+    if kernel[0] != "hopper" or case.dtype == torch.float64:
         return case
     D, D_v = (-(-size // 8) * 8 for size in (case.D, case.D_v or case.D))
-    wide = case.dtype == torch.float32
-    if not wide:
+    if kernel[2]:
+        return replace(case, name=f"{case.name} in {kernel[2]}", precision=case.precision or kernel[2], D=D, D_v=D_v)
+    if case.dtype != torch.float32:
         return replace(case, D=D, D_v=D_v)
     bf16, sink = torch.bfloat16, case.sink and torch.bfloat16
     return replace(case, name=f"{case.name} in bf16", dtype=bf16, sink=sink, precision=None, D=D, D_v=D_v)
@@ -61,22 +65,25 @@ def skip_unless_taken(case: Case, backend: str, call: Call) -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *(OF_FP32 if GPU else ())])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
     record_property("case", case.name)
     record_property("backend", backend)
     if backend == "triton-interpreter" and case.size != "tiny":
         pytest.skip("too large for Triton's interpreter")
+    on_gpu = backend in (*ON_GPU, *OF_FP32)
+    if backend in OF_FP32 and case.dtype != torch.float32:
+        pytest.skip("it is not in fp32")
     case = suited(case, backend)
-    call, true, allowed = prepared(case, "cuda" if backend in ON_GPU else "cpu")
+    call, true, allowed = prepared(case, "cuda" if on_gpu else "cpu")
     skip_unless_taken(case, backend, call)
     with chosen(backend) as name:
         first = rule.run(case, call, name)
         again = rule.run(case, call, name)
     assert {name: t.dtype for name, t in first.items()} == rule.result_types(call)
     rule.assert_as_accurate_as_torch(first, true, allowed)
-    for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or backend not in ON_GPU else [])):
+    for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or not on_gpu else [])):
         same = torch.equal(first[result].nan_to_num(nan=7.0), again[result].nan_to_num(nan=7.0))
         assert same, f"{result} differs when run again"
 

@@ -14,18 +14,18 @@ import triton
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
-from tilewise.hopper import backend, launch
+from tilewise.hopper import backend, fp32_launch, launch
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import innermost_loops, meta, read, sass, use_target
+from offline import meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
 
 
 CALLS = {
-    64: ("long causal", "causal", "scored", "rich"),
-    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered"),
+    64: ("long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
+    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "fp16x3", "bf16x6"),
     256: ("causal", "dropout", "listed"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
@@ -41,6 +41,9 @@ def calls() -> dict[str, dict[str, Any]]:
         "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
         "ordered": {"mask": tw.Causal(), "deterministic": True},
         "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
+        "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
+        "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
+        "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
         "rich": {
@@ -57,7 +60,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     options = dict(options)
     length = options.pop("S", S)
     shape = (B * length, H, D) if "layout" in options else (B, length, H, D)
-    q = meta(*shape, dtype=torch.bfloat16)
+    q = meta(*shape, dtype=torch.float32 if "precision" in options else torch.bfloat16)
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": "hopper",
@@ -68,7 +71,10 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
-    counter, pl = meta(2, dtype=torch.int32), launch.plan(p)
+    counter = meta(2, dtype=torch.int32)
+    if q.dtype == torch.float32:
+        return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, counter)
+    pl = launch.plan(p)
     scratch = launch.empty_scratch(p, pl.backward.B_r, q.device)
     backward = launch.backward_launches(
         p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter
@@ -83,13 +89,8 @@ def main() -> Iterator[dict[str, Any]]:
         for name in names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if kernel in ("forward", "backward"):
-                    compiled = one.compile()
-                    text = sass(compiled.asm["cubin"])
-                    row = {"kernel": kernel, "D": D, "call": name} | read(compiled)._asdict()
-                    row["waits"] = [body.count("DEPBAR.LE gsb0, 0x0") for body in innermost_loops(text, r"\bHGMMA\b")]
-                    row["tma"] = [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text]
-                    yield row
+                if kernel.endswith(("forward", "backward")):
+                    yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 
 if __name__ == "__main__":

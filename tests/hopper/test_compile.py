@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ import pytest
 HERE = Path(__file__).parent
 RECORD = HERE / "spills.json"
 SHARED = 227 * 1024
+MEANT = {
+    "forward": ["UTMALDG", "UTMASTG"],
+    "backward": ["UTMALDG", "UTMASTG", "UTMAREDG"],
+    "fp32_forward": ["UTMALDG"],
+    "fp32_backward": ["UTMALDG", "UTMAREDG"],
+}
+"""How kernels move memory by TMA: loads, stores, additions."""
 RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 
@@ -49,9 +57,10 @@ def faults(row, record):
         found.append(f"{row['shared']} bytes of shared memory, the chip has {SHARED}")
     if row["matrix"] != ["HGMMA"]:
         found.append(f"uses the matrix instructions {row['matrix']}; meant is HGMMA")
-    meant = ["UTMALDG", "UTMASTG", *(["UTMAREDG"] if row["kernel"] == "backward" else [])]
-    if row["tma"] != meant:
-        found.append(f"moves memory by {row['tma']}; meant are {meant}")
+    if row["tma"] != MEANT[row["kernel"]]:
+        found.append(f"moves memory by {row['tma']}; meant are {MEANT[row['kernel']]}")
+    if not row["alone"]:
+        found.append("has a descriptor inside a tuple, which cannot be launched")
     if name(row) not in record:
         return [*found, f"is not in {RECORD}; measure it by `python {Path(__file__).relative_to(Path.cwd())}`"]
     for what, count in counts(row).items():
@@ -67,8 +76,20 @@ def test_every_kernel_compiles_well(release):
         pytest.skip(f"{variable} does not say where the newest Triton lies")
     rows = offline(os.environ[variable] if variable else None)
     record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
-    for kernel in ("forward", "backward"):
-        assert {row["D"] for row in rows if row["kernel"] == kernel} == {64, 128, 256}
+    for kernel, sizes in {"forward": {64, 128, 256}, "backward": {64, 128, 256}, "fp32_forward": {64, 128}}.items():
+        assert {row["D"] for row in rows if row["kernel"] == kernel} == sizes
+    wrong = {name(row): found for row in rows if (found := faults(row, record))}
+    assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_fp32_backward_compiles_well(release):
+    variable = RELEASES[release]
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"{variable} does not say where the newest Triton lies")
+    rows = offline(os.environ[variable] if variable else None, "offline_fp32_backward.py")
+    record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
+    assert {(row["D"], row["call"].split()[0]) for row in rows} == set(product((64, 128), ("fp16x3", "bf16x6")))
     wrong = {name(row): found for row in rows if (found := faults(row, record))}
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
@@ -77,7 +98,7 @@ def measure():
     """Writes the record, for every Triton there is."""
     record = {}
     for folder in (None, *filter(None, [os.environ.get("TILEWISE_TRITON_NEWEST")])):
-        rows = offline(folder)
+        rows = [*offline(folder), *offline(folder, "offline_fp32_backward.py")]
         record[rows[0]["triton"]] = {name(row): counts(row) for row in rows}
         print(rows[0]["triton"], *(f"{name(row)}: {counts(row)}" for row in rows), sep="\n  ", flush=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

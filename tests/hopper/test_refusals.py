@@ -33,7 +33,10 @@ def test_it_takes_calls_of_every_kind():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"dtype": torch.float32}, "fp16 and bf16"),
+        ({"dtype": torch.float32, "D": 136}, "head sizes up to 128, got 136"),
+        ({"dtype": torch.float32, "precision": "tf32x3"}, "bf16x6 and fp16x3, not in tf32x3"),
+        ({"dtype": torch.float32, "dropout": 0.1}, "no scores and no dropout"),
+        ({"dtype": torch.float32, "score": tw.SoftCap(30.0)}, "no scores and no dropout"),
         ({"D": 60}, "multiples of 8"),
         ({"device": "sm_100"}, "written for sm_90"),
         ({"deterministic": True, "mask": DENSE}, "deterministic=True"),
@@ -61,3 +64,26 @@ def test_addresses_that_tma_cannot_reach_are_named():
         found = tw.explain(q, k, k, device="sm_90")
         assert found.backend == "triton"
         assert any(reason.startswith("q ") and words in reason for reason in found.refusals["hopper"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "products"),
+    [
+        ("highest", {}, "bf16x6"),
+        ("high", {}, "fp16x3"),
+        ("medium", {}, "fp16x3"),
+        ("highest", {"precision": "fp16x3"}, "fp16x3"),
+        ("high", {"precision": "bf16x6"}, "bf16x6"),
+    ],
+)
+def test_it_takes_fp32_at_the_precision_asked_for(setting, given, products):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        q = torch.empty(2, 512, 4, 72, dtype=torch.float32, device="meta")
+        sink = torch.empty(4, device="meta")
+        found = tw.explain(q, q, q, device="sm_90", mask=tw.Causal(), sink=sink, **given)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.backend == "hopper", found
+    assert f"products in {products}" in found.tiles

@@ -180,6 +180,18 @@ def read(kernel: Any) -> Compiled:
     return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
 
 
+def read_hopper(kernel: Any) -> dict[str, Any]:
+    """The same of a Gluon kernel, and how it waits and moves memory."""
+    text = sass(kernel.asm["cubin"])
+    outside = [kind for kind in kernel.src.signature.values() if str(kind).startswith("tensordesc")]
+    return read(kernel)._asdict() | {
+        "waits": [body.count("DEPBAR.LE gsb0, 0x0") for body in innermost_loops(text, r"\bHGMMA\b")],
+        "tma": [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text],
+        # Triton compiles a descriptor inside a tuple, but cannot launch it
+        "alone": len(outside) == len(kernel.metadata.tensordesc_meta),
+    }
+
+
 def sass(cubin: bytes) -> str:
     """Read by Triton's own tool, or by that of TILEWISE_CUOBJDUMP: the newest compiles for sm_70 but cannot read it."""
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

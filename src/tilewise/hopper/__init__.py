@@ -1,17 +1,19 @@
 """The Hopper back end: Gluon kernels for sm_90, asynchronous and warp-specialised."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, Spec
 from ..tile.launch import on_device
 from ..tile.tables import whose
-from . import launch
-from .tiles import current
+from . import fp32_launch, launch
+from .tiles import current, current_fp32
 
 
 class Hopper:
-    """16-bit types whose rows TMA can address."""
+    """16-bit types and fp32, whose rows TMA can address."""
 
     name = "hopper"
 
@@ -21,8 +23,10 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
-        if p.dtype not in (torch.float16, torch.bfloat16):
-            against.append(f"it takes fp16 and bf16, not {str(p.dtype).removeprefix('torch.')}")
+        if p.dtype == torch.float32:
+            against += _against_fp32(p)
+        elif p.dtype not in (torch.float16, torch.bfloat16):
+            against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):
@@ -36,6 +40,10 @@ class Hopper:
 
     def tiles(self, problem: Problem) -> str:
         """The two main kernels' tiles."""
+        if problem.dtype == torch.float32:
+            name = fp32_launch.precision(problem)
+            row = current_fp32(problem, name)
+            return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {whose(problem.q.device)}"
         row, back = current(problem)
         sides = "gradient" if back.sides else "keys"
         return (
@@ -44,12 +52,32 @@ class Hopper:
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        of = _launches(problem)
         with on_device(x.q):
-            return launch.forward(problem, launch.plan(problem), x, seed)
+            return of.forward(problem, of.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        of = _launches(problem)
         with on_device(x.q):
-            return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+            return of.backward(problem, of.plan(problem), x, saved, do, dlse)
+
+
+def _launches(problem: Problem) -> Any:
+    """The module that launches a problem's kernels."""
+    return fp32_launch if problem.dtype == torch.float32 else launch
+
+
+def _against_fp32(p: Problem) -> list[str]:
+    """What the fp32 kernels leave to the portable ones."""
+    against = []
+    if fp32_launch.precision(p) is None:
+        has = " and ".join(fp32_launch.KINDS)
+        against.append(f"it multiplies fp32 in {has}, not in {p.recipe.precision}")
+    if max(p.D, p.D_v) > 128:
+        against.append(f"its fp32 kernels take head sizes up to 128, got {p.D} and {p.D_v}")
+    if p.recipe.score or p.recipe.dropout:
+        against.append("its fp32 kernels know no scores and no dropout")
+    return against
 
 
 def _unaddressable(spec: Spec) -> str | None:

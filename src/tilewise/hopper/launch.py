@@ -35,7 +35,7 @@ from .around import finish, give_turns, prepare
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20

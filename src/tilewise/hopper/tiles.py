@@ -6,6 +6,8 @@ docs/performance.md.
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ..problem import Problem
 from ..score import SoftCap
 from ..tile.tables import in_use
@@ -57,6 +59,30 @@ BACKWARD = {
 }
 
 
+class Fp32Forward(NamedTuple):
+    """One row of the fp32 forward's table; the fields are `fp32_forward.Tile`'s."""
+
+    B_c: int
+    kv_stages: int
+    q_apart: bool
+    turns: bool
+    split: int
+    registers: int
+
+    @property
+    def B_r(self) -> int:  # noqa: N802
+        """Queries of a tile, of two warpgroups."""
+        return 128
+
+
+FP32_FORWARD: dict[Any, Fp32Forward] = {
+    (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
+    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=True, split=1, registers=240),
+    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=False, split=0, registers=240),
+    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240),
+}
+
+
 class Bias(NamedTuple):
     """Tiles of the kernel for a bias's gradient."""
 
@@ -93,7 +119,9 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
     of what lists of tiles leave out and of short masked rows. At 128, masks want the warpgroups to take turns, and
-    scores and dropout want the product before out of their way, but for SoftCap."""
+    scores and dropout want the product before out of their way, but for SoftCap. None for fp32."""
+    if p.dtype == torch.float32:
+        return {}
     size, recipe = padded(p), p.recipe
     if size == 64:
         rich = bool(recipe.score or recipe.dropout or p.listed)
@@ -106,6 +134,11 @@ def keys(p: Problem) -> dict[str, Any]:
         elif recipe.mask:
             forward = 128, "masked"
     return {"forward": forward, "backward": size}
+
+
+def current_fp32(p: Problem, precision: str | None) -> Fp32Forward:
+    """The row for an fp32 problem at a precision. `tilewise tune` does not measure these."""
+    return FP32_FORWARD[padded(p), precision]
 
 
 def title(key: Any) -> str:

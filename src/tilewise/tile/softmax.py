@@ -8,13 +8,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def row_max(S, m, c):  # (B_r, B_c), (B_r,), scalar
-    """The new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet.
+def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
+    """The new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a RAISE,
+    the maximum is taken for so much smaller, and P comes out 2^RAISE times as large.
 
     m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays: a
     factor off by one bit would be applied once per tile, and long rows would drift.
     """
-    m_new = tl.maximum(m, tl.max(S, 1) * c)
+    top = tl.max(S, 1) * c
+    if RAISE:
+        top -= RAISE
+    m_new = tl.maximum(m, top)
     return m_new, tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
 
 

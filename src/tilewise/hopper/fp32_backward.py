@@ -1,0 +1,172 @@
+"""Launches of the fp32 backward on Hopper: preparation, the main kernel and what turns sums into dQ."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ..problem import Grads, Operands, Problem, Saved
+from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, visits
+from ..tile.visits import Variant
+from .around import finish, give_turns
+from .fp32_around import Blocks, Scales, fp32_prepare
+from .fp32_gradients import Shape, Tile, fp32_backward
+from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, processors, vector
+from .pieces import Split
+from .tiles import padded
+
+
+class Row(NamedTuple):
+    """A row of the table of tiles; the fields are `Tile`'s."""
+
+    B_c: int
+    q_stages: int
+    do_stages: int
+    in_step: bool = False
+    B_r: int = 64
+
+
+ROWS = {
+    (64, 2): Row(128, 2, 2),
+    (64, 3): Row(128, 2, 1),
+    (128, 2): Row(64, 2, 2),
+    (128, 3): Row(64, 1, 1, in_step=True),
+}
+"""By head size in shared memory and pieces."""
+
+COUNTS = {"fp16x3": 2, "bf16x6": 3}
+"""Pieces of a number."""
+TYPES: dict[int, Any] = {2: (torch.float16, gl.float16), 3: (torch.bfloat16, gl.bfloat16)}
+"""Of pieces, by their count."""
+ROWS_OF_DELTA = 64
+"""Rows of a block of row values, and of one scale."""
+
+
+class Scratch(NamedTuple):
+    """Between the kernels: pieces (piece, block, row, column), and numbers for each block of 64 rows; lse, delta and
+    sums of dQ as in launch.py."""
+
+    q: Tensor
+    do: Tensor
+    k: Tensor
+    v: Tensor
+    scales: Scales
+    logs: Tensor
+    delta: Tensor
+    dq: Tensor
+    turns: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """How much there is of what, all of it a consequence of the problem."""
+
+    row: Row
+    D: int
+    """Columns of a row in scratch."""
+    pieces: int
+    query_tiles: int
+    """Of a head in scratch; of packed sequences, of all of them."""
+    key_tiles: int
+
+
+@lru_cache(4096)
+def sizes_of(p: Problem) -> Sizes:
+    """The problem's tiles, and what follows from them."""
+    D, pieces = padded(p), COUNTS[p.precision(tuple(COUNTS)) or "bf16x6"]
+    row = ROWS[D, pieces]
+    if p.recipe.varlen:
+        return Sizes(row, D, pieces, p.q.shape[0] // row.B_r + p.B, p.k.shape[0] // row.B_c + p.B)
+    return Sizes(row, D, pieces, cdiv(p.M, row.B_r), cdiv(p.N, row.B_c))
+
+
+def empty_scratch(p: Problem, device: torch.device) -> Scratch:
+    """Unwritten, but for turns: nobody's."""
+    row, D, count, query_tiles, key_tiles = sizes_of(p)
+    batch, dtype = 1 if p.recipe.varlen else p.B, TYPES[count][0]
+    queries, keys = batch * p.H * query_tiles, batch * p.H_k * key_tiles * row.B_c // 64
+    blocks = queries, queries, keys, keys
+    q, do, k, v = (torch.empty((count, n, 64, D), dtype=dtype, device=device) for n in blocks)
+    scales = Scales(*(torch.empty(n, device=device) for n in (*blocks, queries, keys, queries)))
+    numbers = queries * 64, queries * 64, queries * 64 * D
+    logs, delta, dq = (torch.empty(n, device=device) for n in numbers)
+    turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    return Scratch(q, do, k, v, scales, logs, delta, dq, turns)
+
+
+def launches(
+    p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
+    counter: Tensor,
+) -> list[Launch]:  # fmt: skip
+    """Operands in pieces, and row values; lists of tiles; dK, dV and sums of dQ; dQ.
+
+    Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
+    """
+    row, D, _, query_tiles, _ = sizes_of(p)
+    before = preparation(p, pl, x, saved, do, dlse, scratch)
+    main = main_launches(p, pl, x, scratch, grads, counter)
+    tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
+    arguments = scratch.dq, rows(p, grads.q), packed(p, x), p.scale, lengths(p)[0], p.H, tiles, query_tiles
+    after = Launch(finish, p.B * p.H * tiles, arguments, {"d": p.D, "B_R": row.B_r, "SIZE": D}, pl.compiled)
+    return [before, *main, after]
+
+
+def preparation(
+    p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
+) -> Launch:
+    """Blocks of keys and of queries."""
+    row, D, _, query_tiles, key_tiles = sizes_of(p)
+    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
+    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
+    key = do.stride(), saved.o.stride(), aligned, dL is None
+    parts = zip((x.q, x.k, x.v, do), (scratch.q, scratch.k, scratch.v, scratch.do), ["q", "k", "v", "do"], strict=True)
+    Q, K, V, dO = (Split(rows(p, t), pieces, getattr(scratch.scales, name)) for t, pieces, name in parts)
+    of_keys, of_queries = cdiv(p.N, row.B_c) * row.B_c // 64, cdiv(p.M, row.B_r)
+    arguments = (
+        Q, K, V, dO, rows(p, saved.o), dL, lse, scratch.scales, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
+        max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
+        Blocks(scratch.q.shape[1], scratch.k.shape[1], query_tiles, key_tiles),
+    )  # fmt: skip
+    # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
+    centred = dL is None and not p.recipe.sink
+    constants = {"d": p.D, "d_v": p.D_v, "B_C": row.B_c, "SIZE": D, "CENTRED": centred, "num_warps": 8}
+    return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
+
+
+def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
+    """The main kernel's, and before it one that lists tiles or says who adds first, where that is needed."""
+    row, D, count, query_tiles, key_tiles = sizes_of(p)
+    where, (M, N), group = packed(p, x), lengths(p), p.H // p.H_k
+    parts, _, _ = pl.values or device_values(p, x.extra)
+    lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
+    variant = Variant(parts, (), None, lists)
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
+    if p.recipe.deterministic:
+        order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
+        listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
+    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
+    cached = CACHED_QUERIES // (group * p.M * D * 4 * (count + 1))
+    section = max(1, side_by_side, cached)
+    sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    arguments = (
+        *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)),
+        *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums,
+        rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where, variant, max(p.scale, TINY), p.scale,
+        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
+    )  # fmt: skip
+    edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
+    tile = Tile(
+        row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step
+    )
+    constants = {"tile": tile, "num_warps": 4}
+    programs = min(heads * tiles, processors(x.q.device))
+    return [*listing, Launch(fp32_backward, programs, arguments, constants, pl.compiled)]
+
+
+def boxes(t: Tensor) -> Descriptor:
+    """Pieces as TMA sees them, (piece, row, column), in blocks of one piece."""
+    count, blocks, rows, columns = t.shape
+    layout: Any = gl.NVMMASharedLayout.get_default_for([1, rows, columns], TYPES[count][1])
+    strides = [blocks * rows * columns, columns, 1]
+    return Descriptor(t, [count, blocks * rows, columns], strides, [1, rows, columns], layout)

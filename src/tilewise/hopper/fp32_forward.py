@@ -1,0 +1,389 @@
+"""The forward on Hopper for fp32: products of 16-bit pieces (pieces.py), summed as exactly as fp32 sums.
+
+    load      one warp          as in forward.py, but K and V come in pieces, and Q as it is
+    attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
+
+The order is forward.py's: P V of one key tile runs under the softmax of the next. A product adds its smallest parts
+first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
+rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
+own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile.rows import origin, row_values
+from ..tile.softmax import finalize, join_sink, row_max
+from ..tile.visits import list_at
+from . import releases
+from .around import first_block
+from .backward import rounded
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
+from .pieces import largest, next_piece, power_of_two
+from .queue import draw, hand_on, leave, ticket, tickets
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; all constants. forward.py's functions read fields of the same names."""
+
+    WARPGROUPS: int
+    B_C: int
+    D: int
+    """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
+    PIECES: int
+    """Of every number: 2 in fp16, or 3 in bf16."""
+    KV_STAGES: int
+    Q_APART: bool
+    """Whether Q has memory of its own, so that the next tile's can come early, or that of its pieces."""
+    TURNS: bool
+    EDGES: bool
+    SPLIT: int
+    """Where the softmax lets P V of the tile before finish: as in forward.py, but 3 is behind all exponentials."""
+    RAISE: int
+    """P is computed as 2^RAISE P."""
+
+
+class Shape(NamedTuple):
+    """forward.Shape, and where pieces are."""
+
+    M: object
+    N: object
+    d_v: object
+    H: object
+    group: object
+    heads: object
+    section: object
+    tiles: object
+    order: object
+    blocks: object
+    """Key tiles of a head in memory."""
+    rows: object
+    """From one piece of a key to its next."""
+
+
+class Keys(NamedTuple):
+    """K or V: a descriptor of all its pieces, and what undoes the scale of each tile."""
+
+    pieces: object
+    undo: object
+
+
+class Shared(NamedTuple):
+    """Everything in shared memory."""
+
+    q: object
+    """fp32, as it comes; `empty` is complete when its memory may be written again."""
+    pieces: object
+    """Of Q."""
+    k: object
+    v: object
+    """Each with its pieces side by side; `empty` is one for both, as in forward.py."""
+    drawn: object
+    bits: object
+    """None: there is no dropout in fp32."""
+
+
+@gluon.jit
+def first_tile(place, k0, packed, shape, tile: gl.constexpr):
+    """The first key tile of a head, among all."""
+    B_C: gl.constexpr = tile.B_C
+    h_k, H_k = place.h // shape.group, shape.H // shape.group
+    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, B_C)
+
+
+@gluon.jit
+def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
+    """Key tile j as use y."""
+    bar = expect(channel.full, y, X.block_type.nbytes * PIECES)
+    for n in gl.static_range(PIECES):
+        at = stage(channel.memory, y * PIECES + n)
+        releases.load(X, [n * rows + j * X.block_shape[0], 0], bar, at)
+
+
+@gluon.jit
+def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
+    """The producer warp."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    PIECES: gl.constexpr = tile.PIECES
+    t = gl.program_id(0)
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    while t < shape.tiles * shape.heads:
+        place, m, q0, k0 = query_tile(t, shape, packed, tile)
+        if place.i0 < place.M:  # packed sequences may end before
+            hand_on(shared.drawn, t, n)
+            b = place.b if packed is None else 0
+            lists = list_at(variant.visits, place.b, place.h, m)
+            walk = walk_of(place, variant, lists, tile)
+            first = first_tile(place, k0, packed, shape, tile)
+            count = walk.hi - walk.lo
+            j_before = 0
+            for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
+                j = j_before
+                wait_before(shared.k.empty, y)
+                if x < count:
+                    j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
+                    load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
+                if x == 0:  # behind K, which need not wait for the queries before
+                    wait_before(shared.q.empty, n)
+                    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+                    for w in gl.static_range(WARPGROUPS):
+                        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
+                if x > 0:
+                    load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
+                if x == 1:
+                    t = draw(counter)
+                j_before = j
+                y += 1
+            y -= 1
+            n += 1
+        else:
+            t = draw(counter)
+    hand_on(shared.drawn, t, n)
+    leave(counter)
+
+
+@gluon.jit
+def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
+    """A key tile's pieces in shared memory."""
+    found = ()
+    for n in gl.static_range(PIECES):
+        piece = stage(channel.memory, y * PIECES + n)
+        found = found + ((piece.permute((1, 0)) if TRANSPOSED else piece),)
+    return found
+
+
+@gluon.jit
+def product(a, b, zero, PIECES: gl.constexpr):
+    """Starts a b, in all the parts that count, the smallest first."""
+    acc = zero
+    for n in gl.static_range(PIECES):
+        for i in gl.static_range(PIECES - n):
+            acc = warpgroup_mma(a[PIECES - 1 - n - i], b[i], acc, use_acc=n + i > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
+    """64 rows of Q to their pieces in shared memory; what undoes each row's scale."""
+    PIECES: gl.constexpr = tile.PIECES
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    x = whole.reshape([64, tile.D]).load(layout)
+    undo = gl.full([64], 1.0, gl.float32, row_layout)
+    if PIECES == 2:
+        scale, back = power_of_two(largest(x, 1))
+        x = x * scale[:, None]
+        undo = gl.convert_layout(back, row_layout)
+    releases.barrier()  # the pieces may take the place of what was read
+    for n in gl.static_range(PIECES):
+        piece, x = next_piece(x, pieces.dtype, n == PIECES - 1)
+        pieces.index(slot(W, n)).store(piece)
+    fence_async_shared()
+    releases.barrier()
+    return undo
+
+
+@gluon.jit
+def slot(W: gl.constexpr, n: gl.constexpr):
+    """Where piece n of warpgroup W's rows lies: the first two in the place of the rows themselves."""
+    return 2 * W + n if n < 2 else 4 + W
+
+
+@gluon.jit
+def undo_of(X, t):
+    """What undoes the scale of key tile t."""
+    if X.undo is None:
+        return gl.to_tensor(1.0)
+    else:
+        return gl.load(X.undo + t)
+
+
+@gluon.jit
+def to_base_2(unit, undo):
+    """What S of a key tile is multiplied by: a normal number, so that a hidden key's -inf stays that, and 0 stays 0."""
+    return gl.minimum(gl.maximum(unit * undo, 2.0**-126), 2.0**127)
+
+
+@gluon.jit
+def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.constexpr):
+    """P's pieces, as left sides of products."""
+    pieces = ()
+    for _ in gl.static_range(PIECES):
+        piece, value = rounded(P, dtype)
+        pieces = pieces + (gl.convert_layout(piece, layout),)
+        P = P - value
+    return pieces
+
+
+@gluon.jit
+def joined(o, alpha, fresh, undo, RAISE: gl.constexpr):
+    """O once a tile's product has joined it: rescaled, and the product without the scales of V and P."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    if RAISE:
+        fresh = fresh * (undo * 2.0**-RAISE)
+    return o * alpha + fresh
+
+
+@gluon.jit
+def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constexpr):
+    """O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m so much too small."""
+    if sink is not None:
+        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    inverse, lse = finalize(m, l)
+    rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
+    gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
+    o = o * gl.convert_layout(inverse * 2.0**RAISE, gl.SliceLayout(1, o.type.layout))[:, None]
+    rows = row0 + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))[:, None]
+    entries = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
+    at = origin(O, place.b, place.h, q0) + rows.to(gl.int64) * O.row + entries
+    gl.store(at, o, mask=(rows < place.M) & (entries < shape.d_v))
+
+
+@gluon.jit
+def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
+    """Warpgroup W: 64 rows of every query tile."""
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    PIECES: gl.constexpr = tile.PIECES
+    PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
+    RAISE: gl.constexpr = tile.RAISE
+    dtype: gl.constexpr = shared.pieces.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zero = gl.zeros([64, B_C], gl.float32, s_layout)
+    zero_o = gl.zeros([64, D], gl.float32, o_layout)
+    q = ()
+    for i in gl.static_range(PIECES):
+        q = q + (shared.pieces.index(slot(W, i)),)
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    if tile.TURNS and W == 1:
+        take_turns("arrive", 0)
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
+        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
+        walk = walk_of(place, variant, lists, tile)
+        first = first_tile(place, k0, packed, shape, tile)
+        row0 = place.i0 + 64 * W
+        part = part_of(walk, place, row0, variant, tile)
+        y = pass_by(W, shared, y, walk.hi - part.hi, tile)
+        x = part.hi - 1
+        j = key_tile(variant, lists, walk, x)
+        wait(shared.q.full, n)
+        unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
+        if tile.Q_APART:
+            arrive(shared.q.empty, n)
+        undo_k, undo = undo_of(K, first + j), undo_of(V, first + j)
+        wait(shared.k.full, y)
+        S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)
+        S = warpgroup_mma_wait(0, [S])
+        arrive(shared.k.empty, y)
+        unit_j = to_base_2(unit, undo_k)
+        if (x < part.full_lo) | (x >= part.full_hi):
+            S = masked(S, place, row0, j * B_C, variant)
+        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, RAISE)
+        P = gl.exp2(S * unit_j[:, None] - shift[:, None])
+        l = gl.sum(P, 1)
+        p = split_columns(P, dtype, p_layout, PIECES)
+        alpha = gl.full([64], 0.0, gl.float32, row_layout)
+        o = zero_o
+        while x > part.lo:
+            x -= 1
+            j = key_tile(variant, lists, walk, x)
+            undo_k, undo_next = undo_of(K, first + j), undo_of(V, first + j)  # early: they take long to come
+            wait(shared.k.full, y + 1)
+            if tile.TURNS:
+                take_turns("sync", W)
+            S_next = product(q, pieces_of(shared.k, y + 1, True, PIECES), zero, PIECES)
+            wait(shared.v.full, y)
+            o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
+            if tile.TURNS:
+                take_turns("arrive", 1 - W)
+            S_new = warpgroup_mma_wait(PRODUCTS, [S_next])
+            unit_j = to_base_2(unit, undo_k)
+            if tile.EDGES:
+                if (x < part.full_lo) | (x >= part.full_hi):
+                    S_new = masked(S_new, place, row0, j * B_C, variant)
+            m_new, shift = row_max(S_new, m, unit_j, RAISE)
+            P = exponentials(S_new, shift, unit_j[:, None], shared.v.full, y, tile.SPLIT)
+            if tile.SPLIT == 3:
+                wait(shared.v.full, y)
+            alpha_new = gl.exp2(m - shift)
+            l = l * alpha_new + gl.sum(P, 1)
+            m = m_new
+            o_next = warpgroup_mma_wait(0, [o_next])
+            arrive(shared.k.empty, y + 1)
+            o = joined(o, alpha, o_next, undo, RAISE)
+            p = split_columns(P, dtype, p_layout, PIECES)
+            undo, alpha = undo_next, alpha_new
+            y += 1
+        if not tile.Q_APART:
+            arrive(shared.q.empty, n)
+        wait(shared.v.full, y)
+        o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
+        t = ticket(shared.drawn, n + 1, 4)
+        o_last = warpgroup_mma_wait(0, [o_last])
+        o = joined(o, alpha, o_last, undo, RAISE)
+        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)
+        y = pass_by(W, shared, y + 1, part.lo - walk.lo, tile)
+        n += 1
+
+
+# lengths, and what is counted from them
+@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+def fp32_forward(
+    Q, K, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
+    tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
+):  # fmt: skip
+    """O and L of every tile of queries. c turns logits into base 2."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    PIECES: gl.constexpr = tile.PIECES
+    STAGES: gl.constexpr = tile.KV_STAGES
+    dtype: gl.constexpr = K.dtype
+    keys, values = Keys(K, K_undo), Keys(V, V_undo)  # as arguments, descriptors must stand alone
+    rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    pieces = gl.allocate_shared_memory(dtype, [WARPGROUPS * PIECES, 64, D], rows)
+    if tile.Q_APART:
+        q = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, 64, D], Q.layout)
+    else:
+        q = releases.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
+    done = barriers(STAGES, WARPGROUPS)
+    shared = Shared(
+        Channel(q, barriers(1, 1), barriers(1, WARPGROUPS)),
+        pieces,
+        Channel(
+            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.layout),
+            barriers(STAGES, 1),
+            done,
+        ),
+        Channel(
+            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], V.layout),
+            barriers(STAGES, 1),
+            done,
+        ),
+        tickets(WARPGROUPS),
+        None,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
+            (attend, (1, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
+            (load, (Q, keys, values, shared, counter, shape, packed, variant, tile)),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip

@@ -1,0 +1,454 @@
+"""The backward's main kernel on Hopper for fp32: products of 16-bit pieces (see pieces.py), as accurate as fp32.
+
+    load                one warp    as in backward.py, every operand in pieces
+    add_dq              one warp    as there
+    half_of_tile        two groups  64 keys with their S, P, dP and dS, and 64 columns of their dK, dV and dQ, each:
+        head sizes to 64                half of 128 keys
+        head size 128                   the same 64 keys, and half of the columns: S and dP are computed twice
+        head size 128 in 3 pieces       the same, and both write the same dS to the same memory, so they go in step
+
+A product of two sums of pieces leaves out what is below fp32's last bit, and adds the smallest products first. Tensor
+cores cut bits off as they add, so each sum over one tile begins at zero and joins dK or dV by a multiply-add, which
+also undoes the scales. P and dS are split in registers. Groups that share nothing but Q and dO drift apart, and one's
+products run under the other's exponentials.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile.gradients import seen
+from ..tile.rows import origin
+from ..tile.softmax import LOG2E
+from ..tile.visits import list_at, tile_at
+from . import releases
+from .around import first_block
+from .backward import hand_over, keys_of, next_turn, place_of, wait_added, walk_of
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .queue import draw, hand_on, leave, ticket, tickets
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; all constants. backward.py's functions read fields of the same names."""
+
+    B_R: int
+    """64: what a scale is common to, as 64 keys are."""
+    B_C: int
+    D: int
+    """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
+    PIECES: int
+    """Of every number: 2 in fp16, or 3 in bf16."""
+    Q_STAGES: int
+    DO_STAGES: int
+    EDGES: bool
+    """Whether any tile may need the mask."""
+    ORDERED: bool
+    GROUP: int
+    IN_STEP: bool
+    """Whether the groups share the memory of dS; then pieces of dQ leave through dO's."""
+
+
+class Shape(NamedTuple):
+    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+
+    M: object
+    N: object
+    d: object
+    d_v: object
+    H: object
+    blocks: object
+    """Query tiles of a head in scratch."""
+    key_tiles: object
+    """Key tiles of a head in scratch."""
+    heads: object
+    section: object
+    tiles: object
+
+
+class Shared(NamedTuple):
+    """Everything in shared memory. A stage of k, v, q and do is a row of pieces."""
+
+    k: object
+    v: object
+    kv: object
+    """`full` and `empty` of both."""
+    q: object
+    logs: object
+    do: object
+    sums: object
+    ds: object
+    dq: object
+    """In the memory of ds, as a group's dS is read when its piece of dQ is there, and that before the next dS comes."""
+    drawn: object
+
+
+@gluon.jit
+def stage_of(y, STAGES: gl.constexpr):
+    """The stage of use y; of one stage its number, which is 0, as channel.only does."""
+    return y >> 31 if STAGES == 1 else y % STAGES
+
+
+@gluon.jit
+def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
+    """All pieces of a block of rows."""
+    for i in gl.static_range(PIECES):
+        releases.load(X, [i, row, 0], bar, memory.index(use * PIECES + i))
+
+
+@gluon.jit
+def first_keys(keys, shape, packed, tile: gl.constexpr):
+    """The first block of a tile of keys in scratch."""
+    B_C: gl.constexpr = tile.B_C
+    GROUP: gl.constexpr = tile.GROUP
+    first = first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C)
+    return (first + keys.t) * (B_C // 64)
+
+
+@gluon.jit
+def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
+    """The producer warp."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    PIECES: gl.constexpr = tile.PIECES
+    BLOCKS: gl.constexpr = tile.B_C // 64
+    n = 0  # tiles of keys so far
+    y = 0  # tiles of queries so far
+    t = gl.program_id(0)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        if keys.j0 < keys.N:  # packed sequences may end before
+            hand_on(shared.drawn, t, n)
+            block = first_keys(keys, shape, packed, tile)
+            wait_before(shared.kv.empty, n)
+            bar = expect(shared.kv.full, n, 2 * BLOCKS * PIECES * K.block_type.nbytes)
+            for c in gl.static_range(BLOCKS):
+                load_pieces(K, (block + c) * 64, bar, shared.k, c, PIECES)
+                load_pieces(V, (block + c) * 64, bar, shared.v, c, PIECES)
+            n += 1
+            for g in range(GROUP):
+                h = keys.h_k * GROUP + g
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_of(keys, lists, variant, tile)
+                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+                for x in range(walk.lo, walk.hi):
+                    row = (block0 + tile_at(variant.visits, lists, x)) * B_R
+                    wait_before(shared.q.empty, y)
+                    bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
+                    load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
+                    releases.load(L, [row], bar, stage(shared.logs, y))
+                    wait_before(shared.do.empty, y)
+                    bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
+                    load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
+                    releases.load(D, [row], bar, stage(shared.sums, y))
+                    y += 1
+        t = draw(counter)
+    hand_on(shared.drawn, t, n)
+    leave(counter)
+
+
+@gluon.jit
+def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
+    """The writer warp, as in backward.py. Here a group gets its memory back before the other's piece is waited for."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 1)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+            for x in range(walk.lo, walk.hi):
+                m = tile_at(variant.visits, lists, x)
+                if tile.ORDERED:  # why no fence is needed is said in backward.py
+                    while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
+                        pass
+                for w in gl.static_range(2):
+                    mbarrier.wait(shared.dq.full.index(w), y & 1)
+                    releases.reduce_add(dQ, [((block0 + m) * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
+                    if tile.ORDERED:
+                        wait_added()
+                    tma.store_wait(0)
+                    mbarrier.arrive(shared.dq.empty.index(w))
+                    if tile.IN_STEP:
+                        arrive(shared.do.empty, y)
+                if tile.ORDERED:
+                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="relaxed")
+                y += 1
+        n += 1
+        t = ticket(shared.drawn, n, 1)
+
+
+@gluon.jit
+def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """One piece of 64 rows, or 64 columns of it from COLUMN on."""
+    x = memory.index(n).reshape([64, memory.shape[3]])
+    if COLUMN is not None and memory.shape[3] > 64:
+        x = x.slice(COLUMN, 64, 1)
+    return x.permute((1, 0)) if TRANSPOSED else x
+
+
+@gluon.jit
+def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANSPOSED: gl.constexpr = False):
+    """All pieces of a block of rows."""
+    found = ()
+    for i in gl.static_range(PIECES):
+        found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)
+    return found
+
+
+@gluon.jit
+def product(a, b, zero):
+    """Starts a b in a fresh accumulator: of pieces i and j those with i + j < PIECES, the smallest products first."""
+    PIECES: gl.constexpr = len(a)
+    c = zero
+    for s in gl.static_range(PIECES):
+        for i in gl.static_range(PIECES - s):
+            c = warpgroup_mma(a[i], b[PIECES - 1 - s - i], c, use_acc=s + i > 0, is_async=True)
+    return c
+
+
+@gluon.jit
+def cut(x, PIECES: gl.constexpr):
+    """Numbers in registers as 16-bit pieces, two numbers at a time."""
+    if PIECES == 2:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .f32 x, y;
+            cvt.rn.f16x2.f32 $0, $3, $2;
+            mov.b32 {a, b}, $0;
+            cvt.f32.f16 x, a;
+            cvt.f32.f16 y, b;
+            sub.f32 x, $2, x;
+            sub.f32 y, $3, y;
+            cvt.rn.f16x2.f32 $1, y, x;
+            }""",
+            "=&r,=&r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            .reg .f32 x, y, u, v;
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 a, $0, 16;
+            and.b32 b, $0, 0xffff0000;
+            mov.b32 u, a;
+            mov.b32 v, b;
+            sub.f32 x, $3, u;
+            sub.f32 y, $4, v;
+            cvt.rn.bf16x2.f32 $1, y, x;
+            shl.b32 a, $1, 16;
+            and.b32 b, $1, 0xffff0000;
+            mov.b32 u, a;
+            mov.b32 v, b;
+            sub.f32 x, x, u;
+            sub.f32 y, y, v;
+            cvt.rn.bf16x2.f32 $2, y, x;
+            }""",
+            "=&r,=&r,=&r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def as_operand(a):
+    """Pieces in registers as the first operand of a product."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
+    found = ()
+    for i in gl.static_range(len(a)):
+        found = found + (gl.convert_layout(a[i], layout),)
+    return found
+
+
+@gluon.jit
+def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
+    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them."""
+    if IN_STEP:
+        return i
+    else:
+        return 2 * W + i if i < 2 else 4 + W
+
+
+@gluon.jit
+def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
+    """dS to shared memory; gives it transposed. zero is one that ptxas cannot know: see channel.only."""
+    found = ()
+    for i in gl.static_range(len(ds)):
+        at = memory.index(zero + slot(W, i, IN_STEP))
+        at.store(ds[i])
+        found = found + (at.permute((1, 0)),)
+    return found
+
+
+@gluon.jit
+def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on. Offsets hold the row, or ptxas would keep them
+    from tile to tile."""
+    layout: gl.constexpr = x.type.layout
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    at = origin(G, keys.b, keys.h_k, keys.k0) + rows.to(gl.int64) * G.row + columns
+    gl.store(at, x, mask=(rows < keys.N) & (columns < d))
+
+
+@gluon.jit
+def undo_of(undo, block, PIECES: gl.constexpr):
+    """What undoes the scale of a block's pieces; bf16's have none."""
+    return gl.load(undo + block) if PIECES == 2 else 1.0
+
+
+@gluon.jit
+def power_above(bound):
+    """2^-e and 2^e for bound < 2^e."""
+    e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -126), 126)
+    return ((127 - e) << 23).to(gl.float32, bitcast=True), ((127 + e) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
+    """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
+    B_R: gl.constexpr = tile.B_R
+    GROUP: gl.constexpr = tile.GROUP
+    PIECES: gl.constexpr = tile.PIECES
+    IN_STEP: gl.constexpr = tile.IN_STEP
+    PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
+    HALF: gl.constexpr = W if tile.B_C == 128 else 0  # which 64 keys
+    COLUMN: gl.constexpr = 0 if tile.B_C == 128 else 64 * W
+    # fp16's small numbers lose bits: P is kept times 2^15, and dS times 2^15 over its bound
+    SHIFT: gl.constexpr = 15 if PIECES == 2 else 0
+    UNDO: gl.constexpr = 2.0**-SHIFT
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        j0 = keys.j0 + 64 * HALF
+        block = first_keys(keys, shape, packed, tile) + HALF
+        k_undo, v_undo = undo_of(scales.k, block, PIECES), undo_of(scales.v, block, PIECES)
+        v_norm = gl.load(scales.v_norm + block)
+        dk = gl.zeros([64, 64], gl.float32, layout)
+        dv = gl.zeros([64, 64], gl.float32, layout)
+        wait(shared.kv.full, n)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
+            for x in range(walk.lo, walk.hi):
+                m = tile_at(variant.visits, lists, x)
+                q_undo, do_undo = undo_of(scales.q, block0 + m, PIECES), undo_of(scales.do, block0 + m, PIECES)
+                down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
+                own = HALF + (y >> 31)  # the same number: see channel.only
+                wait(shared.q.full, y)
+                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
+                S = product(pieces(shared.k, own, PIECES), q, zero)
+                wait(shared.do.full, y)
+                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, None, True)
+                dP = product(pieces(shared.v, own, PIECES), do, zero)
+                logs = stage(shared.logs, y).load(row_layout)
+                S = warpgroup_mma_wait(PRODUCTS, [S])
+                P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
+                if tile.EDGES:
+                    if (x < walk.full_lo) | (x >= walk.full_hi):
+                        i = gl.arange(0, B_R, row_layout)[None, :]
+                        j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+                        place = place_of(keys, shape, h, m, B_R)
+                        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+                p = as_operand(cut(P, PIECES))
+                sums = stage(shared.sums, y).load(row_layout) * down
+                dP = warpgroup_mma_wait(0, [dP])
+                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, COLUMN)
+                dv_tile = product(p, do, zero)
+                dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
+                ds = cut(dS, PIECES)
+                if not IN_STEP:
+                    mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+                ds_transposed = store_ds(ds, shared.ds, y >> 31, W, IN_STEP)
+                fence_async_shared()
+                releases.barrier()
+                dv_tile = warpgroup_mma_wait(0, [dv_tile])
+                if not IN_STEP:
+                    arrive(shared.do.empty, y)
+                dv += dv_tile * (do_undo * UNDO)
+                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
+                dk_tile = product(as_operand(ds), q, zero)
+                dq = product(ds_transposed, pieces(shared.k, own, PIECES, COLUMN), zero)
+                dk_tile = warpgroup_mma_wait(PRODUCTS, [dk_tile])
+                arrive(shared.q.empty, y)
+                dk += dk_tile * (q_undo * up * UNDO)
+                dq = warpgroup_mma_wait(0, [dq])
+                if IN_STEP:
+                    take_turns("sync", 0)  # both groups: dS and dO are read
+                else:
+                    releases.barrier()  # dS is read
+                hand_over(dq * (k_undo * up * UNDO), shared, y, W)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
+        store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)
+        n += 1
+        t = ticket(shared.drawn, n, 4)
+
+
+@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+def fp32_backward(
+    Q, K, V, dO, L, D, scales, dQ, dK, dV, counter, turns, packed, variant, unit, factor,
+    shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+):  # fmt: skip
+    """dK, dV, and dQ added to its sums, from pieces."""
+    PIECES: gl.constexpr = tile.PIECES
+    SIZE: gl.constexpr = tile.D
+    KEYS: gl.constexpr = tile.B_C // 64 * PIECES
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    DO_STAGES: gl.constexpr = tile.DO_STAGES
+    dtype: gl.constexpr = Q.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    ds = gl.allocate_shared_memory(dtype, [PIECES if tile.IN_STEP else 2 * PIECES, 64, 64], ds_layout)
+    do = gl.allocate_shared_memory(dtype, [DO_STAGES * PIECES, 1, 64, SIZE], dO.layout)
+    dq = do if tile.IN_STEP else ds
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], K.layout),
+        gl.allocate_shared_memory(dtype, [KEYS, 1, 64, SIZE], V.layout),
+        Channel(ds, barriers(1, 1), barriers(1, 2)),
+        Channel(
+            gl.allocate_shared_memory(dtype, [Q_STAGES * PIECES, 1, 64, SIZE], Q.layout),
+            barriers(Q_STAGES, 1),
+            barriers(Q_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, 64], L.layout),
+        Channel(
+            do,
+            barriers(DO_STAGES, 1),
+            barriers(DO_STAGES, 2),
+        ),
+        gl.allocate_shared_memory(gl.float32, [DO_STAGES, 64], D.layout),
+        ds,
+        Channel(releases.reinterpret(dq, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
+        tickets(3),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (half_of_tile, (0, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (1, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
+            (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip

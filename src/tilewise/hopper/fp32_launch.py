@@ -1,0 +1,164 @@
+"""Launches of the fp32 kernels on Hopper: operands into 16-bit pieces, then attention on pieces."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ..problem import Grads, Operands, Problem, Saved
+from ..reference import sink_gradient
+from ..tile.launch import (
+    Launch,
+    cdiv,
+    current_stream,
+    device_values,
+    empty_grads,
+    empty_saved,
+    lengths,
+    packed,
+    rows,
+    visits,
+)
+from ..tile.schedule import assign
+from ..tile.softmax import LOG2E
+from ..tile.visits import Variant
+from . import fp32_backward as gradients
+from . import fp32_forward as kernels
+from .launch import (
+    CACHED_KEYS,
+    SECTION,
+    TINY,
+    TYPES,
+    Box,
+    Descriptor,
+    addressable,
+    box,
+    by_row,
+    counter,
+    has_edges,
+    processors,
+)
+from .pieces import Split, split
+from .tiles import Fp32Forward, current_fp32, padded
+
+
+class Kind(NamedTuple):
+    """What a precision multiplies in place of fp32 numbers."""
+
+    type: torch.dtype
+    pieces: int
+    """Of a number."""
+    raised: int
+    """P is computed 2^raised times as large, to fill the type's range."""
+
+
+KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
+
+
+class Plan(NamedTuple):
+    """Everything about a launch that follows from the problem alone."""
+
+    forward: Fp32Forward
+    kind: Kind
+    c: float
+    """Logits times c are in base 2."""
+    q: Box
+    """How TMA sees q."""
+    keys: tuple[int, int, int, int]
+    """Pieces of K, or of V: (piece, key tile, row, column)."""
+    programs: int
+    shape: kernels.Shape
+    split_constants: dict[str, Any]
+    constants: dict[str, Any]
+    listed: bool
+    values: tuple[Any, Any, Tensor | None] | None
+    compiled: dict[Any, Any]
+
+
+def precision(p: Problem) -> str | None:
+    """How products are computed; None if the one asked for is not among them."""
+    return p.precision(tuple(KINDS))
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Tiles and constants of a problem, from the row in use."""
+    return planned(p, current_fp32(p, precision(p)))
+
+
+def planned(p: Problem, row: Fp32Forward) -> Plan:
+    """The same from any row."""
+    kind, D, group = KINDS[precision(p) or ""], padded(p), p.H // p.H_k
+    blocks = p.k.shape[0] // row.B_c + p.B if p.recipe.varlen else cdiv(p.N, row.B_c)
+    in_all = blocks * p.H_k * (1 if p.recipe.varlen else p.B)
+    tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
+    of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
+    section = max(SECTION, of_keys) if p.recipe.mask else 1
+    tile = kernels.Tile(
+        2, row.B_c, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c), row.split,
+        kind.raised,
+    )  # fmt: skip
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, blocks, in_all * row.B_c)
+    return Plan(
+        row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
+        (kind.pieces, in_all, row.B_c, D), min(heads * tiles, processors(p.q.device)), shape,
+        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "num_warps": row.B_c * D // 1024},
+        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4},
+        p.listed, None if p.extra else device_values(p, ()), {},
+    )  # fmt: skip
+
+
+def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
+    """K and V into pieces; attention, and before it lists of tiles if they are listed."""
+    parts, _, sink = pl.values or device_values(p, x.extra)
+    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    where, tiles, in_all = packed(p, x), cdiv(p.N, pl.forward.B_c), pl.keys[1]
+    pieces = [x.k.new_empty(pl.keys, dtype=pl.kind.type) for _ in range(2)]
+    undo = [x.k.new_empty(in_all) for _ in range(2)]
+    operands = tuple([Split(rows(p, t), *into) for t, *into in zip(x[1:3], pieces, undo, strict=True)])
+    arguments = (operands, where, *lengths(p), p.H_k, tiles, pl.shape.blocks, in_all)
+    splitting = Launch(split, 2 * p.B * p.H_k * tiles, arguments, pl.split_constants, pl.compiled)
+    scales = undo if pl.kind.type == torch.float16 else (None, None)
+    arguments = (
+        Descriptor(x.q, *pl.q), *[boxes(t) for t in pieces], *scales, rows(p, saved.o), saved.lse, counter, where, sink,
+        Variant(parts, (), None, lists), pl.c, pl.shape,
+    )  # fmt: skip
+    return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
+
+
+def boxes(pieces: Tensor) -> Descriptor:
+    """Pieces as TMA sees them: row after row, in boxes of a tile."""
+    count, tiles, B_c, size = pieces.shape
+    return Descriptor(pieces, [count * tiles * B_c, size], [size, 1], [B_c, size], tile_layout(B_c, size, pieces.dtype))
+
+
+@lru_cache(64)
+def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a key tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], TYPES[dtype])
+
+
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
+    """o and lse."""
+    saved = empty_saved(p, x, seed)
+    stream = current_stream(x.q.device)
+    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
+        launch.run(stream)
+    return saved
+
+
+def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+    """dq, dk, dv, and what extras want."""
+    do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device)
+    extra, stream = list(grads.extra), current_stream(x.q.device)
+    zeros = counter(x.q.device, stream)
+    for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
+        launch.run(stream)
+    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    if p.recipe.sink and extra[sink] is not None:
+        delta = by_row(p, gradients.ROWS_OF_DELTA, x, scratch.delta)
+        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
+    return grads._replace(extra=tuple(extra))

@@ -1,0 +1,103 @@
+"""fp32 operands as 16-bit pieces, whose products the matrix unit sums up to an fp32 product.
+
+    fp16x3    two fp16 pieces hold 22 bits, and exact powers of two keep them in fp16's range; three products count
+    bf16x6    three bf16 pieces hold all 24 bits in fp32's own range; six products count
+
+Each piece is the rounded rest of those before. Entries that are not finite are the exception: they go whole into the
+last piece, and the others are 0. The last piece only ever meets the first one of the other operand, which has its
+number's sign. So an infinity reaches the results that it reaches in fp32, as the same infinity.
+
+In memory, pieces lie in blocks, the tiles of the kernels that read them: a sequence begins with a block of its own and
+ends in zeros, and a block has one scale.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..tile.rows import origin, rows_of
+from .around import first_block
+
+INF = tl.constexpr(float("inf"))
+LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
+
+
+class Split(NamedTuple):
+    """An operand; its pieces, (piece, block, row of the block, column); what undoes each block's scale."""
+
+    X: object
+    pieces: object
+    undo: object
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """The largest finite |x| along an axis, or of all; 0 if there is none."""
+    return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), AXIS)
+
+
+@triton.jit
+def power_of_two(top):
+    """The scale 2^n that brings a finite number into [2^14, 2^15), where fp16 has most room, and 2^-n; n is at most
+    126, for the sake of 2^-n."""
+    n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
+    return ((127 + n) << 23).to(tl.float32, bitcast=True), ((127 - n) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def next_piece(rest, TYPE: tl.constexpr, LAST: tl.constexpr):
+    """The next piece of what is left of numbers, and what is left then."""
+    whole = rest
+    if not LAST:
+        whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
+        if TYPE == tl.bfloat16:  # it would round fp32's last numbers up to inf
+            whole = tl.minimum(tl.maximum(whole, -LARGEST_BF16), LARGEST_BF16)
+    piece = whole.to(TYPE)
+    return piece, rest - piece.to(tl.float32)
+
+
+@triton.jit
+def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr):
+    """Rows of a head, zero past the length and the head size."""
+    entries = tl.arange(0, SIZE)
+    inside = (rows < length)[:, None] & (entries < d)[None, :]
+    at = origin(X, b, h, first) + rows.to(tl.int64)[:, None] * X.row + entries[None, :]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_pieces(pieces, undo, x, block, blocks):
+    """Numbers as block `block` of `blocks`: their pieces, and what undoes the scale of fp16's."""
+    ROWS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    TYPE: tl.constexpr = pieces.dtype.element_ty
+    COUNT: tl.constexpr = 2 if TYPE == tl.float16 else 3
+    if TYPE == tl.float16:
+        scale, back = power_of_two(largest(x, None))
+        x = x * scale
+        tl.store(undo + block, back)
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    for n in tl.static_range(COUNT):
+        piece, x = next_piece(x, TYPE, n == COUNT - 1)
+        tl.store(pieces + (tl.cast(n, tl.int64) * blocks + block) * (ROWS * SIZE) + at, piece)
+
+
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
+def split(
+    operands, packed, M, N, H, tiles, stride, blocks,
+    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """A block of one of the operands, which share their rows: those of the keys, or of the queries."""
+    which, program = tl.program_id(0) % len(operands), tl.program_id(0) // len(operands)
+    t, h, b = program % tiles, program // tiles % H, program // tiles // H
+    first, length, k0, N = rows_of(packed, b, M, N)
+    if KEYS:
+        first, length = k0, N
+    if t * ROWS < length or t == 0:  # the first exists even where there are no rows: kernels visit it, masked
+        block = first_block(packed, b, h, H, first, stride, ROWS).to(tl.int64) + t
+        rows = t * ROWS + tl.arange(0, ROWS)
+        for n in tl.static_range(len(operands)):
+            if which == n:
+                x = load_block(operands[n].X, b, h, first, rows, length, SIZES[n], SIZE)
+                store_pieces(operands[n].pieces, operands[n].undo, x, block, blocks)

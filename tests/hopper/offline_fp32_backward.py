@@ -1,0 +1,75 @@
+"""Compiles the fp32 backward's main kernel for sm_90 without a GPU: one JSON line a row of its table and kind of call.
+
+Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical
+from tilewise.hopper import backend, fp32_backward, fp32_launch
+from tilewise.problem import Grads, Saved
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from offline import meta, read_hopper, use_target
+
+B, S, H = 2, 1024, 4
+CALLS = {
+    64: ("full", "causal", "ordered"),
+    128: ("causal", "varlen"),
+}
+"""What is compiled of each head size, at both precisions."""
+GROUPED = ("ordered", "varlen")
+"""Those with fewer key heads than query heads."""
+
+
+def options(call: str) -> dict[str, Any]:
+    """Of one call per kind of kernel."""
+    ends = meta(B + 1, dtype=torch.int32)
+    return {
+        "full": {},
+        "causal": {"mask": tw.Causal()},
+        "ordered": {"mask": tw.Causal() & tw.Window(100, 20), "deterministic": True},
+        "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
+    }[call]
+
+
+def main_launch(D: int, precision: str, call: str) -> Any:
+    """The main kernel's launch of a call with meta tensors."""
+    rows = (B * S,) if call == "varlen" else (B, S)
+    q, k = (meta(*rows, heads, D, dtype=torch.float32) for heads in (H, H // 2 if call in GROUPED else H))
+    defaults = {
+        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
+        "precision": precision, "deterministic": False, "backend": "hopper",
+    }  # fmt: skip
+    x, recipe, longest = _gather(q, k, k, *{**defaults, **options(call)}.values())
+    p = _hypothetical(x, recipe, longest, "sm_90")
+    assert not backend.why_not(p)
+    lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
+    saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))
+    scratch, counter = fp32_backward.empty_scratch(p, q.device), meta(2, dtype=torch.int32)
+    do, dlse = torch.empty_like(q), torch.empty_like(lse)
+    made = fp32_backward.launches(p, fp32_launch.plan(p), x, saved, do, dlse, scratch, grads, counter)
+    return next(one for one in made if one.kernel.fn.__name__ == "fp32_backward")
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Every row of the table, and every kind of call."""
+    use_target("sm_90")
+    for D, calls in CALLS.items():
+        for precision in fp32_backward.COUNTS:
+            for call in calls:
+                compiled = main_launch(D, precision, call).compile()
+                yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
+
+
+if __name__ == "__main__":
+    for line in main():
+        print(json.dumps({"triton": triton.__version__, **line}), flush=True)

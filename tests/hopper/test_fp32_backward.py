@@ -1,0 +1,138 @@
+"""What the fp32 backward's main kernel reads, made in Triton's interpreter where there is no GPU.
+
+Gradients computed from it in fp64 are those of the operands.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.api import _gather
+from tilewise.hopper import fp32_backward as backward
+from tilewise.problem import Grads, Saved, describe
+from tilewise.reference import attention, gradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEFAULTS = {
+    "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
+    "deterministic": False, "backend": None,
+}  # fmt: skip
+PRECISIONS = ("fp16x3", "bf16x6")
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+def prepared(q, k, v, o, lse, do, dlse=None, **options):
+    """The problem, and its scratch after the launches in front of the main kernel's."""
+    x, recipe, longest = _gather(q, k, v, *{**DEFAULTS, **options}.values())
+    p = describe(x, recipe, longest)
+    plan = SimpleNamespace(compiled={}, values=None, listed=p.listed)
+    grads = Grads(*(torch.empty(t.shape, device=DEVICE) for t in (q, k, v)), (None,) * len(x.extra))
+    scratch, counter = backward.empty_scratch(p, q.device), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for launch in backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[:1]:
+        launch.run()
+    return p, scratch
+
+
+def numbers(pieces, undo):
+    """What pieces stand for: (blocks, 64, columns), in fp64."""
+    total = pieces.double().sum(0)
+    return total * undo.double()[:, None, None] if pieces.dtype == torch.float16 else total
+
+
+def by_head(p, blocks, heads):
+    """Blocks of one number or of 64 rows as (B, heads, rows, columns), zeros at the end included."""
+    return blocks.reshape(p.B, heads, -1, blocks.shape[-1] if blocks.ndim == 3 else 1)
+
+
+def from_scratch(p, s, mask):
+    """dq, dk and dv in fp64 from what the main kernel reads, and whether its bounds hold."""
+    group = p.H // p.H_k
+    Q, dO = by_head(p, numbers(s.q, s.scales.q), p.H), by_head(p, numbers(s.do, s.scales.do), p.H)
+    K, V = by_head(p, numbers(s.k, s.scales.k), p.H_k), by_head(p, numbers(s.v, s.scales.v), p.H_k)
+    L, D = (t.double().view(p.B, p.H, -1, 1) for t in (s.logs, s.delta))
+    K_each, V_each = K.repeat_interleave(group, 1), V.repeat_interleave(group, 1)
+    seen = torch.zeros(Q.shape[2], K.shape[2], dtype=torch.bool, device=DEVICE)
+    seen[: p.M, : p.N] = mask.dense(p.M, p.N)
+    P = torch.where(seen, torch.exp(p.scale * Q @ K_each.mT - L), 0.0)
+    dS = dO @ V_each.mT - D
+    norms = [by_head(p, t.double(), p.H).repeat_interleave(64, 2) for t in (s.scales.do_norm, s.scales.D)]
+    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(64, 2).repeat_interleave(group, 1)
+    bounded = dS[:, :, : p.M].abs() <= ((norms[0] * v_norm.mT + norms[1]) * (1 + 1e-6))[:, :, : p.M]
+    dS = P * dS
+    dk, dv = p.scale * dS.mT @ Q, P.mT @ dO
+    parts = p.scale * dS @ K_each, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)
+    sizes = (p.M, p.D), (p.N, p.D), (p.N, p.D_v)
+    inside = [part[:, :, :rows, :columns] for part, (rows, columns) in zip(parts, sizes, strict=True)]
+    assert all(part.count_nonzero() == some.count_nonzero() for part, some in zip(parts, inside, strict=True))
+    return [part.transpose(1, 2) for part in inside], bool(bounded.all())
+
+
+def error(found, true):
+    return float((found - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("mask", "with_dlse"), [(tw.Full(), False), (tw.Causal(), True)])
+def test_gradients_follow_from_what_is_prepared(precision, mask, with_dlse):
+    q, k, v, do = randn(2, 70, 4, 40), randn(2, 131, 2, 40), randn(2, 131, 2, 24), randn(2, 4, 70, 24).transpose(1, 2)
+    dlse = randn(2, 4, 70) if with_dlse else None
+    exact = [t.double() for t in (q, k, v)]
+    o, lse = attention(*exact, mask=mask)
+    p, scratch = prepared(q, k, v, o.float(), lse.float(), do, dlse, mask=mask, precision=precision)
+    found, bounded = from_scratch(p, scratch, mask)
+    true = gradients(*exact, do.double(), None if dlse is None else dlse.double(), mask=mask)
+    assert bounded
+    assert all(error(a, b) < 5e-7 for a, b in zip(found, true[:3], strict=True))
+    assert not scratch.dq.any()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_far_keys_are_centred_so_that_errors_in_o_stay_small(precision):
+    q, k, v, do = randn(1, 128, 1, 64), randn(1, 128, 1, 64), randn(1, 128, 1, 64), randn(1, 128, 1, 64)
+    k += 3 * randn(64)
+    v += 10
+    exact = [t.double() for t in (q, k, v)]
+    o, lse = attention(*exact, mask=tw.Causal())
+    o = (o * (1 + 3e-7 * torch.randn_like(o))).float()  # as fp32 arithmetic leaves it
+    true = gradients(*exact, do.double(), mask=tw.Causal()).q
+    wrong = []
+    for dlse in (None, torch.zeros_like(lse, dtype=torch.float32)):  # with a gradient of lse nothing is centred
+        p, scratch = prepared(q, k, v, o, lse.float(), do, dlse, mask=tw.Causal(), precision=precision)
+        wrong.append(error(from_scratch(p, scratch, tw.Causal())[0][0], true))
+    assert wrong[0] < wrong[1] / 3
+
+
+def test_garbage_behind_a_mask_is_no_centre():
+    q, k, v, do = randn(1, 64, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64, 1, 64)
+    k[:, 64:], v[:, 64:] = 1e25, -1e25
+    lengths = torch.tensor([64], device=DEVICE)
+    exact = [t[:, :64].double() for t in (q, k, v)]
+    o, lse = attention(*exact)
+    p, scratch = prepared(q, k, v, o.float(), lse.float(), do, mask=tw.Padding(lengths), precision="fp16x3")
+    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :64]
+    assert error(K, exact[1][0, :, 0]) < 1e-7
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_packed_sequences_get_blocks_of_their_own(precision):
+    ends_q, ends_k = [0, 70, 70, 134], [0, 30, 160, 161]
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=DEVICE) for ends in (ends_q, ends_k))
+    q, k, v, do = randn(134, 2, 64), randn(161, 1, 64), randn(161, 1, 64), randn(134, 2, 64)
+    layout = tw.Varlen(cu_q, cu_k, 70, 130)
+    p, s = prepared(q, k, v, randn(134, 2, 64), randn(2, 134), do, layout=layout, precision=precision)
+    Q, K = numbers(s.q, s.scales.q), numbers(s.k, s.scales.k)
+    for b in range(p.B):
+        (first, end), (first_k, end_k) = ends_q[b : b + 2], ends_k[b : b + 2]
+        for h in range(2):
+            at = h * (134 // 64 + 3) + first // 64 + b
+            rows = Q[at:].reshape(-1, 64)[: end - first]
+            assert (rows - q[first:end, h].double()).abs().max() < 1e-6 if end > first else rows.numel() == 0
+        keys = K[(first_k // 128 + b) * 2 :].reshape(-1, 64)
+        taken = k[first_k:end_k, 0].double() - keys[: end_k - first_k]
+        assert (taken - taken[:1]).abs().max() < 1e-6, "one vector is taken from all keys of a sequence"
+        assert not keys[end_k - first_k : 128].any()
