@@ -29,6 +29,7 @@ def pytest_configure(config):
     for line in (
         "error",
         "ignore:.*does not have a deterministic implementation:UserWarning",  # torch's kernels, compared with on a GPU
+        "ignore:.*defaults to a non-deterministic algorithm:UserWarning",
         "ignore:.*encountered in:RuntimeWarning",  # numpy, in Triton's interpreter, on inf and NaN
         "ignore:All-NaN:RuntimeWarning",
         "ignore::DeprecationWarning:torch",

@@ -77,8 +77,8 @@ class Fp32Forward(NamedTuple):
 
 FP32_FORWARD: dict[Any, Fp32Forward] = {
     (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
-    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=True, split=1, registers=240),
-    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=False, split=0, registers=240),
+    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=False, split=1, registers=240),
+    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=True, split=1, registers=240),
     (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240),
 }
 
