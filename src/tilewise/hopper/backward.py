@@ -78,8 +78,7 @@ class Shared(NamedTuple):
 
     k: object
     v: object
-    kv: object
-    """`full` and `empty` of both."""
+    """Each of one stage. `empty` of V comes earlier, as dQ still reads K."""
     q: object
     logs: object
     do: object
@@ -131,11 +130,27 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def walk_of(keys, lists, variant, tile: gl.constexpr):
-    """The query tiles of a tile of keys. One that sticks out past the last key is masked everywhere."""
-    B_R: gl.constexpr = tile.B_R
-    B_C: gl.constexpr = tile.B_C
-    lo, full_lo, full_hi, hi = query_range(variant, lists, keys.b, keys.j0, keys.M, keys.N, B_R, B_C)
-    return Walk(lo, full_lo, gl.where(keys.j0 + B_C > keys.N, full_lo, full_hi), hi)
+    """The query tiles of a tile of keys."""
+    return walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
+
+
+@gluon.jit
+def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
+    """The query tiles of so many keys from j0 on. Keys that stick out past the last are masked everywhere."""
+    lo, full_lo, full_hi, hi = query_range(variant, lists, keys.b, j0, keys.M, keys.N, B_R, COUNT)
+    return Walk(lo, full_lo, gl.where(j0 + COUNT > keys.N, full_lo, full_hi), hi)
+
+
+@gluon.jit
+def part_of(walk, keys, j0, variant, tile: gl.constexpr):
+    """What the 64 keys from j0 on see of their tile's walk; all of it where tiles come from a list."""
+    if variant.visits is None:
+        part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
+        lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
+        hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
+        return Walk(lo, part.full_lo, part.full_hi, gl.where(j0 < keys.N, hi, lo))
+    else:
+        return walk
 
 
 @gluon.jit
@@ -151,10 +166,12 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
-            wait_before(shared.kv.empty, n)
-            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
-            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
+            wait_before(shared.v.empty, n)
+            bar = expect(shared.v.full, n, V.block_type.nbytes)
+            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.memory.index(0))
+            wait_before(shared.k.empty, n)
+            bar = expect(shared.k.full, n, K.block_type.nbytes)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.memory.index(0))
             n += 1
             for g in range(GROUP):
                 h = keys.h_k * GROUP + g
@@ -281,14 +298,14 @@ def hand_over(dq, shared, y, W: gl.constexpr):
 
 @gluon.jit
 def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through a 16 KB buffer."""
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through a 16 KB buffer; see `stored`."""
     x = x.to(G.dtype)
     if packed is None:
         store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
     elif row + x.shape[0] <= keys.N:
         store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
     else:
-        store_inside(G_rows, x, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
 
 
 @gluon.jit
@@ -299,7 +316,13 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
     fence_async_shared()
     releases.barrier()
     releases.store(G, [b, h, row, COLUMN], out)
+
+
+@gluon.jit
+def stored():
+    """Until what this group stored is read, and its buffer may be written again."""
     tma.store_wait(0)
+    releases.barrier()
 
 
 @gluon.jit
@@ -309,8 +332,8 @@ def zero_keys(keys, packed, shared, tile: gl.constexpr):
     D: gl.constexpr = tile.D
     if packed is not None:
         if keys.j0 + B_C > keys.N:
-            zero_from(shared.k.index(0).reshape([B_C, D]), keys.N - keys.j0)
-            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.k.memory.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.v.memory.index(0).reshape([B_C, D]), keys.N - keys.j0)
 
 
 @gluon.jit
@@ -377,7 +400,7 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.k.memory.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
@@ -385,8 +408,8 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     zero_queries(place, packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = only(shared.k, y).reshape([tile.B_C, D])
-    v = only(shared.v, y).reshape([tile.B_C, D])
+    k = only(shared.k.memory, y).reshape([tile.B_C, D])
+    v = only(shared.v.memory, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
@@ -428,8 +451,28 @@ def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def stand_by(W: gl.constexpr, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+    """Use y of a tile that none of group W's keys sees: zeros as its dS, and its piece of dQ. Gives the next use."""
+    B_R: gl.constexpr = tile.B_R
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    zero = gl.zeros([64, B_R], gl.float32, layout)
+    wait(shared.q.full, y)
+    arrive(shared.q.empty, y)
+    wait(shared.do.full, y)
+    arrive(shared.do.empty, y)
+    taken(shared.bits, y, 64 * W, zero)
+    stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(zero.to(shared.ds.memory.dtype))
+    fence_async_shared()
+    arrive(shared.ds.full, y)
+    wait(shared.ds.full, y)
+    k = only(shared.k.memory, y).reshape([tile.B_C, tile.D])
+    hand_over(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
+    return y + 1
+
+
+@gluon.jit
 def rows_of_keys(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+    W: gl.constexpr, dK, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
     """Rows 64 W to 64 W + 63 of a tile of keys."""
     B_R: gl.constexpr = tile.B_R
@@ -440,6 +483,7 @@ def rows_of_keys(
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dtype: gl.constexpr = shared.k.memory.dtype
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
@@ -448,15 +492,20 @@ def rows_of_keys(
         j0 = keys.j0 + 64 * W
         dk = gl.zeros([64, D], gl.float32, acc)
         dv = gl.zeros([64, D], gl.float32, acc)
-        wait(shared.kv.full, n)
+        wait(shared.v.full, n)
+        wait(shared.k.full, n)
+        stored()  # dK of the tile before, meanwhile
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
             lists = list_at(variant.visits, keys.b, h, keys.t)
             walk = walk_of(keys, lists, variant, tile)
-            if walk.hi > walk.lo:
-                place = place_of(keys, shape, h, tile_at(variant.visits, lists, walk.lo), B_R)
-                edge = (walk.lo < walk.full_lo) | (walk.lo >= walk.full_hi)
+            part = part_of(walk, keys, j0, variant, tile)
+            for _ in range(walk.lo, part.lo):
+                y = stand_by(W, y, shared, dq_layout, tile)
+            if part.hi > part.lo:
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, part.lo), B_R)
+                edge = (part.lo < part.full_lo) | (part.lo >= part.full_hi)
                 dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
                 stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
                 fence_async_shared()
@@ -467,15 +516,15 @@ def rows_of_keys(
                 arrive(shared.do.empty, y)
                 dk = warpgroup_mma_wait(0, [dk_next])
                 arrive(shared.q.empty, y)
-                for x in range(walk.lo + 1, walk.hi):
+                for x in range(part.lo + 1, part.hi):
                     place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                    edge_x = EDGES & ((x < walk.full_lo) | (x >= walk.full_hi))
+                    edge_x = EDGES & ((x < part.full_lo) | (x >= part.full_hi))
                     dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
                     # both halves of the dS before are there, and both groups are done with the one before that
                     wait(shared.ds.full, y)
                     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
                     fence_async_shared()
-                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k.memory, y).reshape([B_C, D]), W, dq_layout)
                     q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
                     dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
                     dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
@@ -486,18 +535,22 @@ def rows_of_keys(
                     arrive(shared.q.empty, y + 1)
                     y += 1
                 wait(shared.ds.full, y)
-                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k.memory, y).reshape([B_C, D]), W, dq_layout)
                 hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
                 y += 1
-        arrive(shared.kv.empty, 0)
-        buffer = shared.dq.memory.index(W)
-        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+            for _ in range(part.hi, walk.hi):
+                y = stand_by(W, y, shared, dq_layout, tile)
+        arrive(shared.v.empty, 0)
+        arrive(shared.k.empty, 0)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
-        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+        # dV needs no buffer, and so does not wait
+        store_inside(dV_rows, dv.to(dtype), keys.b, keys.h_k, keys.k0 + j0, keys.N - j0, shape.d_v, 0)
+        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, shared.dq.memory.index(W))
         n += 1
         t = ticket(shared.drawn, n, 4)
+    stored()
 
 
 @gluon.jit
@@ -513,7 +566,9 @@ def store_halves(G, G_rows, x, keys, packed, d, buffer):
     HALF: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
     store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
+    stored()
     store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
+    stored()
 
 
 @gluon.jit
@@ -523,20 +578,21 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     GROUP: gl.constexpr = tile.GROUP
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.k.memory.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.index(0).reshape([B_C, D])
+    k = shared.k.memory.index(0).reshape([B_C, D])
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dv = gl.zeros([B_C, D], gl.float32, acc)
-        wait(shared.kv.full, n)
+        wait(shared.v.full, n)
+        wait(shared.k.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
@@ -570,7 +626,8 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 hand_over(dq, shared, 2 * y, 0)
                 hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
                 y += 1
-        arrive(shared.kv.empty, 0)
+        arrive(shared.v.empty, 0)
+        arrive(shared.k.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
@@ -586,21 +643,22 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     GROUP: gl.constexpr = tile.GROUP
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.k.memory.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.index(0).reshape([B_C, D])
-    v = shared.v.index(0).reshape([B_C, D])
+    k = shared.k.memory.index(0).reshape([B_C, D])
+    v = shared.v.memory.index(0).reshape([B_C, D])
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dk = gl.zeros([B_C, D], gl.float32, acc)
-        wait(shared.kv.full, n)
+        wait(shared.v.full, n)
+        wait(shared.k.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
@@ -635,7 +693,8 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
                 arrive(shared.q.empty, y)
                 hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
                 y += 1
-        arrive(shared.kv.empty, 0)
+        arrive(shared.v.empty, 0)
+        arrive(shared.k.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
         store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
         n += 1
@@ -646,7 +705,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
 def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
     """Warpgroup W's share of the products."""
     if not tile.SIDES:
-        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
+        rows_of_keys(W, dK, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
     elif W == 0:
         side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile)
     else:
@@ -668,7 +727,6 @@ def backward(
     GROUPS_OF_DS: gl.constexpr = 1 if tile.SIDES else 2
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
-    kv_full = barriers(1, 1)
     ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
     if tile.SIDES:
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
@@ -680,9 +738,8 @@ def backward(
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
     shared = Shared(
-        k,
-        v,
-        Channel(k, kv_full, barriers(1, 2)),
+        Channel(k, barriers(1, 1), barriers(1, 2)),
+        Channel(v, barriers(1, 1), barriers(1, 2)),
         Channel(
             gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, B_R, SIZE], Q.layout),
             barriers(Q_STAGES, 1),

@@ -322,12 +322,12 @@ def zero_from(memory, row):
 
 
 @gluon.jit
-def store_inside(O, o, h, first, M, d_v, COLUMN: gl.constexpr):
-    """Rows of a packed sequence, of which M exist: a box of TMA would write over the next sequence."""
+def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
+    """Rows of which M exist, from registers: behind a packed sequence a box of TMA would write over the next."""
     layout: gl.constexpr = o.type.layout
     rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
     columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
-    at = origin(O, h * 0, h, first) + rows.to(gl.int64) * O.row + columns
+    at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
     gl.store(at, o, mask=(rows < M) & (columns < d_v))
 
 
@@ -351,7 +351,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink):
         fence_async_shared()
         releases.store(O, [0, place.h, q0 + row0, 0], q)
     else:
-        store_inside(O_rows, o, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+        store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
 
 
 @gluon.jit
