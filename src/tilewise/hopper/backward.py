@@ -78,7 +78,8 @@ class Shared(NamedTuple):
 
     k: object
     v: object
-    """Each of one stage. `empty` of V comes earlier, as dQ still reads K."""
+    kv: object
+    """`full` and `empty` of both."""
     q: object
     logs: object
     do: object
@@ -143,8 +144,9 @@ def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """What the 64 keys from j0 on see of their tile's walk; all of it where tiles come from a list."""
-    if variant.visits is None:
+    """What the 64 keys from j0 on see of their tile's walk; all of it where tiles come from a list, and where they are
+    so long that any 64 keys see almost all."""
+    if variant.visits is None and len(variant.mask) > 0 and tile.B_R == 64:
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
@@ -166,12 +168,10 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
-            wait_before(shared.v.empty, n)
-            bar = expect(shared.v.full, n, V.block_type.nbytes)
-            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.memory.index(0))
-            wait_before(shared.k.empty, n)
-            bar = expect(shared.k.full, n, K.block_type.nbytes)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.memory.index(0))
+            wait_before(shared.kv.empty, n)
+            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
+            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
             for g in range(GROUP):
                 h = keys.h_k * GROUP + g
@@ -332,8 +332,8 @@ def zero_keys(keys, packed, shared, tile: gl.constexpr):
     D: gl.constexpr = tile.D
     if packed is not None:
         if keys.j0 + B_C > keys.N:
-            zero_from(shared.k.memory.index(0).reshape([B_C, D]), keys.N - keys.j0)
-            zero_from(shared.v.memory.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.k.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
 
 
 @gluon.jit
@@ -400,7 +400,7 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
-    dtype: gl.constexpr = shared.k.memory.dtype
+    dtype: gl.constexpr = shared.k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
@@ -408,8 +408,8 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     zero_queries(place, packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = only(shared.k.memory, y).reshape([tile.B_C, D])
-    v = only(shared.v.memory, y).reshape([tile.B_C, D])
+    k = only(shared.k, y).reshape([tile.B_C, D])
+    v = only(shared.v, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
@@ -465,14 +465,14 @@ def stand_by(W: gl.constexpr, y, shared, dq_layout: gl.constexpr, tile: gl.const
     fence_async_shared()
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
-    k = only(shared.k.memory, y).reshape([tile.B_C, tile.D])
+    k = only(shared.k, y).reshape([tile.B_C, tile.D])
     hand_over(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
     return y + 1
 
 
 @gluon.jit
 def rows_of_keys(
-    W: gl.constexpr, dK, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
     """Rows 64 W to 64 W + 63 of a tile of keys."""
     B_R: gl.constexpr = tile.B_R
@@ -483,7 +483,6 @@ def rows_of_keys(
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    dtype: gl.constexpr = shared.k.memory.dtype
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
@@ -492,9 +491,8 @@ def rows_of_keys(
         j0 = keys.j0 + 64 * W
         dk = gl.zeros([64, D], gl.float32, acc)
         dv = gl.zeros([64, D], gl.float32, acc)
-        wait(shared.v.full, n)
-        wait(shared.k.full, n)
-        stored()  # dK of the tile before, meanwhile
+        wait(shared.kv.full, n)
+        stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
@@ -524,7 +522,7 @@ def rows_of_keys(
                     wait(shared.ds.full, y)
                     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
                     fence_async_shared()
-                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k.memory, y).reshape([B_C, D]), W, dq_layout)
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
                     q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
                     dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
                     dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
@@ -535,19 +533,19 @@ def rows_of_keys(
                     arrive(shared.q.empty, y + 1)
                     y += 1
                 wait(shared.ds.full, y)
-                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k.memory, y).reshape([B_C, D]), W, dq_layout)
+                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
                 hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
                 y += 1
             for _ in range(part.hi, walk.hi):
                 y = stand_by(W, y, shared, dq_layout, tile)
-        arrive(shared.v.empty, 0)
-        arrive(shared.k.empty, 0)
+        arrive(shared.kv.empty, 0)
+        buffer = shared.dq.memory.index(W)
+        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        # dV needs no buffer, and so does not wait
-        store_inside(dV_rows, dv.to(dtype), keys.b, keys.h_k, keys.k0 + j0, keys.N - j0, shape.d_v, 0)
-        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, shared.dq.memory.index(W))
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
+        stored()
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
         n += 1
         t = ticket(shared.drawn, n, 4)
     stored()
@@ -578,21 +576,20 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     GROUP: gl.constexpr = tile.GROUP
-    dtype: gl.constexpr = shared.k.memory.dtype
+    dtype: gl.constexpr = shared.k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.memory.index(0).reshape([B_C, D])
+    k = shared.k.index(0).reshape([B_C, D])
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dv = gl.zeros([B_C, D], gl.float32, acc)
-        wait(shared.v.full, n)
-        wait(shared.k.full, n)
+        wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
@@ -626,8 +623,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
                 hand_over(dq, shared, 2 * y, 0)
                 hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
                 y += 1
-        arrive(shared.v.empty, 0)
-        arrive(shared.k.empty, 0)
+        arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
@@ -643,22 +639,21 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     GROUP: gl.constexpr = tile.GROUP
-    dtype: gl.constexpr = shared.k.memory.dtype
+    dtype: gl.constexpr = shared.k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.memory.index(0).reshape([B_C, D])
-    v = shared.v.memory.index(0).reshape([B_C, D])
+    k = shared.k.index(0).reshape([B_C, D])
+    v = shared.v.index(0).reshape([B_C, D])
     y = 0
     n = 0
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dk = gl.zeros([B_C, D], gl.float32, acc)
-        wait(shared.v.full, n)
-        wait(shared.k.full, n)
+        wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
             h = keys.h_k * GROUP + g
@@ -693,8 +688,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
                 arrive(shared.q.empty, y)
                 hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
                 y += 1
-        arrive(shared.v.empty, 0)
-        arrive(shared.k.empty, 0)
+        arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
         store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
         n += 1
@@ -705,7 +699,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
 def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
     """Warpgroup W's share of the products."""
     if not tile.SIDES:
-        rows_of_keys(W, dK, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
+        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
     elif W == 0:
         side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile)
     else:
@@ -727,6 +721,7 @@ def backward(
     GROUPS_OF_DS: gl.constexpr = 1 if tile.SIDES else 2
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
+    kv_full = barriers(1, 1)
     ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
     if tile.SIDES:
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
@@ -738,8 +733,9 @@ def backward(
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
     shared = Shared(
-        Channel(k, barriers(1, 1), barriers(1, 2)),
-        Channel(v, barriers(1, 1), barriers(1, 2)),
+        k,
+        v,
+        Channel(k, kv_full, barriers(1, 2)),
         Channel(
             gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, B_R, SIZE], Q.layout),
             barriers(Q_STAGES, 1),

@@ -105,7 +105,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
-    edges = has_edges(p, 64, back.B_r) or p.N % back.B_c > 0
+    edges = has_edges(p, min(back.B_c, back.B_r), back.B_r) or p.N % back.B_c > 0
     back_tile = gradients.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
         p.H // p.H_k, dice_warps(p, 128),
@@ -194,8 +194,7 @@ def backward_launches(
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        rows(p, grads.k) if p.recipe.varlen else None,
-        rows(p, grads.v) if p.recipe.varlen or not row.sides else None, counter, scratch.turns, where,
+        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
         variant, pl.c, pl.factor,
         gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
