@@ -24,9 +24,9 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import list_at
 from . import releases
 from .around import first_block
-from .backward import rounded
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
 from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
+from .gradients import rounded
 from .pieces import largest, next_piece, power_of_two
 from .queue import draw, hand_on, leave, ticket, tickets
 

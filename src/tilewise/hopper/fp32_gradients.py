@@ -31,8 +31,10 @@ from ..tile.softmax import LOG2E
 from ..tile.visits import list_at, tile_at
 from . import releases
 from .around import first_block
-from .backward import hand_over, keys_of, next_turn, place_of, wait_added, walk_of
+from .backward import wait_added
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .gradients import hand_over
+from .keys import keys_of, next_turn, place_of, walk_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 

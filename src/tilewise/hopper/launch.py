@@ -28,7 +28,7 @@ from ..tile.launch import (
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
-from . import backward as gradients
+from . import backward as backward_kernel
 from . import forward as kernels
 from . import scores
 from .around import finish, give_turns, prepare
@@ -106,7 +106,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
     edges = has_edges(p, min(back.B_c, back.B_r), back.B_r) or p.N % back.B_c > 0
-    back_tile = gradients.Tile(
+    back_tile = backward_kernel.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
         p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
@@ -196,7 +196,7 @@ def backward_launches(
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
         variant, pl.c, pl.factor,
-        gradients.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
+        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
@@ -204,7 +204,7 @@ def backward_launches(
         listing = [Launch(give_turns, matrices * tiles, order, constants, pl.compiled)]
     programs = min(heads * tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4}
-    main = Launch(gradients.backward, programs, arguments, constants, pl.compiled, key)
+    main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (scratch.dq, rows(p, grads.q), where, pl.factor, M, p.H, tiles, blocks)

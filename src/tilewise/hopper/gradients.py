@@ -1,0 +1,432 @@
+"""What the backward's two groups of warps compute, in one of two ways.
+
+    rows_of_keys            head sizes to 128: each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV;
+                            for dQ the groups exchange dS through shared memory
+    side_of_v, side_of_k    head size 256: one group owns dV (S, P), the other dK (dP, dS); P goes one way, dS back
+
+S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of a
+query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile.gradients import logits, logits_gradient, seen
+from ..tile.softmax import probabilities
+from ..tile.visits import Place, list_at, tile_at
+from . import releases
+from .channel import arrive, only, stage, wait
+from .dice import dropped, kept, taken
+from .forward import store_inside, zero_from
+from .keys import keys_of, part_of, place_of, walk_of
+from .queue import ticket
+
+
+@gluon.jit
+def weights(S, logs, place, j0, edge, variant, unit, y):
+    """P of a transposed tile, before dropout; `edge` tells whether the mask is needed. What the mask reads is kept
+    apart from what scores read, else ptxas computes it for every tile: y >> 31 is 0, which it cannot know."""
+    layout: gl.constexpr = S.type.layout
+    i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
+    P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
+    if edge:
+        if len(variant.scores) > 0:
+            place = Place(place.b, place.h, place.matrix, place.i0 + (y >> 31), place.M, place.N, place.shift)
+        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+    return P
+
+
+@gluon.jit
+def gradient(P, dP, sums, S, place, j0, variant):
+    """dS of a transposed tile: the gradient with respect to Q K^T."""
+    layout: gl.constexpr = S.type.layout
+    i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
+    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 1 if len(variant.scores) > 0 else 0)
+
+
+@gluon.jit
+def rounded(P, dtype: gl.constexpr):
+    """P in 16 bits, and what those are in fp32. Left to itself, ptxas rounds one number at a time, which is slow."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $4, $3; {.reg .b32 x; shl.b32 x, $0, 16; mov.b32 $1, x;"
+            "and.b32 x, $0, 0xffff0000; mov.b32 $2, x;}",
+            "=r,=f,=f,f,f", [P], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $4, $3; {.reg .b16 x, y; mov.b32 {x, y}, $0; cvt.f32.f16 $1, x; cvt.f32.f16 $2, y;}",
+            "=r,=f,=f,f,f", [P], dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def zero_keys(keys, packed, shared, tile: gl.constexpr):
+    """The keys past the end of a packed sequence are another's."""
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    if packed is not None:
+        if keys.j0 + B_C > keys.N:
+            zero_from(shared.k.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
+
+
+@gluon.jit
+def zero_queries(place, packed, shared, y, tile: gl.constexpr):
+    """The queries past the end of a packed sequence are another's."""
+    B_R: gl.constexpr = tile.B_R
+    D: gl.constexpr = tile.D
+    if packed is not None:
+        if place.i0 + B_R > place.M:
+            wait(shared.q.full, y)
+            wait(shared.do.full, y)
+            zero_from(stage(shared.q.memory, y).reshape([B_R, D]), place.M - place.i0)
+            zero_from(stage(shared.do.memory, y).reshape([B_R, D]), place.M - place.i0)
+
+
+@gluon.jit
+def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
+    """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
+    B_R: gl.constexpr = tile.B_R
+    D: gl.constexpr = tile.D
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    zero = gl.zeros([64, B_R], gl.float32, s_layout)
+    zero_queries(place, packed, shared, y, tile)
+    q = stage(shared.q.memory, y).reshape([B_R, D])
+    do = stage(shared.do.memory, y).reshape([B_R, D])
+    k = only(shared.k, y).reshape([tile.B_C, D])
+    v = only(shared.v, y).reshape([tile.B_C, D])
+    wait(shared.q.full, y)
+    S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait(shared.do.full, y)
+    dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    logs = stage(shared.logs, y).load(row_layout)
+    words = taken(shared.bits, y, 64 * W, zero)
+    S = warpgroup_mma_wait(1, [S])
+    P = weights(S, logs, place, j0, edge, variant, unit, y)
+    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
+    if not LATE:
+        sums = stage(shared.sums, y).load(row_layout)
+    if B_R == 128:
+        p16, P = rounded(P, dtype)
+    else:
+        p16 = P.to(dtype)
+    p = gl.convert_layout(dropped(p16, words, variant), p_layout)
+    dP = warpgroup_mma_wait(0, [dP])
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    if LATE:  # 16 or 32 registers fewer while S and dP are alive
+        sums = stage(shared.sums, y).load(row_layout)
+    if variant.dropout is not None:
+        dP = kept(dP, words) * variant.dropout.rescale
+        if D == 128:  # until here it waits in 16 bits, in half as many registers
+            P = p16.to(gl.float32)
+    return dv, gradient(P, dP, sums[None, :], S, place, j0, variant).to(dtype)
+
+
+@gluon.jit
+def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
+    """Starts group W's piece of dQ = dS K: half of 128 rows, half of 128 columns, or else its own keys' part."""
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    if ds.shape[1] == 128:
+        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
+    elif k.shape[1] == 128:
+        return warpgroup_mma(ds.permute((1, 0)), k.slice(64 * W, 64, 1), zero, use_acc=False, is_async=True)
+    else:
+        own = ds.slice(64 * W, 64, 0).permute((1, 0))
+        return warpgroup_mma(own, k.slice(64 * W, 64, 0), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def stand_by(W: gl.constexpr, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+    """Use y of a tile that none of group W's keys sees: zeros as its dS, and its piece of dQ. Gives the next use."""
+    B_R: gl.constexpr = tile.B_R
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    zero = gl.zeros([64, B_R], gl.float32, layout)
+    wait(shared.q.full, y)
+    arrive(shared.q.empty, y)
+    wait(shared.do.full, y)
+    arrive(shared.do.empty, y)
+    taken(shared.bits, y, 64 * W, zero)
+    stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(zero.to(shared.ds.memory.dtype))
+    fence_async_shared()
+    arrive(shared.ds.full, y)
+    wait(shared.ds.full, y)
+    k = only(shared.k, y).reshape([tile.B_C, tile.D])
+    hand_over(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
+    return y + 1
+
+
+@gluon.jit
+def hand_over(dq, shared, y, W: gl.constexpr):
+    """A piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
+    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+    shared.dq.memory.index(W).store(x)
+    fence_async_shared()
+    mbarrier.arrive(shared.dq.full.index(W))
+
+
+@gluon.jit
+def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through a 16 KB buffer; see `stored`."""
+    x = x.to(G.dtype)
+    if packed is None:
+        store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
+    elif row + x.shape[0] <= keys.N:
+        store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+    else:
+        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+
+
+@gluon.jit
+def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
+    """One box of TMA."""
+    out = releases.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
+    out.store(x.reshape(G.block_shape))
+    fence_async_shared()
+    releases.barrier()
+    releases.store(G, [b, h, row, COLUMN], out)
+
+
+@gluon.jit
+def stored():
+    """Until what this group stored is read, and its buffer may be written again."""
+    tma.store_wait(0)
+    releases.barrier()
+
+
+@gluon.jit
+def rows_of_keys(
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+):
+    """Rows 64 W to 64 W + 63 of a tile of keys."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    EDGES: gl.constexpr = tile.EDGES
+    GROUP: gl.constexpr = tile.GROUP
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        j0 = keys.j0 + 64 * W
+        dk = gl.zeros([64, D], gl.float32, acc)
+        dv = gl.zeros([64, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        stored()  # the gradients of the keys before, meanwhile
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            part = part_of(walk, keys, j0, variant, tile)
+            for _ in range(walk.lo, part.lo):
+                y = stand_by(W, y, shared, dq_layout, tile)
+            if part.hi > part.lo:
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, part.lo), B_R)
+                edge = (part.lo < part.full_lo) | (part.lo >= part.full_hi)
+                dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
+                stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
+                fence_async_shared()
+                arrive(shared.ds.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                dv = warpgroup_mma_wait(1, [dv_next])
+                arrive(shared.do.empty, y)
+                dk = warpgroup_mma_wait(0, [dk_next])
+                arrive(shared.q.empty, y)
+                for x in range(part.lo + 1, part.hi):
+                    place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                    edge_x = EDGES & ((x < part.full_lo) | (x >= part.full_hi))
+                    dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                    # both halves of the dS before are there, and both groups are done with the one before that
+                    wait(shared.ds.full, y)
+                    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+                    fence_async_shared()
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                    q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
+                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
+                    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+                    arrive(shared.ds.full, y + 1)
+                    arrive(shared.do.empty, y + 1)
+                    hand_over(dq, shared, y, W)
+                    dk = warpgroup_mma_wait(0, [dk_next])
+                    arrive(shared.q.empty, y + 1)
+                    y += 1
+                wait(shared.ds.full, y)
+                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+                y += 1
+            for _ in range(part.hi, walk.hi):
+                y = stand_by(W, y, shared, dq_layout, tile)
+        arrive(shared.kv.empty, 0)
+        buffer = shared.dq.memory.index(W)
+        mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
+        stored()
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+        n += 1
+        t = ticket(shared.drawn, n, 4)
+    stored()
+
+
+@gluon.jit
+def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
+    """Starts dQ[:, COLUMN : COLUMN + 64] = dS K."""
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(COLUMN, 64, 1), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_halves(G, G_rows, x, keys, packed, d, buffer):
+    """64 rows of 256 columns of dK or dV, in two boxes."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
+    store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
+    stored()
+    store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
+    stored()
+
+
+@gluon.jit
+def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.constexpr):
+    """S, P, dV, and the left half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    GROUP: gl.constexpr = tile.GROUP
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.index(0).reshape([B_C, D])
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        dv = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            for x in range(walk.lo, walk.hi):
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                edge = (x < walk.full_lo) | (x >= walk.full_hi)
+                zero_queries(place, packed, shared, y, tile)
+                wait(shared.q.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+                words = taken(shared.bits, y, 0, zero)
+                S = warpgroup_mma_wait(0, [S])
+                arrive(shared.q.empty, y)
+                P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
+                # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+                ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+                p = dropped(P.to(dtype), words, variant)
+                shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+                arrive(shared.p.full, y)
+                wait(shared.do.full, y)
+                do = stage(shared.do.memory, y).reshape([B_R, D])
+                dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+                wait(shared.ds.full, y)
+                dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
+                dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
+                dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+                arrive(shared.do.empty, y)
+                hand_over(dq, shared, 2 * y, 0)
+                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(0), 1)
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
+        store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
+
+
+@gluon.jit
+def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.constexpr):
+    """dP, dS, dK, and the right half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    GROUP: gl.constexpr = tile.GROUP
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.index(0).reshape([B_C, D])
+    v = shared.v.index(0).reshape([B_C, D])
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        dk = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, tile)
+        for g in range(GROUP):
+            h = keys.h_k * GROUP + g
+            lists = list_at(variant.visits, keys.b, h, keys.t)
+            walk = walk_of(keys, lists, variant, tile)
+            for x in range(walk.lo, walk.hi):
+                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                zero_queries(place, packed, shared, y, tile)
+                wait(shared.do.full, y)
+                do = stage(shared.do.memory, y).reshape([B_R, D])
+                dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+                words = taken(shared.bits, y, 0, zero)
+                dP = warpgroup_mma_wait(0, [dP])
+                arrive(shared.do.empty, y)
+                if variant.dropout is not None:
+                    dP = kept(dP, words) * variant.dropout.rescale
+                dP = dP - sums[None, :]
+                wait(shared.p.full, y)
+                ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
+                shared.ds.memory.store(ds)
+                fence_async_shared()
+                arrive(shared.ds.full, y)
+                wait(shared.q.full, y)
+                q = stage(shared.q.memory, y).reshape([B_R, D])
+                dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
+                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+                dq = warpgroup_mma_wait(1, [dq])
+                hand_over(dq, shared, 2 * y, 1)
+                dk = warpgroup_mma_wait(0, [dk_next])
+                dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+                arrive(shared.q.empty, y)
+                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+                y += 1
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(1), 1)
+        store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
