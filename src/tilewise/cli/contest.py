@@ -48,7 +48,7 @@ def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
             update(advance=1, now=f"loss {line['loss']:.3f}")
             log_loss(name, settings.steps, trial.losses)
     except TrainingError as failure:
-        trial.why = str(failure)
+        trial.why, *_ = str(failure).split(". ")  # then follows how full the GPU was
     update(now=trial.why or f"loss {trial.losses[-1]:.3f}, {1e3 * trial.step_s:.0f} ms a step")
     return trial
 

@@ -116,8 +116,9 @@ def train(
             raise ValueError(f"precision must be fp32, got {precision!r}")
         settings = MODELS[model](pick_device(device))
         settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-        for file in (settings.tokens, settings.validation):
-            text_of(settings, file)
+        text_of(settings, settings.tokens)
+        if settings.validation:
+            text_of(settings, settings.validation, rows=1)
         if model == "small" and (attention or seeds > 1 or results_folder):
             raise ValueError("attention, seeds and results are for --model gpt2-124m; small compares two attentions")
         chosen = known(attention or CONTENDERS)
