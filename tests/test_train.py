@@ -223,7 +223,9 @@ def test_a_training_that_fails_is_told_and_the_others_go_on(monkeypatch):
         yield {"time_s": 0.1, "attention_s": 0.01, "peak_bytes": 1e9}
 
     monkeypatch.setattr(contest, "train_apart", fail_at_first)
-    found = contest.contest(SMALL, ["standard", "tilewise ieee"], [0])
+    kept = []
+    found = contest.contest(SMALL, ["standard", "tilewise ieee"], [0], lambda found: kept.append(len(found.trials)))
+    assert kept == [1, 2]
     assert [trial.why for trial in found.trials] == ["out of memory", None]
     assert found.finished == ["tilewise ieee"]
     assert found.sentences() == []

@@ -10,7 +10,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .plots import COLOURS, STYLE
-from .tables import is_ours, length_label
+from .tables import length_label
 from .trainings import COLUMNS, Contest
 
 SAME = ("batch", "layers", "heads", "width", "vocabulary", "matmul", "deterministic")
@@ -46,7 +46,8 @@ def table(group: ByContext) -> list[list[str]]:
 
 
 def picture(group: ByContext, path: Path) -> None:
-    """A step's time, attention's share of it, and peak memory, by context; what is missing did not train."""
+    """A step's time, attention's share of it, and peak memory; wide lines below narrow ones, so that all are seen."""
+    names = names_of(group)
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(12, 3.4))
         reads = {
@@ -55,18 +56,19 @@ def picture(group: ByContext, path: Path) -> None:
             "peak memory, GB": lambda t: t.end["peak_bytes"] / 1e9,
         }
         for axes, (title, read) in zip(panels, reads.items(), strict=True):
-            for name in names_of(group):
+            for index, name in enumerate(names):
                 trained = [place for place, c in enumerate(group.values()) if c.of(name)]
                 heights = [statistics.fmean(map(read, c.of(name))) for c in group.values() if c.of(name)]
-                axes.plot(
-                    trained, heights, label=name, color=COLOURS.get(name, "#555555"), marker="o",
-                    lw=2.2 if is_ours(name) else 1.5, ms=4.5 if is_ours(name) else 3.5,
-                    ls="-" if is_ours(name) else "--",
-                )  # fmt: skip
+                width = 1.2 + 0.7 * (len(names) - index)
+                axes.plot(trained, heights, label=name, color=COLOURS.get(name, "#555555"), lw=width)
             axes.set_xticks(range(len(group)), [length_label(context) for context in group])
             axes.set_xlabel("tokens of context")
-            axes.set_ylim(0)
             axes.set_title(title)
+            if "%" in title:
+                axes.set_ylim(0)
+            else:  # a straight line of slope one is linear growth
+                axes.set_yscale("log", base=2)
+                axes.yaxis.set_major_formatter("{x:g}")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.tight_layout()
         figure.legend(

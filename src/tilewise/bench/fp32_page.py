@@ -65,8 +65,8 @@ A chip has products of whole fp32 numbers in its ordinary units only, as fused m
 take shorter numbers, and are many times as fast. So a fast fp32 product takes its numbers to pieces, multiplies the
 pieces in the matrix unit, where a product of two pieces is exact, and adds up those products that matter:
 
-    a   = a_1 + a_2 + ...          a_n = a - a_1 - ... - a_(n-1), rounded to the short type
-    a b = sum of a_i b_j           over i + j <= pieces + 1; the rest is below what is kept
+    a   = a_1 + a_2 + ...    each the rest, rounded to the short type
+    a b = sum of a_i b_j     over i + j <= pieces + 1
 """
 
 AFTER_WAYS = """
@@ -94,15 +94,15 @@ Each piece is the rounded rest of those before ([`pieces.py`](../src/tilewise/ho
     a_n = round(a - a_1 - ... - a_(n-1))
 
 ```python
-    piece = whole.to(TYPE)
-    return piece, rest - piece.to(tl.float32)
+piece = whole.to(TYPE)
+return piece, rest - piece.to(tl.float32)
 ```
 
 The rest is exact: two numbers this close to each other have a difference in fp32. TF32 alone is rounded, too, because
 the matrix unit would cut the bits off ([`blocks.py`](../src/tilewise/tile/blocks.py)):
 
 ```python
-    return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)  # noqa: PLR0124, NaN
+return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
 ```
 
 ### Smallest products first
@@ -112,9 +112,9 @@ In the forward ([`fp32_forward.py`](../src/tilewise/hopper/fp32_forward.py)), wi
     S = sum over n = 0, 1, ... of the sum over i of a_(pieces - 1 - n - i) b_i
 
 ```python
-    for n in gl.static_range(PIECES):
-        for i in gl.static_range(PIECES - n):
-            acc = warpgroup_mma(a[PIECES - 1 - n - i], b[i], acc, use_acc=n + i > 0, is_async=True)
+for n in gl.static_range(PIECES):
+    for i in gl.static_range(PIECES - n):
+        acc = warpgroup_mma(a[PIECES - 1 - n - i], b[i], acc, use_acc=n + i > 0, is_async=True)
 ```
 
 Matrix units align the terms of a sum with the largest of them and cut off what sticks out below. What is added while
@@ -130,20 +130,20 @@ On Hopper, with what undoes V's scale in the same line, and P's (`fp32_forward.p
     O = alpha O + 2^-e P V_j
 
 ```python
-    return o * alpha + fresh
+return o * alpha + fresh
 ```
 
 In the portable forward ([`forward.py`](../src/tilewise/triton/forward.py)):
 
 ```python
-        acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
+acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
 ```
 
 And in its backward ([`backward.py`](../src/tilewise/triton/backward.py)), where a factor of 1 that the compiler does
 not know keeps the two apart:
 
 ```python
-        return tl.fma(product(a, b, PRECISION), one, acc)
+return tl.fma(product(a, b, PRECISION), one, acc)
 ```
 
 ### Powers of two
@@ -155,7 +155,7 @@ the top ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
     2^n largest in [2^14, 2^15)
 
 ```python
-    n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
+n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
 ```
 
 A multiplication by a power of two rounds nothing, and undoing it costs nothing: Q's and K's go into the factor that
@@ -165,17 +165,18 @@ row maximum, at no cost either ([`softmax.py`](../src/tilewise/tile/softmax.py))
     2^15 P = exp2(c S - (m - 15))
 
 ```python
-    if RAISE:
-        top -= RAISE
+if RAISE:
+    top -= RAISE
 ```
 
 dS has no bound that is known before, but one that follows from its factors. It is computed for each pair of tiles
 ([`fp32_gradients.py`](../src/tilewise/hopper/fp32_gradients.py)):
 
-    dS = P (dO V^T - delta)        abs(dS) <= max norm(V_j) max norm(dO_i) + max abs(delta_i)
+    dS      = P (dO V^T - delta)
+    abs(dS) <= max norm(V_j) max norm(dO_i) + max abs(delta_i)
 
 ```python
-                down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
+down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
 ```
 
 The price: in a tile whose entries differ by more than 2^15, small ones keep fewer bits ([how
@@ -186,20 +187,21 @@ many](numerics.md#fp32-on-a-gpu-the-precision-of-products)). `bf16x6` has fp32's
 dQ = sum_j dS_ij K_j, and the dS of a row sum to zero. If all keys lie around a point c far from zero, dQ is a small
 difference of large numbers. Nothing changes if c is taken from all keys, nor if a point is taken from all values:
 
-    sum_j dS_ij K_j = sum_j dS_ij (K_j - c)        Q K^T - L = Q (K - c)^T - (L - Q c)
+    sum_j dS_ij K_j = sum_j dS_ij (K_j - c)
+    Q K^T - L       = Q (K - c)^T - (L - Q c)
 
 So the backward's preparation centres them first, where a sample of 16 rows is nearer to its mean than the mean is to
 zero ([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
 
 ```python
-    near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
+near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
 ```
 
 and takes the same from lse and from O, so that P and delta stay what they are:
 
 ```python
-            logs -= unit * tl.sum(q * centre(K.X, b, h // group, k0, N, d, SIZE)[None, :], 1)
-            o -= centre(V.X, b, h // group, k0, N, d_v, SIZE)[None, :]  # past the end dO is 0
+logs -= unit * tl.sum(q * centre(K.X, b, h // group, k0, N, d, SIZE)[None, :], 1)
+o -= centre(V.X, b, h // group, k0, N, d_v, SIZE)[None, :]  # past the end dO is 0
 ```
 
 With a sink or a gradient of lse the sum over a row is not zero, and nothing is centred.
@@ -210,14 +212,14 @@ Taken apart, inf would become inf - inf = NaN. So an entry that is not finite is
 only there itself ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
 
 ```python
-        whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
+whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
 ```
 
 The last piece only ever meets the first of the other operand, which has its sign: inf times a number is the inf that
 fp32 has. And no scale is made from it, so its neighbours are as exact as ever:
 
 ```python
-    return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), AXIS)
+return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), AXIS)
 ```
 
 It reaches the rows that it reaches in fp32: [which](numerics.md#inf-and-nan). `tests/hopper/test_pieces.py` and the
@@ -248,27 +250,27 @@ A single call on fresh memory does not show the fault: memory from the driver is
 that to chance:
 
 - `tests/conftest.py` makes torch fill all memory that it hands out with NaN. What is added to it is NaN.
-- [Every conformance case](../tests/conformance/test_conformance.py) runs twice, and the results must be the same bits.
-  What is added to memory that an implementation keeps differs the second time.
+- [Every conformance case](../tests/conformance/test_conformance.py) runs twice, and the results must be the same bits
+  (dq on Hopper where `deterministic=True` asks for it). What is added to memory that an implementation keeps differs
+  the second time.
 - And [one rule](../tests/conformance/rule.py) compares dq, dk and dv with fp64, not only the output, and not only the
   loss.
 
 [`tests/test_llmc.py`](../tests/test_llmc.py) plants exactly this fault, in a small FlashAttention that is right
 otherwise: its backward adds dQ to memory that is fresh, or another layer's, or its own from the call before. The very
 test that every back end passes rejects each of them, and accepts the same code on zeroed memory. The last test trains
-a small GPT whose MLPs leave their gradients in the buffer, as llm.c's do: the comparison that `python -m tilewise
-train` makes says that its losses differ, and that tilewise's are equal to standard attention's but for rounding.
+a small GPT whose MLPs leave their gradients in the buffer, as llm.c's do: the comparison that `tilewise train` makes
+says that its losses differ, and that tilewise's are equal to standard attention's but for rounding.
 
 ### What is done here
 
 The call is the same: [`attention_qkvpacked`](api/tilewise.md#tilewise.attention_qkvpacked) reads q, k and v where they
-lie in one tensor, and writes dq, dk and dv into one other. The forward keeps o and lse. The portable kernels and the
-CPU write every gradient once and add to nothing. On Hopper, key tiles do add to dQ, to sums that the backward
-allocates, and whose zeros its own preparation writes before
-([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
+lie in one tensor, and writes dq, dk and dv into one other. The forward keeps o and lse. The portable kernels write dq,
+dk and dv once and add to no memory. On Hopper, key tiles do add to dQ, to sums that the backward allocates, and whose
+zeros its own preparation writes before ([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
 
 ```python
-        tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
+tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
 ```
 
 ## What was measured

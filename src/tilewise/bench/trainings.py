@@ -212,6 +212,7 @@ def _all_differences(axes: Any, c: Contest) -> None:
             axes.plot(range(1, len(steps) + 1), shown, color=COLOURS.get(name, "#555555"), lw=1.3)
     axes.axhline(FP32_EPSILON, color="#bbbbbb", lw=1, ls=":")
     axes.set_yscale("log")
+    axes.set_ylim(bottom=FP32_EPSILON / 2)  # also where no step differs
     axes.set_title("distance from standard attention's loss")
     axes.set_xlabel("step")
 

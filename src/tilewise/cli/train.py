@@ -150,12 +150,14 @@ def _train_gpt2(
     plot: Path | None,
 ) -> None:
     env = environment(torch.device(settings.device))
-    found = contest(settings, names, range(settings.seed, settings.seed + seeds))
+    file = results_folder / f"{slug(env['device'])}.json" if results_folder else None
+    found = contest(
+        settings, names, range(settings.seed, settings.seed + seeds),
+        lambda found: save(file, "GPT-2 124M", found, env) if file else None,
+    )  # fmt: skip
     if not write_json(asdict(found) | {"environment": env}, json_file):
         show_contest(found)
-    if results_folder:
-        file = results_folder / f"{slug(env['device'])}.json"
-        save(file, "GPT-2 124M", found, env)
+    if file:
         err.print(f"the trainings are in {file}")
     if not found.finished:
         raise typer.Exit(1)
