@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.bench.fp32_page import HEADER
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
 
@@ -127,8 +128,24 @@ def test_the_readme_names_every_chip_and_precision():
     (chips,) = [line for line in table if line.startswith("| chips")]
     assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))
     (precisions,) = [line for line in table if line.startswith("| fp32 precision")]
-    missing = [name for name in PRECISIONS if not re.search(rf"\b{name}\b", precisions)]
-    assert missing == ["fp16x3"]
+    assert [name for name in PRECISIONS if not re.search(rf"\b{name}\b", precisions)] == []
+
+
+def test_lines_quoted_from_the_source_are_there():
+    text = (ROOT / "docs/fp32.md").read_text()
+    assert text.startswith(HEADER), "its text has changed; run python benchmarks/report.py"
+    quoted = 0
+    for before, code in re.findall(r"(.*?)^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if sources := re.findall(r"\]\(\.\./(src/[^)]+\.py)\)", before):
+            source = sources[-1]
+        assert flush_left(code) in flush_left((ROOT / source).read_text()), f"{source} has no lines\n{code}"
+        quoted += 1
+    assert quoted > 10
+
+
+def flush_left(code):
+    """Lines without what they are indented by, and without the last line's end."""
+    return "\n".join(line.strip() for line in code.strip().splitlines())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.bench import report, trainings
+from tilewise.bench import contexts, report, trainings
 from tilewise.bench.results import Row, environment
 from tilewise.bench.suites import BOTH, SUITES
 from tilewise.bench.trainings import Contest, Trial
@@ -187,7 +187,10 @@ def test_gpt2_trains_with_every_attention_that_is_there(tmp_path):
         assert 0.0 < ours["end"]["attention_s"]
     assert trials["standard", 0]["losses"] != trials["standard", 1]["losses"]
     assert {"commit", "device", "versions"} <= set(summary["environment"])
-    page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
+    report.write(tmp_path / "results", tmp_path / "docs")
+    page = (tmp_path / "docs/fp32.md").read_text()
+    assert "No results file holds times of attention alone yet." in page
+    assert "a training yet" not in page
     assert "### Training GPT-2 124M, 2 x 16 tokens" in page
     assert "reading t.bin, 2 seeds" in page
     assert "| tilewise ieee |" in page
@@ -216,11 +219,13 @@ def test_a_training_that_fails_is_told_and_the_others_go_on(monkeypatch):
     def fail_at_first(settings, name):
         yield {"loss": 5.0, "seconds": 0.1}
         if name == "standard":
-            raise contest.TrainingError("out of memory")
+            raise contest.TrainingError("out of memory. Tried to allocate 12 GiB. GPU 0 has 139 GiB")
         yield {"time_s": 0.1, "attention_s": 0.01, "peak_bytes": 1e9}
 
     monkeypatch.setattr(contest, "train_apart", fail_at_first)
-    found = contest.contest(SMALL, ["standard", "tilewise ieee"], [0])
+    kept = []
+    found = contest.contest(SMALL, ["standard", "tilewise ieee"], [0], lambda found: kept.append(len(found.trials)))
+    assert kept == [1, 2]
     assert [trial.why for trial in found.trials] == ["out of memory", None]
     assert found.finished == ["tilewise ieee"]
     assert found.sentences() == []
@@ -232,7 +237,8 @@ def test_a_contest_without_a_training_is_a_failure(tmp_path):
     assert result.exit_code == 1
     assert "not trained: sdpa efficient: needs a GPU" in result.stdout
     assert not (tmp_path / "t.png").exists()
-    page = report.write(tmp_path, tmp_path / "docs").read_text()
+    report.write(tmp_path, tmp_path / "docs")
+    page = (tmp_path / "docs/fp32.md").read_text()
     assert "- Not trained: sdpa efficient" in page
     assert "training-0.png" not in page
 
@@ -254,6 +260,37 @@ def test_contests_are_told_in_numbers(tmp_path):
     assert found.reasons() == ["tilewise fp16x3: not here"]
     trainings.picture(found, tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 5000
+
+
+def test_contexts_stand_side_by_side(tmp_path):
+    def run(context, names, batch=4):
+        end = {"attention_s": 0.02, "peak_bytes": context * 1e6, "time_s": 1.0}
+        trials = [Trial(name, 0, None, [5.0, 4.0], [0.1, 0.1], end) for name in names]
+        return Contest(asdict(replace(SMALL, context=context, batch=batch)), trials)
+
+    both, ours = ("standard", "tilewise bf16x6"), ("tilewise bf16x6",)
+    (group,) = contexts.side_by_side([run(2048, both), run(8192, ours), run(1024, both), run(1024, both, batch=2)])
+    head, *lines = contexts.table(group)
+    assert head == ["", "attention", "1k", "2k", "8k"]
+    assert lines[:2] == [
+        ["ms a step", "standard", "100.0", "100.0", "-"], ["", "tilewise bf16x6", "100.0", "100.0", "100.0"]
+    ]  # fmt: skip
+    assert lines[-2:] == [
+        ["peak GB", "standard", "1.02", "2.05", "-"], ["", "tilewise bf16x6", "1.02", "2.05", "8.19"]
+    ]  # fmt: skip
+    for c in group.values():
+        trainings.save(tmp_path / "results/card.json", "GPT", c, environment(torch.device("cpu")))
+    report.write(tmp_path / "results", tmp_path / "docs")
+    assert "### Training by context length, batch 4" in (tmp_path / "docs/fp32.md").read_text()
+    assert (tmp_path / "docs/images/card-training-contexts-0.png").stat().st_size > 5000
+
+
+def test_a_short_text_validates_fewer_rows_at_a_time(tmp_path):
+    tokens, few = (token_file(tmp_path / f"{n}.bin", [n * i % 50257 for i in range(n)]) for n in (40, 20))
+    result = gpt2(f"--tokens={tokens}", f"--validation={few}", "--attention=standard", f"--json={tmp_path / 't.json'}")
+    assert result.exit_code == 0, result.output
+    (trial,) = json.loads((tmp_path / "t.json").read_text())["trials"]
+    assert 10.0 < trial["end"]["validation"] < 12.0  # log of the vocabulary
 
 
 def test_a_contest_can_be_saved_in_parts(tmp_path):

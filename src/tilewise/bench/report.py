@@ -1,11 +1,11 @@
-"""docs/performance.md, docs/accuracy.md and docs/accumulation.md from the results files, and nothing else."""
+"""docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import accumulation, plots, study, trainings, tuned
+from . import accumulation, contexts, fp32_page, plots, study, trainings, tuned
 from .accumulation_page import HEADER as ACCUMULATION_HEADER
 from .accumulation_page import section as accumulation_section
 from .results import KERNEL_SOURCES, kernels_hash, load, rows_of
@@ -42,6 +42,8 @@ for a forward, half of it if causal, and 2.5 times that for a backward. The matr
 square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
 whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed; the fp32
 precisions that promise less, bf16x3 and tf32, may err by 2e-5 and 2e-3 of the largest entry.
+
+fp32 in the shape of llm.c, and whole trainings, have [a page of their own](fp32.md).
 """
 TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
 neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
@@ -52,7 +54,7 @@ DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md, and the pages of what was studied.
+    """Draws the pictures under docs/images and writes docs/performance.md, fp32.md, and the pages of what was studied.
 
     Raises ValueError if there is no results file.
     """
@@ -60,29 +62,41 @@ def write(results: Path, docs: Path) -> Path:
     files = sorted(set(results.glob("*.json")) - set(measured))
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
-    sections, studied, summed = [HEADER], [], []
-    for file in files:
-        content = load(file)
+    contents = {file: load(file) for file in files}
+    sections, fp32, studied, summed = [HEADER], [], [], []
+    for file, content in contents.items():
+        stem, heading = docs / "images" / file.stem, [f"## {content['device']}\n"]
         if study.PART in content:
-            studied += accuracy_section(content, docs / "images" / f"{file.stem}-accuracy", origin)
+            studied += accuracy_section(content, stem.with_name(f"{stem.name}-accuracy"), origin)
         if accumulation.PART in content:
-            stem = docs / "images" / f"{file.stem}-accumulation"
-            summed += accumulation_section(content, stem, partial(origin, sources=accumulation.SOURCES))
-        sections.append(f"## {content['device']}\n")
-        for suite in (name for name in SUITES if name in content["suites"]):
-            sections += _section(content, suite, docs / "images" / f"{file.stem}-{suite}")
+            of_sums = stem.with_name(f"{stem.name}-accumulation")
+            summed += accumulation_section(content, of_sums, partial(origin, sources=accumulation.SOURCES))
+        if of_suites := _sections(content, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
+            sections += heading + of_suites
+        of_fp32 = _sections(content, [fp32_page.SUITE], stem)
         if trainings.PART in content:
-            sections += trainings.section(content, docs / "images" / f"{file.stem}-training", origin)
+            of_trainings = stem.with_name(f"{stem.name}-training")
+            of_fp32 += trainings.section(content, of_trainings, origin)
+            of_fp32 += contexts.section(trainings.contests_of(content), of_trainings)
+        if of_fp32:
+            fp32 += heading + of_fp32
     for file in measured:
         sections += _tiles(tuned.load(file))
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))
+    (docs / "fp32.md").write_text("\n".join([fp32_page.HEADER, *fp32_page.absent(contents.values()), *fp32]))
     if studied:
         (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
     if summed:
         (docs / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
     return page
+
+
+def _sections(content: dict[str, Any], suites: Sequence[str], stem: Path) -> list[str]:
+    """Of those suites that were run."""
+    ran = [suite for suite in suites if suite in content["suites"]]
+    return [line for suite in ran for line in _section(content, suite, stem.with_name(f"{stem.name}-{suite}"))]
 
 
 def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:

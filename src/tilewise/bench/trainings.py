@@ -74,10 +74,11 @@ class Contest:
     def origin(self) -> str:
         """What was trained, how, and what the columns mean."""
         s, seeds = self.settings, len({trial.seed for trial in self.trials})
+        how = "; deterministic" if s["deterministic"] else ""
         text = s["tokens"] or "the bytes of the standard library"
         return (
             f"{s['layers']} layers, width {s['width']}, {s['steps']} steps of AdamW at {s['learning_rate']:g}, reading "
-            f"{text}, {seeds} seed{'s' * (seeds > 1)}; medians over steps, "
+            f"{text}, {seeds} seed{'s' * (seeds > 1)}{how}; medians over steps, "
             "means over seeds. *Of it* is the time of attention alone at the model's shapes, forward and backward, for "
             "all layers, over the time of a step."
         )
@@ -150,11 +151,15 @@ def _comparable(old: dict[str, Any], found: Contest, env: dict[str, Any]) -> boo
     return same and old["environment"]["kernels"] == env["kernels"]
 
 
+def contests_of(content: dict[str, Any]) -> list[Contest]:
+    """Of a loaded results file."""
+    return [Contest(run["settings"], [Trial(**row) for row in run["rows"]]) for run in content.get(PART, {}).values()]
+
+
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """One device's part of docs/performance.md; draws its pictures as <stem>-<number>.png."""
+    """One device's part of docs/fp32.md; draws its pictures as <stem>-<number>.png."""
     lines = []
-    for number, (name, run) in enumerate(content[PART].items()):
-        found = Contest(run["settings"], [Trial(**row) for row in run["rows"]])
+    for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
         lines += [f"### Training {name}\n", origin(run["environment"], run["partial"]) + "\n", found.origin() + "\n"]
         marks = ["---", *["---:"] * (len(COLUMNS) - 1)]
@@ -207,6 +212,7 @@ def _all_differences(axes: Any, c: Contest) -> None:
             axes.plot(range(1, len(steps) + 1), shown, color=COLOURS.get(name, "#555555"), lw=1.3)
     axes.axhline(FP32_EPSILON, color="#bbbbbb", lw=1, ls=":")
     axes.set_yscale("log")
+    axes.set_ylim(bottom=FP32_EPSILON / 2)  # also where no step differs
     axes.set_title("distance from standard attention's loss")
     axes.set_xlabel("step")
 

@@ -23,16 +23,19 @@ def known(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def contest(settings: Settings, names: Sequence[str], seeds: Sequence[int]) -> Contest:
-    """Trains with every attention and seed, one after the other, with live progress."""
-    trials = []
+def contest(
+    settings: Settings, names: Sequence[str], seeds: Sequence[int], keep: Callable[[Contest], None] = lambda found: None
+) -> Contest:
+    """Trains with every attention and seed, one after the other, with live progress; `keep` sees the trials so far."""
+    files = {name: Path(file).name for name in ("tokens", "validation") if (file := getattr(settings, name))}
+    found = Contest(asdict(settings) | files, [])
     with progress("now") as bar:
         for seed in seeds:
             for name in names:
                 task = bar.add_task(f"{name:<15} seed {seed}", total=settings.steps, now="starting")
-                trials.append(_train(replace(settings, seed=seed), name, partial(bar.update, task)))
-    files = {name: Path(file).name for name in ("tokens", "validation") if (file := getattr(settings, name))}
-    return Contest(asdict(settings) | files, trials)
+                found.trials.append(_train(replace(settings, seed=seed), name, partial(bar.update, task)))
+                keep(found)
+    return found
 
 
 def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
@@ -48,7 +51,7 @@ def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
             update(advance=1, now=f"loss {line['loss']:.3f}")
             log_loss(name, settings.steps, trial.losses)
     except TrainingError as failure:
-        trial.why = str(failure)
+        trial.why, *_ = str(failure).split(". ")  # then follows how full the GPU was
     update(now=trial.why or f"loss {trial.losses[-1]:.3f}, {1e3 * trial.step_s:.0f} ms a step")
     return trial
 

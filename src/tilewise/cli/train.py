@@ -116,8 +116,9 @@ def train(
             raise ValueError(f"precision must be fp32, got {precision!r}")
         settings = MODELS[model](pick_device(device))
         settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-        for file in (settings.tokens, settings.validation):
-            text_of(settings, file)
+        text_of(settings, settings.tokens)
+        if settings.validation:
+            text_of(settings, settings.validation, rows=1)
         if model == "small" and (attention or seeds > 1 or results_folder):
             raise ValueError("attention, seeds and results are for --model gpt2-124m; small compares two attentions")
         chosen = known(attention or CONTENDERS)
@@ -149,12 +150,14 @@ def _train_gpt2(
     plot: Path | None,
 ) -> None:
     env = environment(torch.device(settings.device))
-    found = contest(settings, names, range(settings.seed, settings.seed + seeds))
+    file = results_folder / f"{slug(env['device'])}.json" if results_folder else None
+    found = contest(
+        settings, names, range(settings.seed, settings.seed + seeds),
+        lambda found: save(file, "GPT-2 124M", found, env) if file else None,
+    )  # fmt: skip
     if not write_json(asdict(found) | {"environment": env}, json_file):
         show_contest(found)
-    if results_folder:
-        file = results_folder / f"{slug(env['device'])}.json"
-        save(file, "GPT-2 124M", found, env)
+    if file:
         err.print(f"the trainings are in {file}")
     if not found.finished:
         raise typer.Exit(1)

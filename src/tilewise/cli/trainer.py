@@ -102,11 +102,11 @@ def attend_with(name: str, settings: Settings) -> Attend:
     return lambda qkv: attend(*qkv.unbind(2))
 
 
-def text_of(settings: Settings, file: str | None) -> Tensor:
-    """The tokens of a file, or the bytes of the standard library; enough of them for a step."""
+def text_of(settings: Settings, file: str | None, rows: int | None = None) -> Tensor:
+    """The tokens of a file, or the bytes of the standard library; enough of them for so many rows, or for a step."""
     text = read_tokens(Path(file)) if file else library_text()
-    if len(text) <= settings.batch * settings.context:
-        needed = settings.batch * settings.context + 1
+    needed = (rows or settings.batch) * settings.context + 1
+    if len(text) < needed:
         raise ValueError(f"tokens: a step needs {needed} of them, {file} holds {len(text)}; shorten batch or context")
     if (largest := int(text.max())) >= settings.vocabulary:
         raise ValueError(f"tokens: {file} holds token {largest}, the vocabulary has {settings.vocabulary}")
@@ -188,8 +188,9 @@ def _data(settings: Settings, text: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _validate(settings: Settings, model: GPT, device: torch.device) -> float:
-    text = text_of(settings, settings.validation)
-    losses = [float(model.loss(piece.to(device))) for piece in in_order(text, settings.batch, settings.context)]
+    text = text_of(settings, settings.validation, rows=1)
+    rows = min(settings.batch, (len(text) - 1) // settings.context)
+    losses = [float(model.loss(piece.to(device))) for piece in in_order(text, rows, settings.context)]
     return sum(losses) / len(losses)
 
 
