@@ -1,6 +1,6 @@
 """Control for racecheck: two hand-overs between warps as a textbook has them, and the same without waiting.
 
-    lead      one warp      hands rounds on to `pass_on`, one number at a time: as a queue's tickets travel
+    lead      one warp      draws numbers from a counter, and hands them on to `pass_on`, as a queue does with tickets
     pass_on   a warpgroup   adds them to a row of numbers, which it hands on to `collect`
     collect   a warpgroup   sums the rows up
 
@@ -33,11 +33,18 @@ def wait(bar, phase, WAITS: gl.constexpr):
 
 
 @gluon.jit
-def lead(number, filled, emptied, WAITS: gl.constexpr):
+def draw(Counter):
+    """The next number; Triton tells it to the whole warp through shared memory."""
+    return gl.atomic_add(Counter, 1)
+
+
+@gluon.jit
+def lead(Counter, number, filled, emptied, WAITS: gl.constexpr):
     """The number of every round."""
     for n in range(ROUNDS):
+        drawn = draw(Counter)
         wait(emptied, (n & 1) ^ 1, WAITS)
-        number.store(gl.full([1], n, gl.int32, NUMBER))
+        number.store(gl.full([1], drawn, gl.int32, NUMBER))
         mbarrier.arrive(filled)
 
 
@@ -70,7 +77,7 @@ def named(specialization):
 
 
 @gluon.jit(repr=named)
-def hand_over(Out, WAITS: gl.constexpr):
+def hand_over(Out, Counter, WAITS: gl.constexpr):
     """All three roles."""
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     row = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -79,7 +86,7 @@ def hand_over(Out, WAITS: gl.constexpr):
         [
             (pass_on, (number, filled, emptied, row, row_filled, row_emptied, WAITS)),
             (collect, (Out, row, row_filled, row_emptied, WAITS)),
-            (lead, (number, filled, emptied, WAITS)),
+            (lead, (Counter, number, filled, emptied, WAITS)),
         ],
         [4, 1], [120, 24],
     )  # fmt: skip

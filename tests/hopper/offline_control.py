@@ -37,7 +37,8 @@ def main() -> Iterator[dict[str, Any]]:
     """The kernel with and without waits."""
     use_target("sm_90")
     for waits in (True, False):
-        compiled = control.hand_over.warmup(meta(128, dtype=torch.int64), WAITS=waits, grid=(1,), num_warps=4)
+        memory = meta(128, dtype=torch.int64), meta(1, dtype=torch.int32)
+        compiled = control.hand_over.warmup(*memory, WAITS=waits, grid=(1,), num_warps=4)
         yield {"kernel": compiled.metadata.name, "events": events(compiled.asm["ptx"])}
 
 

@@ -1,7 +1,8 @@
 """Reads racecheck's reports, and tells which of them its control excuses.
 
 A report names an instruction and those it races with, each by kernel, file and line. What matters is where these lines
-stand: in two functions that hand something over by an mbarrier, in the launch of the roles, or elsewhere.
+stand: in two functions that hand something over by an mbarrier, in what Triton makes of a launch or of an atomic, or
+elsewhere.
 """
 
 import ast
@@ -12,22 +13,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-FILES = {path.name: path for path in ((HERE.parents[1] / "src" / "tilewise" / "hopper").glob("*.py"))}
-FILES["control.py"] = HERE / "control.py"
+FILES = {path.name: path for path in [*(HERE.parents[1] / "src/tilewise/hopper").glob("*.py"), HERE / "control.py"]}
 CONTROL, BROKEN = "control", "broken"
 """The control's kernel, with and without waits."""
 
 LAUNCH = "Triton's launch of the roles"
-OF_A_WARP = "a hand-over from one warp"
-OF_A_GROUP = "a hand-over from a warpgroup"
+DRAW = "Triton's broadcast of a warp's atomic"
+FROM_A_WARP = "a hand-over from one warp"
+FROM_A_GROUP = "a hand-over from a warpgroup"
 ELSEWHERE = "elsewhere"
-HAND_OVERS = {
-    ("control.py lead", "control.py pass_on"): OF_A_WARP,
-    ("control.py pass_on", "control.py collect"): OF_A_GROUP,
-    ("queue.py hand_on", "queue.py ticket"): OF_A_WARP,
-    ("backward.py side_of_v", "backward.py side_of_k"): OF_A_GROUP,
+ORDERED = {
+    "control.py draw": ("control.py draw", DRAW),
+    "queue.py draw": ("queue.py draw", DRAW),
+    "queue.py leave": ("queue.py leave", DRAW),
+    "backward.py add_dq": ("backward.py add_dq", DRAW),
+    "fp32_gradients.py add_dq": ("fp32_gradients.py add_dq", DRAW),
+    "control.py lead": ("control.py pass_on", FROM_A_WARP),
+    "queue.py hand_on": ("queue.py ticket", FROM_A_WARP),
+    "control.py pass_on": ("control.py collect", FROM_A_GROUP),
+    "backward.py side_of_v": ("backward.py side_of_k", FROM_A_GROUP),
 }
-"""What an mbarrier orders: a store of the first function, and a load of the second."""
+"""Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
+WAITS = ("control.py wait", "channel.py wait")
+"""They load nothing; ptxas may give their line to the load behind them."""
 
 ACCESS = re.compile(
     r"(?:Race reported between|and) (?P<kind>Read|Write) access at (?P<kernel>.+?)\+0x[0-9a-f]+"
@@ -46,7 +54,7 @@ class Access(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.kernel} at {self.file}:{self.line}, in {place(self)}"
+        return f"{self.kind} at {self.file}:{self.line} ({place(self)})"
 
 
 class Report(NamedTuple):
@@ -65,7 +73,8 @@ class Report(NamedTuple):
         return {kind_of(self.access, other) for other in self.others}
 
     def __str__(self) -> str:
-        return f"{' and '.join(sorted(self.kinds()))}: {self.access}; " + "; ".join(map(str, self.others))
+        others = sorted(set(map(str, self.others)))
+        return f"{self.kernel}, {' and '.join(sorted(self.kinds()))}: {self.access} with {'; '.join(others)}"
 
 
 def read(output: str) -> list[Report]:
@@ -90,38 +99,34 @@ def read(output: str) -> list[Report]:
 
 def kind_of(access: Access, other: Access) -> str:
     """What two accesses that race are to each other."""
-    places = {place(access), place(other)}
-    if places == {LAUNCH} and access.file == other.file:
+    if place(access) == place(other) == LAUNCH and access.file == other.file:
         return LAUNCH
     writer, reader = (access, other) if access.kind == "Write" else (other, access)
-    if (writer.kind, reader.kind) != ("Write", "Read"):
-        return ELSEWHERE
-    return HAND_OVERS.get((f"{writer.file} {place(writer)}", f"{reader.file} {place(reader)}"), ELSEWHERE)
+    expected, kind = ORDERED.get(f"{writer.file} {place(writer)}", ("", ELSEWHERE))
+    found = f"{reader.file} {place(reader)}"
+    return kind if (writer.kind, reader.kind) == ("Write", "Read") and found in (expected, *WAITS) else ELSEWHERE
 
 
 def place(access: Access) -> str:
     """The function that holds an access, or the launch of the roles."""
-    return functions(access.file).get(access.line, ELSEWHERE)
+    return places(access.file).get(access.line, ELSEWHERE)
 
 
 @lru_cache
-def functions(file: str) -> dict[int, str]:
-    """Of each line of ours, which function it stands in; a kernel's head and its `warp_specialize` are the launch."""
+def places(file: str) -> dict[int, str]:
+    """Of each line of ours, which function it stands in. A kernel's head, and the statement of its body that starts the
+    roles, are the launch."""
     found: dict[int, str] = {}
     tree = ast.parse(FILES[file].read_text()) if file in FILES else ast.Module([], [])
     for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
-        roles = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _is_launch(node)]
         first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-        found |= dict.fromkeys(range(first, (function.end_lineno or first) + 1), function.name)
-        if roles:
+        found |= dict.fromkeys(range(first, (function.end_lineno or 0) + 1), function.name)
+        starts = [statement for statement in function.body if "gl.warp_specialize(" in ast.unparse(statement)]
+        if starts:
             found |= dict.fromkeys(range(first, function.body[0].lineno), LAUNCH)
-        for call in roles:
-            found |= dict.fromkeys(range(call.lineno, (call.end_lineno or call.lineno) + 1), LAUNCH)
+        for statement in starts:
+            found |= dict.fromkeys(range(statement.lineno, (statement.end_lineno or 0) + 1), LAUNCH)
     return found
-
-
-def _is_launch(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "warp_specialize"
 
 
 def kinds(reports: Iterable[Report], kernel: str) -> set[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from hopper import racecheck
-from hopper.test_compile import RELEASES, offline
 
 import tilewise as tw
 
@@ -192,120 +191,8 @@ def test_racecheck_finds_nothing_that_it_does_not_find_in_the_control():
     of_control, of_broken = (racecheck.kinds(reports, kernel) for kernel in (racecheck.CONTROL, racecheck.BROKEN))
     print(f"racecheck reports of the control: {sorted(of_control)}; without waits: {sorted(of_broken)}")
     print(*sorted(set(map(str, reports))), sep="\n")
-    seen = {racecheck.OF_A_WARP, racecheck.OF_A_GROUP}
+    seen = {racecheck.FROM_A_WARP, racecheck.FROM_A_GROUP}
     assert seen <= of_broken, f"without waits racecheck sees {of_broken}: its silence about ours means nothing"
     assert racecheck.ELSEWHERE not in of_control, f"the control has reports of no known kind: {of_control}"
     left = sorted({str(report) for report in racecheck.unexcused(reports)})
     assert not left, "\n".join([f"of the control it reports {sorted(of_control)}; of ours besides:", *left])
-
-
-# What needs no GPU
-
-
-def line(file, text, behind=""):
-    """The number of the first line of ours that holds a text, behind another."""
-    lines = racecheck.FILES[file].read_text().splitlines()
-    start = next(n for n, found in enumerate(lines) if behind in found)
-    return next(n for n, found in enumerate(lines[start:], start + 1) if text in found)
-
-
-def said_of(*pairs, first="Write", other="Read"):
-    """racecheck's output about accesses and those they race with: each pair a kernel, a file and two lines."""
-    reports = [
-        f"========= Error: Race reported between {first} access at {kernel}+0x6e80 in {file}:{line}\n"
-        f"=========     and {other} access at {kernel}+0x74e0 in {file}:{against} [128 hazards]\n"
-        f"=========     and {other} access at {kernel}+0x7500 in {file}:{against} [12 hazards]\n=========\n"
-        for kernel, file, line, against in pairs
-    ]
-    count = f"{len(pairs)} hazard{'s' * (len(pairs) != 1)} displayed ({len(pairs)} error{'s' * (len(pairs) != 1)}"
-    return (
-        f"========= COMPUTE-SANITIZER\nran all\n{''.join(reports)}========= RACECHECK SUMMARY: {count}, 0 warnings)\n"
-    )
-
-
-TICKET = ("forward", "queue.py", line("queue.py", ".store(gl.full"), line("queue.py", ".load("))
-ROLES = ("backward", "backward.py", line("backward.py", "def backward("), line("backward.py", "gl.warp_specialize("))
-WARP = ("control", "control.py", line("control.py", "number.store("), line("control.py", "number.load("))
-GROUP = ("control", "control.py", line("control.py", "row.store("), line("control.py", "row.load("))
-START = ("control", "control.py", line("control.py", "def hand_over("), line("control.py", "gl.warp_specialize("))
-LOST = ("backward", "backward.py", line("backward.py", "shared.ds.memory"), line("backward.py", "shared.logs, y).load"))
-
-
-def test_reports_of_racecheck_are_read():
-    (report,) = racecheck.read(said_of(TICKET))
-    assert report.access == ("Write", "forward", "queue.py", TICKET[2])
-    assert report.others == (("Read", "forward", "queue.py", TICKET[3]),) * 2
-    assert racecheck.read(said_of()) == []
-    (unnamed,) = racecheck.read(re.sub(r" in queue\.py:\d+", "", said_of(TICKET)))
-    assert unnamed.kinds() == {racecheck.ELSEWHERE}
-
-
-@pytest.mark.parametrize(
-    ("pair", "kind"),
-    [
-        (TICKET, racecheck.OF_A_WARP),
-        (WARP, racecheck.OF_A_WARP),
-        (GROUP, racecheck.OF_A_GROUP),
-        (ROLES, racecheck.LAUNCH),
-        (START, racecheck.LAUNCH),
-        (LOST, racecheck.ELSEWHERE),
-    ],
-)
-def test_a_report_is_of_a_kind(pair, kind):
-    (report,) = racecheck.read(said_of(pair))
-    assert report.kinds() == {kind}
-    kernel, file, write, read = pair
-    (turned,) = racecheck.read(said_of((kernel, file, read, write), first="Read", other="Write"))
-    assert turned.kinds() == {kind}
-    for first, other in (("Write", "Write"), ("Read", "Write")):  # two writes, or a write where only loads stand
-        (misplaced,) = racecheck.read(said_of(pair, first=first, other=other))
-        assert misplaced.kinds() == {kind if kind == racecheck.LAUNCH else racecheck.ELSEWHERE}
-
-
-@pytest.mark.parametrize(
-    ("control", "left"),
-    [
-        ((), {TICKET, ROLES, LOST}),
-        ((WARP,), {ROLES, LOST}),
-        ((START,), {TICKET, LOST}),
-        ((WARP, START), {LOST}),
-        ((GROUP,), {TICKET, ROLES, LOST}),
-    ],
-)
-def test_only_the_control_excuses_a_report(control, left):
-    broken = [("broken", *pair[1:]) for pair in (WARP, GROUP)]
-    reports = racecheck.read(said_of(*control, *broken, TICKET, ROLES, LOST))
-    found = racecheck.unexcused(reports)
-    assert {(r.kernel, r.access.file, r.access.line, r.others[0].line) for r in found} == left
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "",
-        said_of(TICKET).replace("1 hazard displayed (1 error", "1 hazard displayed (7 errors"),
-        said_of(TICKET).replace("Race reported between Write access", "Race between a write access"),
-    ],
-    ids=["no summary", "reports held back", "other words"],
-)
-def test_output_that_is_not_understood_is_no_silence(said):
-    with pytest.raises(ValueError, match=r"not understood|reports were read"):
-        racecheck.read(said)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_control_is_textbook(release):
-    """In PTX, a barrier of the role's warps stands before every arrival, and a wait before every store and load."""
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    rows = offline(os.environ[variable] if variable else None, "offline_control.py")
-    found = {row["kernel"]: row["events"] for row in rows}
-    assert set(found) == {racecheck.CONTROL, racecheck.BROKEN}
-    for events in found.values():
-        assert "store together arrive" in events
-        assert "load together arrive" in events
-        assert not re.search(r"(store|load) arrive", events), events
-    assert "wait" not in found[racecheck.BROKEN]
-    unwaited = found[racecheck.CONTROL].replace("wait load", "").replace("wait store", "")
-    assert not re.search(r"store|load", unwaited), found[racecheck.CONTROL]
