@@ -21,6 +21,7 @@ LAUNCH = "Triton's launch of the roles"
 DRAW = "Triton's broadcast of a warp's atomic"
 FROM_A_WARP = "a hand-over from one warp"
 FROM_A_GROUP = "a hand-over from a warpgroup"
+AGAIN = ", written again"
 ELSEWHERE = "elsewhere"
 ORDERED = {
     "control.py draw": ("control.py draw", DRAW),
@@ -38,7 +39,7 @@ WAITS = ("control.py wait", "channel.py wait")
 """They load nothing; ptxas may give their line to the load behind them."""
 
 ACCESS = re.compile(
-    r"(?:Race reported between|and) (?P<kind>Read|Write) access at (?P<kernel>.+?)\+0x[0-9a-f]+"
+    r"(?:(?P<begins>Race reported between)|and) (?P<kind>Read|Write) access at (?P<kernel>.+?)\+0x[0-9a-f]+"
     r"(?: in (?P<file>\S+):(?P<line>\d+))?"
 )
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
@@ -81,15 +82,17 @@ def read(output: str) -> list[Report]:
     """Every report; a ValueError if some line was not understood, or not printed."""
     reports: list[Report] = []
     for line in output.splitlines():
-        if " access at " not in line:
-            continue
-        if not (found := ACCESS.search(line)):
+        found = list(ACCESS.finditer(line))
+        if len(found) != line.count(" access at "):
             raise ValueError(f"not understood: {line}")
-        access = Access(found["kind"], found["kernel"], Path(found["file"] or "").name, int(found["line"] or 0))
-        if "Race reported" in line:
-            reports.append(Report(access, ()))
-        else:
-            reports[-1] = Report(reports[-1].access, (*reports[-1].others, access))
+        for match in found:
+            access = Access(match["kind"], match["kernel"], Path(match["file"] or "").name, int(match["line"] or 0))
+            if match["begins"]:
+                reports.append(Report(access, ()))
+            else:
+                reports[-1] = Report(reports[-1].access, (*reports[-1].others, access))
+    if alone := [str(report) for report in reports if not report.others]:
+        raise ValueError(f"not understood: no access that races with {alone}")
     summaries = SUMMARY.findall(output)
     displayed, in_all = sum(int(n) for n, _, _ in summaries), sum(int(e) + int(w) for _, e, w in summaries)
     if not summaries or not len(reports) == displayed == in_all:
@@ -101,10 +104,12 @@ def kind_of(access: Access, other: Access) -> str:
     """What two accesses that race are to each other."""
     if place(access) == place(other) == LAUNCH and access.file == other.file:
         return LAUNCH
-    writer, reader = (access, other) if access.kind == "Write" else (other, access)
-    expected, kind = ORDERED.get(f"{writer.file} {place(writer)}", ("", ELSEWHERE))
-    found = f"{reader.file} {place(reader)}"
-    return kind if (writer.kind, reader.kind) == ("Write", "Read") and found in (expected, *WAITS) else ELSEWHERE
+    writer, second = (access, other) if access.kind == "Write" else (other, access)
+    origin, found = (f"{one.file} {place(one)}" for one in (writer, second))
+    reader, kind = ORDERED.get(origin, ("", ELSEWHERE))
+    if writer.kind == second.kind:
+        return kind + AGAIN if writer.kind == "Write" and origin == found in ORDERED else ELSEWHERE
+    return kind if found in (reader, *WAITS) else ELSEWHERE
 
 
 def place(access: Access) -> str:

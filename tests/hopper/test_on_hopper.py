@@ -26,11 +26,7 @@ on_hopper = pytest.mark.skipif(
 REPEATS = 250
 SIZES = (64, 128, 256)
 ORDERED = {"mask": tw.Causal(), "deterministic": True}
-KINDS = {
-    "full": {},
-    "causal": {"mask": tw.Causal()},
-    "deterministic": ORDERED,
-}
+KINDS = {"full": {}, "causal": {"mask": tw.Causal()}, "causal, deterministic": ORDERED}
 RICH = {"mask": tw.Causal() & tw.Window(500, 0), "score": tw.SoftCap(30.0), "dropout": 0.1, "seed": 3}
 CASES = {
     **{f"{D} {kind}": (D, options) for D, (kind, options) in product(SIZES, KINDS.items())},
@@ -131,7 +127,7 @@ def milliseconds(function, rounds=20):
 def test_a_replay_is_no_slower_than_the_call(monkeypatch):
     """Both are the kernel's time, as the call is long enough to hide Python; 10 percent are left to the clocks."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    x, _ = operands(128, M=4100, H=16)
+    x, _ = operands(128, M=4100, H=12)
     graph, _ = captured(lambda: forward(x, None, mask=tw.Causal()))
     replays, calls = [], []
     for _ in range(5):
@@ -142,7 +138,7 @@ def test_a_replay_is_no_slower_than_the_call(monkeypatch):
 
 @on_hopper
 def test_two_streams_at_once_give_what_each_gives_alone():
-    sets = [operands(D, M=4100, H=16) for D in (64, 128)]
+    sets = [operands(D, M=4100, H=12) for D in (64, 128)]
     alone = [step(x, do, **ORDERED) for x, do in sets]
     streams = [torch.cuda.Stream() for _ in sets]
     torch.cuda.synchronize()
@@ -156,23 +152,20 @@ def test_two_streams_at_once_give_what_each_gives_alone():
         assert not any(wrong), f"round {n}: head size 64 differs by {wrong[0]}, 128 by {wrong[1]}"
 
 
-def watched(tool):
+def watched(tool, *options):
     """What compute-sanitizer says of sanitized.py. Without PyTorch's cache a tensor's end is the end of its memory."""
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("compute-sanitizer is not on the PATH")
     path = os.pathsep.join([str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    # the compiler's own count of mbarriers may be too low, says the sanitizer's manual; no kernel has more than 64
-    options = ["--tool", tool, "--print-limit", "0", "--show-backtrace", "no", "--num-cuda-barriers", "64"]
-    command = [sanitizer, *options, sys.executable, str(HERE / "sanitized.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sanitizer, "--tool", tool, *options, "--print-limit", "0", sys.executable, str(HERE / "sanitized.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     said = done.stdout + done.stderr
     if "Device not supported" in said:
         pytest.skip("compute-sanitizer does not support the device here")
     assert done.returncode == 0, f"exit status {done.returncode}: {said[-4000:]}"
     assert "ran all" in said, said[-4000:]
-    assert "overflow of tracked" not in said, f"more mbarriers than racecheck was told of: {said[-4000:]}"
     return said
 
 
@@ -187,7 +180,10 @@ def test_memcheck_finds_nothing():
 @on_hopper
 def test_racecheck_finds_nothing_that_it_does_not_find_in_the_control():
     """Every hand-over between warps is by mbarrier; what racecheck reports of a correct one is no report of ours."""
-    reports = racecheck.read(watched("racecheck"))
+    # the manual says that the compiler's own count of mbarriers may be too low; these kernels have up to 21
+    said = watched("racecheck", "--num-cuda-barriers", "64")
+    assert "overflow of tracked" not in said, f"more mbarriers than racecheck was told of: {said[-4000:]}"
+    reports = racecheck.read(said)
     of_control, of_broken = (racecheck.kinds(reports, kernel) for kernel in (racecheck.CONTROL, racecheck.BROKEN))
     print(f"racecheck reports of the control: {sorted(of_control)}; without waits: {sorted(of_broken)}")
     print(*sorted(set(map(str, reports))), sep="\n")

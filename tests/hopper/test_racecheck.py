@@ -54,6 +54,7 @@ def test_reports_are_read():
     assert report.others == (("Read", "forward", "queue.py", load),) * 2
     assert racecheck.read(said_of()) == []
     assert len(racecheck.read(said_of(TICKET, ROLES))) == 2
+    assert racecheck.read(said_of(TICKET).replace("\n=========     and", " and")) == [report]
 
 
 def test_a_report_without_lines_is_of_no_kind():
@@ -70,8 +71,18 @@ def test_a_report_is_of_a_kind_either_way_round(kind, pair):
         *racecheck.read(said_of((kernel, load, write), first="Read", other="Write")),
     ]
     assert [report.kinds() for report in reports] == [{kind}] * 2
-    (of_writes,) = racecheck.read(said_of(pair, other="Write"))
-    assert of_writes.kinds() == {racecheck.LAUNCH if kind == racecheck.LAUNCH else racecheck.ELSEWHERE}
+    unordered = racecheck.LAUNCH if kind == racecheck.LAUNCH else racecheck.ELSEWHERE
+    for both in {"Read", "Write"} if write != load else {"Read"}:
+        (report,) = racecheck.read(said_of(pair, first=both, other=both))
+        assert report.kinds() == {unordered}
+
+
+@pytest.mark.parametrize(("kind", "pair"), [(kind, pair) for kind in list(KINDS)[:3] for pair in KINDS[kind]])
+def test_a_place_may_be_written_again(kind, pair):
+    (report,) = racecheck.read(said_of((pair[0], pair[1], pair[1]), other="Write"))
+    assert report.kinds() == {kind + racecheck.AGAIN}
+    (report,) = racecheck.read(said_of((pair[0], pair[1], LOST[1]), other="Write"))
+    assert report.kinds() == {racecheck.ELSEWHERE}
 
 
 @pytest.mark.parametrize(
@@ -93,8 +104,9 @@ def test_only_the_control_excuses_a_report(control):
         "",
         said_of(TICKET).replace("1 hazard displayed (1 error", "1 hazard displayed (7 errors"),
         said_of(TICKET).replace("Race reported between Write access", "Race between a write access"),
+        said_of(TICKET).replace(" and Read access at", " and elsewhere"),
     ],
-    ids=["no summary", "reports held back", "other words"],
+    ids=["no summary", "reports held back", "other words", "one access"],
 )
 def test_output_that_is_not_understood_is_no_silence(said):
     with pytest.raises(ValueError, match=r"not understood|reports were read"):
