@@ -1,0 +1,132 @@
+"""How racecheck's reports are read and judged, and that the control is right: needs no GPU, nor racecheck."""
+
+import os
+import re
+
+import pytest
+from hopper import racecheck
+from hopper.test_compile import RELEASES, offline
+
+
+def line(file, text):
+    """The first line of ours that holds a text, as racecheck names it."""
+    lines = racecheck.FILES[file].read_text().splitlines()
+    return f"{file}:{next(n for n, found in enumerate(lines, 1) if text in found)}"
+
+
+def said_of(*pairs, first="Write", other="Read"):
+    """racecheck's output about accesses and those that they race with: a kernel and two lines each."""
+    reports = [
+        f"========= Error: Race reported between {first} access at {kernel}+0x6e80 in {at}\n"
+        f"=========     and {other} access at {kernel}+0x74e0 in {against} [128 hazards]\n"
+        f"=========     and {other} access at {kernel}+0x7500 in {against} [12 hazards]\n=========\n"
+        for kernel, at, against in pairs
+    ]
+    n, s = len(pairs), "s" * (len(pairs) != 1)
+    summary = f"========= RACECHECK SUMMARY: {n} hazard{s} displayed ({n} error{s}, 0 warnings)\n"
+    return "".join(["========= COMPUTE-SANITIZER\nran all\n", *reports, summary])
+
+
+TICKET = ("forward", line("queue.py", ".store(gl.full"), line("queue.py", ".load("))
+WAITED = ("forward", line("queue.py", ".store(gl.full"), line("channel.py", "mbarrier.wait"))
+DRAWN = ("backward", *[line("queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
+SIDES = ("backward", line("backward.py", "shared.p.memory.store"), line("backward.py", "shared.p.memory.load"))
+ROLES = ("backward", line("backward.py", "def backward("), line("backward.py", "gl.warp_specialize("))
+IN_IF = ("forward", line("forward.py", "    if DICE:"), line("forward.py", "def forward("))
+LOST = ("backward", line("backward.py", "stage(shared.ds.memory"), line("backward.py", "shared.logs, y).load"))
+WARP = ("control", line("control.py", "number.store("), line("control.py", "number.load("))
+GROUP = ("control", line("control.py", "row.store("), line("control.py", "row.load("))
+DRAW = ("control", *[line("control.py", "gl.atomic_add")] * 2)
+START = ("control", line("control.py", "def hand_over("), line("control.py", "gl.warp_specialize("))
+KINDS = {
+    racecheck.FROM_A_WARP: (WARP, TICKET, WAITED),
+    racecheck.FROM_A_GROUP: (GROUP, SIDES),
+    racecheck.DRAW: (DRAW, DRAWN),
+    racecheck.LAUNCH: (START, ROLES, IN_IF),
+    racecheck.ELSEWHERE: (LOST, (*LOST[:2], TICKET[2]), (TICKET[0], TICKET[1], LOST[2])),
+}
+
+
+def test_reports_are_read():
+    (report,) = racecheck.read(said_of(TICKET))
+    write, load = (int(at.removeprefix("queue.py:")) for at in TICKET[1:])
+    assert report.access == ("Write", "forward", "queue.py", write)
+    assert report.others == (("Read", "forward", "queue.py", load),) * 2
+    assert racecheck.read(said_of()) == []
+    assert len(racecheck.read(said_of(TICKET, ROLES))) == 2
+    assert racecheck.read(said_of(TICKET).replace("\n=========     and", " and")) == [report]
+
+
+def test_a_report_without_lines_is_of_no_kind():
+    for lost in (r" in queue\.py:\d+", r"queue\.py"):
+        (report,) = racecheck.read(re.sub(lost, lambda m: "" if ":" in m[0] else "other.py", said_of(TICKET)))
+        assert report.kinds() == {racecheck.ELSEWHERE}, str(report)
+
+
+@pytest.mark.parametrize(("kind", "pair"), [(kind, pair) for kind, pairs in KINDS.items() for pair in pairs])
+def test_a_report_is_of_a_kind_either_way_round(kind, pair):
+    kernel, write, load = pair
+    reports = [
+        *racecheck.read(said_of((kernel, write, load))),
+        *racecheck.read(said_of((kernel, load, write), first="Read", other="Write")),
+    ]
+    assert [report.kinds() for report in reports] == [{kind}] * 2
+    unordered = racecheck.LAUNCH if kind == racecheck.LAUNCH else racecheck.ELSEWHERE
+    for both in {"Read", "Write"} if write != load else {"Read"}:
+        (report,) = racecheck.read(said_of(pair, first=both, other=both))
+        assert report.kinds() == {unordered}
+
+
+@pytest.mark.parametrize(("kind", "pair"), [(kind, pair) for kind in list(KINDS)[:3] for pair in KINDS[kind]])
+def test_a_place_may_be_written_again(kind, pair):
+    (report,) = racecheck.read(said_of((pair[0], pair[1], pair[1]), other="Write"))
+    assert report.kinds() == {kind + racecheck.AGAIN}
+    (report,) = racecheck.read(said_of((pair[0], pair[1], LOST[1]), other="Write"))
+    assert report.kinds() == {racecheck.ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    "control", [(), (WARP,), (START,), (DRAW, WARP, START), (GROUP,), tuple(KINDS[racecheck.ELSEWHERE])]
+)
+def test_only_the_control_excuses_a_report(control):
+    of_control = [("control", *pair[1:]) for pair in control]
+    broken = [("broken", *pair[1:]) for pair in (WARP, GROUP)]
+    ours = [pair for pairs in KINDS.values() for pair in pairs if pair[0] != "control"]
+    excused = {kind for kind in KINDS if kind != racecheck.ELSEWHERE and set(KINDS[kind]) & set(control)}
+    left = racecheck.unexcused(racecheck.read(said_of(*of_control, *broken, *ours)))
+    assert len(left) == sum(pair[0] != "control" for kind in set(KINDS) - excused for pair in KINDS[kind])
+    assert {kind for report in left for kind in report.kinds()} == set(KINDS) - excused
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        said_of(TICKET).replace("1 hazard displayed (1 error", "1 hazard displayed (7 errors"),
+        said_of(TICKET).replace("Race reported between Write access", "Race between a write access"),
+        said_of(TICKET).replace(" and Read access at", " and elsewhere"),
+    ],
+    ids=["no summary", "reports held back", "other words", "one access"],
+)
+def test_output_that_is_not_understood_is_no_silence(said):
+    with pytest.raises(ValueError, match=r"not understood|reports were read"):
+        racecheck.read(said)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_control_is_right(release):
+    """In PTX a wait stands before every access that an arrival follows, and a barrier of the role's warps between the
+    two, as it does between a store and a load of the same role."""
+    variable = RELEASES[release]
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"{variable} does not say where the newest Triton lies")
+    rows = offline(os.environ[variable] if variable else None, "offline_control.py")
+    found = {row["kernel"]: row["events"] for row in rows}
+    assert set(found) == {racecheck.CONTROL, racecheck.BROKEN}
+    for kernel, before in ((racecheck.CONTROL, {"wait"}), (racecheck.BROKEN, {"load", "arrive", "together"})):
+        events = f"arrive {found[kernel]}"
+        for access in ("store", "load"):
+            seen = set(re.findall(rf"(\w+) {access} together arrive", events))
+            assert seen, events
+            assert seen <= before, events
+        assert not re.search(r"(store|load) arrive|store load", events), events
