@@ -1,6 +1,7 @@
 """The benchmark times only who is right, says why of everybody else, and keeps its results apart by suite."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise import reference
-from tilewise.bench import measure, report, results, tables
+from tilewise.bench import field, measure, report, results, tables
 from tilewise.bench.accuracy import Inputs, Truth, run_once
 from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED, Peer
@@ -259,3 +260,16 @@ def test_the_llmc_suite_is_told_as_its_source_tells_it(tmp_path):
 def test_a_report_needs_results(tmp_path):
     with pytest.raises(ValueError, match="no results file"):
         report.write(tmp_path, tmp_path / "docs")
+
+
+def test_over_the_field_is_the_median_over_cudnn_by_the_best_ones_ratio():
+    case = Case(16, 16, 1024, 128, "bf16", causal=True)
+
+    def run_of(ours, cudnn):
+        times = {"tilewise": ours, "sdpa cudnn": cudnn, "standard": 99.0}
+        return [Row(asdict(case), name, FORWARD, milliseconds=ms) for name, ms in times.items()]
+
+    found = field.ratios([run_of(2.0, 1.0), run_of(1.0, 2.18), run_of(1.0, 3.0)])
+    line = 128, True, FORWARD
+    assert found[line][field.LENGTHS.index(1024)] == pytest.approx(2.18 / field.BEST[line][1])
+    assert sum(not math.isnan(x) for cells in found.values() for x in cells) == 1
