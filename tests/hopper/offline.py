@@ -24,7 +24,7 @@ B, S, H = 2, 1024, 4
 
 
 CALLS = {
-    64: ("long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
+    64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
     128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "fp16x3", "bf16x6"),
     256: ("causal", "dropout", "listed"),
 }

@@ -1,8 +1,8 @@
 """tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4, on the grid of the suite `paper`.
 
 Of the three PyTorch brings cuDNN alone. The others were measured beside it once, on one H200 (PyTorch 2.11, bf16, whole
-backward): `BEST` holds, for each cell, the fastest of the three over cuDNN in that run. So tilewise over cuDNN in any run,
-divided by it, is tilewise over the best of them, as far as ratios carry over from day to day.
+backward): `BEST` holds, for each cell, the fastest of the three over cuDNN in that run. So tilewise over cuDNN in any
+run, divided by it, is tilewise over the best of them, as far as ratios carry over from day to day.
 """
 
 import math
@@ -69,9 +69,9 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
     found = ratios(runs)
     lines = [
         "### paper, beside FlashAttention-3 and FlashAttention-4\n",
-        f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of its",
-        "ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same kind",
-        "(`BEST` in [`field.py`](../src/tilewise/bench/field.py)).\n",
+        f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of",
+        "its ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same",
+        "kind (`BEST` in [`field.py`](../src/tilewise/bench/field.py)).\n",
         "| head size | mask | pass | " + " | ".join(map(length_label, LENGTHS)) + " |",
         "|---|---|---|" + "---:|" * len(LENGTHS),
     ]

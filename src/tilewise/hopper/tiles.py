@@ -32,7 +32,8 @@ class Forward(NamedTuple):
 
 
 FORWARD = {
-    64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
+    64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=0, registers=160),
+    (64, "masked"): Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
     (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
     128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
@@ -118,16 +119,17 @@ def current(p: Problem) -> Rows:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
-    of what lists of tiles leave out and of short masked rows. At 128, masks want the warpgroups to take turns, and
-    scores and dropout want the product before out of their way, but for SoftCap. None for fp32."""
+    of what lists of tiles leave out and of short masked rows; masks want the product before out of their way. At 128,
+    so do scores and dropout, but for SoftCap, and masks want the warpgroups to take turns. None for fp32."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
+    forward: Any = size
     if size == 64:
         rich = bool(recipe.score or recipe.dropout or p.listed)
-        two = rich or bool(recipe.mask and p.M <= 1024)
-        return {"forward": (64, "two") if two else 64, "backward": (64, "rich") if rich else 64}
-    forward: Any = size
+        masked = "two" if p.M <= 1024 else "masked"
+        forward = (64, "two") if rich else (64, masked) if recipe.mask else 64
+        return {"forward": forward, "backward": (64, "rich") if rich else 64}
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
             forward = 128, "rich"
