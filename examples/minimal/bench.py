@@ -9,7 +9,7 @@ Bytes are counted, not measured: what slow memory moves if all that a stage keep
 """
 
 import argparse
-import importlib
+import importlib.util
 import sys
 import time
 
@@ -23,7 +23,7 @@ except ImportError:
     triton, INTERPRETED = None, False
 
 GPU = torch.cuda.is_available()
-DEVICE, DTYPE, HEADS, D = ("cuda", torch.float16, 32, 64) if GPU else ("cpu", torch.float32, 4, 64)
+DEVICE, DTYPE, D = ("cuda", torch.float16, 64) if GPU else ("cpu", torch.float32, 64)
 WHERE = torch.cuda.get_device_name() if GPU else "one thread of the CPU"
 WHY = {
     "naive": "Its lines pass over S twelve times, and only two of these multiply: memory is the limit on a GPU.",
@@ -70,15 +70,23 @@ def sdpa(Q, K, V):
     return torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0]
 
 
-def calls(length):
+def portable(Q, K, V):
+    """tilewise's own kernel for every GPU, where the package can be found."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (Q, K, V))
+    return importlib.import_module("tilewise").attention(q, k, v, backend="triton")
+
+
+def calls(heads, length):
     """(name, call, FLOP, bytes) of every row; the call is None where this machine cannot run it."""
-    Q, K, V, dO = torch.randn(4, HEADS, length, D, dtype=DTYPE, device=DEVICE)
-    shape = HEADS, length, length, D, Q.element_size()
+    Q, K, V, dO = torch.randn(4, heads, length, D, dtype=DTYPE, device=DEVICE)
+    shape = heads, length, length, D, Q.element_size()
     leaves = [t.detach().requires_grad_() for t in (Q, K, V)]
     O = sdpa(*leaves)
-    forward, backward = 4 * HEADS * length**2 * D, 10 * HEADS * length**2 * D
-    once = HEADS * length * D * Q.element_size()
+    forward, backward = 4 * heads * length**2 * D, 10 * heads * length**2 * D
+    once = heads * length * D * Q.element_size()
     yield "torch sdpa", lambda: sdpa(Q, K, V), forward, 4 * once
+    if GPU and importlib.util.find_spec("tilewise"):
+        yield "tilewise, portable", lambda: portable(Q, K, V), forward, 4 * once
     yield "torch sdpa, backward", lambda: torch.autograd.grad(O, leaves, dO, retain_graph=True), backward, 8 * once
     flash2, walks = importlib.import_module("flash2"), importlib.import_module("backward").bytes_moved
     for stage in WHY:
@@ -96,9 +104,9 @@ def calls(length):
             yield stage, module and (lambda m=module: m.attention(Q, K, V)), forward, counted
 
 
-def measure(length, rate, bandwidth):
+def measure(heads, length, rate, bandwidth):
     """The table's rows."""
-    for name, call, flop, moved in calls(length):
+    for name, call, flop, moved in calls(heads, length):
         told(f"timing {name}")
         intensity = flop / moved
         allowed = min(rate, intensity * bandwidth)
@@ -122,20 +130,10 @@ def told(text):
 
 def show(rows):
     """The table."""
-    head = ["stage", "ms", "MB", "FLOP/byte", "allowed GFLOP/s", "reached", "share", ""]
-    try:
-        from rich import box, console, table
-    except ImportError:
-        widths = [max(len(row[x]) for row in [head, *rows]) for x in range(len(head))]
-        for row in [head, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    shown = table.Table(box=box.SIMPLE)
-    for x, name in enumerate(head):
-        shown.add_column(name, justify="right" if 0 < x < 7 else "left", no_wrap=x == 0)
-    for row in rows:
-        shown.add_row(*row)
-    console.Console(width=None if sys.stdout.isatty() else 130).print(shown)
+    rows = [["stage", "ms", "MB", "FLOP/byte", "allowed GFLOP/s", "reached", "share", ""], *rows]
+    widths = [max(len(row[x]) for row in rows) for x in range(len(rows[0]))]
+    for name, *row in rows:
+        print("  ".join([name.ljust(widths[0]), *map(str.rjust, row, widths[1:])]))
 
 
 def main():
@@ -143,12 +141,14 @@ def main():
     parser.add_argument(
         "--length", type=int, default=4096 if GPU else 512 if INTERPRETED else 1024, help="queries and keys"
     )
-    length = parser.parse_args().length
+    parser.add_argument("--heads", type=int, default=32 if GPU else 4, help="over the batch, too")
+    given = parser.parse_args()
     torch.set_num_threads(1)  # a tile is too small to share: threads would wait for each other, most of all when busy
     told("measuring the machine")
     rate, bandwidth = limits()
-    rows = list(measure(length, rate, bandwidth))
-    print(f"{HEADS} heads, {length} queries and keys, head size {D}, full attention, {str(DTYPE)[6:]}, {WHERE}")
+    rows = list(measure(given.heads, given.length, rate, bandwidth))
+    what = f"{given.heads} heads, {given.length} queries and keys, head size {D}, full attention"
+    print(f"{what}, {str(DTYPE)[6:]}, {WHERE}")
     print(f"roofline: matmul {rate / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s; the lines meet at", end=" ")
     print(f"{rate / bandwidth:.0f} FLOP/byte: below it memory is the limit, above it the matrix units")
     show(rows)
