@@ -39,13 +39,13 @@ def prepared(q, k, v, o, lse, do, dlse=None, **options):
 
 
 def numbers(pieces, undo):
-    """What pieces stand for: (blocks, 64, columns), in fp64."""
+    """What pieces stand for: (blocks, rows, columns), in fp64."""
     total = pieces.double().sum(0)
     return total * undo.double()[:, None, None] if pieces.dtype == torch.float16 else total
 
 
 def by_head(p, blocks, heads):
-    """Blocks of one number or of 64 rows as (B, heads, rows, columns), zeros at the end included."""
+    """Blocks of one number or of rows as (B, heads, rows, columns), zeros at the end included."""
     return blocks.reshape(p.B, heads, -1, blocks.shape[-1] if blocks.ndim == 3 else 1)
 
 
@@ -61,7 +61,7 @@ def from_scratch(p, s, mask):
     P = torch.where(seen, torch.exp(p.scale * Q @ K_each.mT - L), 0.0)
     dS = dO @ V_each.mT - D
     norms = [by_head(p, t.double(), p.H).repeat_interleave(64, 2) for t in (s.scales.do_norm, s.scales.D)]
-    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(64, 2).repeat_interleave(group, 1)
+    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(s.v.shape[2], 2).repeat_interleave(group, 1)
     bounded = dS[:, :, : p.M].abs() <= ((norms[0] * v_norm.mT + norms[1]) * (1 + 1e-6))[:, :, : p.M]
     dS = P * dS
     dk, dv = p.scale * dS.mT @ Q, P.mT @ dO
@@ -108,13 +108,13 @@ def test_far_keys_are_centred_so_that_errors_in_o_stay_small(precision):
 
 
 def test_garbage_behind_a_mask_is_no_centre():
-    q, k, v, do = randn(1, 64, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64, 1, 64)
-    k[:, 64:], v[:, 64:] = 1e25, -1e25
-    lengths = torch.tensor([64], device=DEVICE)
-    exact = [t[:, :64].double() for t in (q, k, v)]
+    q, k, v, do = randn(1, 64, 1, 64), randn(1, 128 + 896, 1, 64), randn(1, 128 + 896, 1, 64), randn(1, 64, 1, 64)
+    k[:, 128:], v[:, 128:] = 1e25, -1e25
+    lengths = torch.tensor([128], device=DEVICE)
+    exact = [t[:, :128].double() for t in (q, k, v)]
     o, lse = attention(*exact)
     p, scratch = prepared(q, k, v, o.float(), lse.float(), do, mask=tw.Padding(lengths), precision="fp16x3")
-    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :64]
+    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :128]
     assert error(K, exact[1][0, :, 0]) < 1e-7
 
 
@@ -132,7 +132,7 @@ def test_packed_sequences_get_blocks_of_their_own(precision):
             at = h * (134 // 64 + 3) + first // 64 + b
             rows = Q[at:].reshape(-1, 64)[: end - first]
             assert (rows - q[first:end, h].double()).abs().max() < 1e-6 if end > first else rows.numel() == 0
-        keys = K[(first_k // 128 + b) * 2 :].reshape(-1, 64)
+        keys = K[first_k // 128 + b :].reshape(-1, 64)
         taken = k[first_k:end_k, 0].double() - keys[: end_k - first_k]
         assert (taken - taken[:1]).abs().max() < 1e-6, "one vector is taken from all keys of a sequence"
         assert not keys[end_k - first_k : 128].any()

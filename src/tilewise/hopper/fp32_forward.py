@@ -36,6 +36,8 @@ class Tile(NamedTuple):
 
     WARPGROUPS: int
     B_C: int
+    KEYS: int
+    """Of a block in memory: a tile or two."""
     D: int
     """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
     PIECES: int
@@ -64,13 +66,13 @@ class Shape(NamedTuple):
     tiles: object
     order: object
     blocks: object
-    """Key tiles of a head in memory."""
+    """Blocks of keys of a head in memory."""
     rows: object
     """From one piece of a key to its next."""
 
 
 class Keys(NamedTuple):
-    """K or V: a descriptor of all its pieces, and what undoes the scale of each tile."""
+    """K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
 
     pieces: object
     undo: object
@@ -94,9 +96,9 @@ class Shared(NamedTuple):
 @gluon.jit
 def first_tile(place, k0, packed, shape, tile: gl.constexpr):
     """The first key tile of a head, among all."""
-    B_C: gl.constexpr = tile.B_C
+    KEYS: gl.constexpr = tile.KEYS
     h_k, H_k = place.h // shape.group, shape.H // shape.group
-    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, B_C)
+    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, KEYS) * (KEYS // tile.B_C)
 
 
 @gluon.jit
@@ -198,12 +200,12 @@ def slot(W: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
-def undo_of(X, t):
+def undo_of(X, t, tile: gl.constexpr):
     """What undoes the scale of key tile t."""
     if X.undo is None:
         return gl.to_tensor(1.0)
     else:
-        return gl.load(X.undo + t)
+        return gl.load(X.undo + t // (tile.KEYS // tile.B_C))
 
 
 @gluon.jit
@@ -285,7 +287,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
         if tile.Q_APART:
             arrive(shared.q.empty, n)
-        undo_k, undo = undo_of(K, first + j), undo_of(V, first + j)
+        undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
         S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)
         S = warpgroup_mma_wait(0, [S])
@@ -302,7 +304,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         while x > part.lo:
             x -= 1
             j = key_tile(variant, lists, walk, x)
-            undo_k, undo_next = undo_of(K, first + j), undo_of(V, first + j)  # early: they take long to come
+            undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: they take long to come
             wait(shared.k.full, y + 1)
             if tile.TURNS:
                 take_turns("sync", W)
