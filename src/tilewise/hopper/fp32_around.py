@@ -6,6 +6,9 @@ main kernel sees no strides, ends or packed neighbours. Norms of a block's rows 
 Attention does not change when one vector is taken from all keys of a head, and neither does dP - D when one is taken
 from all values. So keys and values that lie around a point far from zero are centred there first: otherwise dQ would be
 a small difference of large numbers, sum_j dS_ij K_j with sum_j dS_ij = 0.
+
+Pieces that the forward has kept are not centred. They stay as they are where there is no such point, and are written
+over where there is, with the same numbers by every backward that reads them.
 """
 
 from typing import NamedTuple
@@ -62,22 +65,39 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def lie_away(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
+    """Whether there is a centre."""
+    return tl.max(tl.abs(centre(X, b, h, first, length, d, SIZE)), 0) > 0.0
+
+
+@triton.jit
+def split_block(
+    to, b, h, first, rows, length, block, blocks, d: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr
+):
+    """One block of K or of V, centred."""
+    x = load_block(to.X, b, h, first, rows, length, d, SIZE)
+    if CENTRED:
+        x = tl.where((rows < length)[:, None], x - centre(to.X, b, h, first, length, d, SIZE)[None, :], 0.0)
+    store_pieces(to, x, block, blocks)
+
+
+@triton.jit
 def prepare_keys(
-    K, V, packed, program, N, H, tiles, stride, blocks, d, d_v,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+    K, V, packed, program, N, H, tiles, stride, blocks, d: tl.constexpr, d_v: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of one block of K and V, centred."""
+    """Pieces of one block of K and V. Kept ones that have a centre are also written where nothing is to be centred:
+    another backward may have done that."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     _, _, k0, N = rows_of(packed, b, 0, N)
-    if t * ROWS < N:
+    wanted = t * ROWS < N
+    if KEPT:
+        wanted &= lie_away(K.X, b, h, k0, N, d, SIZE) | lie_away(V.X, b, h, k0, N, d_v, SIZE)
+    if wanted:
         rows = t * ROWS + tl.arange(0, ROWS)
-        k, v = load_block(K.X, b, h, k0, rows, N, d, SIZE), load_block(V.X, b, h, k0, rows, N, d_v, SIZE)
-        if CENTRED:
-            k = tl.where((rows < N)[:, None], k - centre(K.X, b, h, k0, N, d, SIZE)[None, :], 0.0)
-            v = tl.where((rows < N)[:, None], v - centre(V.X, b, h, k0, N, d_v, SIZE)[None, :], 0.0)
         block = first_block(packed, b, h, H, k0, stride, ROWS).to(tl.int64) + t
-        store_pieces(K, k, block, blocks)
-        store_pieces(V, v, block, blocks)
+        split_block(K, b, h, k0, rows, N, block, blocks, d, SIZE, CENTRED)
+        split_block(V, b, h, k0, rows, N, block, blocks, d_v, SIZE, CENTRED)
 
 
 @triton.jit
@@ -116,14 +136,16 @@ def prepare_queries(
 def fp32_prepare(
     Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, packed, unit, M, N, H, group, batch, key_tiles, query_tiles, in_all,
     d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS keys, or one of queries."""
+    """One block of ROWS keys, or one of queries. KEPT: the pieces of keys are there; with no programs for them
+    (key_tiles is 0) they are what they should be."""
     program = tl.program_id(0)
     of_keys = batch * (H // group) * key_tiles
     if program < of_keys:
         prepare_keys(
             K, V, packed, program, N, H // group, key_tiles, in_all.key_head, in_all.keys,
-            d, d_v, ROWS, SIZE, CENTRED,
+            d, d_v, ROWS, SIZE, CENTRED, KEPT,
         )  # fmt: skip
     else:
         prepare_queries(

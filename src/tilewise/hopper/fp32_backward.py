@@ -67,6 +67,8 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
+    kept: bool
+    """Whether k and v are the forward's."""
 
 
 class Sizes(NamedTuple):
@@ -105,17 +107,23 @@ def empty_keys(p: Problem, device: torch.device) -> Keys:
     return Keys(k, v, *(torch.empty(sizes.keys, device=device) for _ in range(3)))
 
 
-def empty_scratch(p: Problem, device: torch.device) -> Scratch:
-    """Unwritten, but for turns: nobody's."""
+def kept_keys(p: Problem, saved: Saved) -> Keys | None:
+    """What the forward has kept, unless torch's setting asks for another precision since."""
+    fits = saved.kept and saved.kept[0].dtype == TYPES[sizes_of(p).pieces][0]
+    return Keys(*saved.kept) if fits else None
+
+
+def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
+    """Unwritten, but for what is kept, and turns: nobody's."""
     _, D, count, *_, queries, _ = sizes_of(p)
-    keys = empty_keys(p, device)
+    keys = kept or empty_keys(p, device)
     q, do = (torch.empty((count, queries, BLOCK, D), dtype=keys.k.dtype, device=device) for _ in range(2))
     q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))  # noqa: N806, as in Scales
     scales = Scales(q_undo, do_undo, keys.k_undo, keys.v_undo, do_norm, keys.v_norm, D_top)
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, do, keys.k, keys.v, scales, logs, delta, dq, turns)
+    return Scratch(q, do, keys.k, keys.v, scales, logs, delta, dq, turns, kept is not None)
 
 
 def launches(
@@ -142,13 +150,15 @@ def preparation(
     row, D, _, query_tiles, key_tiles, queries, keys = sizes_of(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
+    key = do.stride(), saved.o.stride(), aligned, dL is None, scratch.kept
     scales = scratch.scales
     parts = (
         Split(rows(p, x.q), scratch.q, scales.q), Split(rows(p, x.k), scratch.k, scales.k),
         Split(rows(p, x.v), scratch.v, scales.v, scales.v_norm), Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
     )  # fmt: skip
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
+    if scratch.kept and p.recipe.sink:  # never centred
+        of_keys = 0
     arguments = (
         *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
         max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
@@ -156,7 +166,7 @@ def preparation(
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
-    constants = {"d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "num_warps": 8}
+    constants = {"d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "num_warps": 8}
     return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
 
 

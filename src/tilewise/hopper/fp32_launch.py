@@ -57,6 +57,14 @@ class Kind(NamedTuple):
 KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
 
 
+KEPT_SHARE = 256
+"""Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
+of layers, and all wait together."""
+KEPT_KEYS = 8192
+"""And if there are no more keys: products grow with the square of the length, so beyond it splitting again costs nothing
+beside them, and memory is what is short."""
+
+
 class Plan(NamedTuple):
     """Everything about a launch that follows from the problem alone."""
 
@@ -70,6 +78,8 @@ class Plan(NamedTuple):
     shape: kernels.Shape
     split_constants: dict[str, Any]
     constants: dict[str, Any]
+    keeps: bool
+    """Whether pieces of K and V wait for the backward."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -106,8 +116,21 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
         min(heads * tiles, processors(p.q.device)), shape,
         {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": in_block, "SIZE": D, "num_warps": 8},
         {"tile": tile, "REGISTERS": row.registers, "num_warps": 4},
-        p.listed, None if p.extra else device_values(p, ()), {},
+        keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
     )  # fmt: skip
+
+
+def keeps(p: Problem) -> bool:
+    """Whether it is worth its memory that pieces of K and V wait for the backward."""
+    sizes = gradients.sizes_of(p)
+    size = 2 * sizes.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
+    return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
+
+
+@lru_cache(64)
+def memory(device: torch.device) -> int:
+    """Bytes of the card, or of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 139 << 30
 
 
 def forward_launches(
@@ -143,18 +166,18 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse."""
+    """o and lse, and pieces of K and V."""
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved, keys, counter(x.q.device, stream)):
         launch.run(stream)
-    return saved
+    return saved._replace(kept=keys) if pl.keeps else saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device)
+    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
