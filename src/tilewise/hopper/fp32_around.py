@@ -1,7 +1,7 @@
 """Before the main kernel of the fp32 backward: operands in pieces (see pieces.py), and what it reads of each row.
 
-All of it lies in blocks, of 64 queries or a tile of keys, padded with zeros, each sequence in blocks of its own: the
-main kernel sees no strides, ends or packed neighbours. Norms of a block's rows bound dS, which gets its own scale there.
+All of it lies in blocks of 64 queries or one tile of keys, padded with zeros, each sequence in blocks of its own: the
+main kernel sees no strides, ends or packed neighbours. Norms of blocks' rows bound dS, which gets its own scale there.
 
 Attention does not change when one vector is taken from all keys of a head, and neither does dP - D when one is taken
 from all values. So keys and values that lie around a point far from zero are centred there first: otherwise dQ would be

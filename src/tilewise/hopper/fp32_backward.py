@@ -56,7 +56,7 @@ class Keys(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces as in `Keys`, and numbers for each block; lse, delta and sums of dQ as in launch.py."""
+    """Between the kernels: pieces as in `Keys`, numbers of each block; and lse, delta and sums of dQ as in launch.py."""
 
     q: Tensor
     do: Tensor
@@ -118,7 +118,7 @@ def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) ->
     _, D, count, *_, queries, _ = sizes_of(p)
     keys = kept or empty_keys(p, device)
     q, do = (torch.empty((count, queries, BLOCK, D), dtype=keys.k.dtype, device=device) for _ in range(2))
-    q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))  # noqa: N806, as in Scales
+    q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
     scales = Scales(q_undo, do_undo, keys.k_undo, keys.v_undo, do_norm, keys.v_norm, D_top)
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
@@ -153,9 +153,11 @@ def preparation(
     key = do.stride(), saved.o.stride(), aligned, dL is None, scratch.kept
     scales = scratch.scales
     parts = (
-        Split(rows(p, x.q), scratch.q, scales.q), Split(rows(p, x.k), scratch.k, scales.k),
-        Split(rows(p, x.v), scratch.v, scales.v, scales.v_norm), Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
-    )  # fmt: skip
+        Split(rows(p, x.q), scratch.q, scales.q),
+        Split(rows(p, x.k), scratch.k, scales.k),
+        Split(rows(p, x.v), scratch.v, scales.v, scales.v_norm),
+        Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
+    )
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
     if scratch.kept and p.recipe.sink:  # never centred
         of_keys = 0
@@ -166,7 +168,11 @@ def preparation(
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
-    constants = {"d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "num_warps": 8}
+    constants = {
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "num_warps": 8,
+    }  # fmt: skip
+    if D == 64:
+        constants["maxnreg"] = 128  # two programs a processor; at 128 they would keep too much in local memory
     return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
 
 

@@ -304,7 +304,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         while x > part.lo:
             x -= 1
             j = key_tile(variant, lists, walk, x)
-            undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: they take long to come
+            undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: it takes long
             wait(shared.k.full, y + 1)
             if tile.TURNS:
                 take_turns("sync", W)

@@ -61,8 +61,8 @@ KEPT_SHARE = 256
 """Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
 of layers, and all wait together."""
 KEPT_KEYS = 8192
-"""And if there are no more keys: products grow with the square of the length, so beyond it splitting again costs nothing
-beside them, and memory is what is short."""
+"""And if there are no more keys: products grow with the square of the length, so that beyond it splitting again costs
+nothing beside them, and memory is what is short."""
 
 
 class Plan(NamedTuple):
@@ -146,8 +146,8 @@ def forward_launches(
     splitting = Launch(split, 2 * p.B * p.H_k * blocks, arguments, pl.split_constants, pl.compiled)
     scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
     arguments = (
-        Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse, counter, where, sink,
-        Variant(parts, (), None, lists), pl.c, pl.shape,
+        Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse,
+        counter, where, sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
     return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
