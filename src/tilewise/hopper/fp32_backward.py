@@ -56,7 +56,7 @@ class Keys(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces as in `Keys`, numbers of each block; and lse, delta and sums of dQ as in launch.py."""
+    """Between the kernels: pieces as in `Keys` and numbers of each block; lse, delta, sums of dQ as in launch.py."""
 
     q: Tensor
     do: Tensor

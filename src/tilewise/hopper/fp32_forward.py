@@ -3,7 +3,8 @@
     load      one warp          as in forward.py, but K and V come in pieces, and Q as it is
     attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
 
-The order is forward.py's: P V of one key tile runs under the softmax of the next. A product adds its smallest parts
+The order is forward.py's: P V of one key tile runs under the softmax of the next, and where Q has memory of its own, that
+of a tile of queries' last one under the splitting of the next tile's Q. A product adds its smallest parts
 first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
 rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
 own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
@@ -194,6 +195,16 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 
 @gluon.jit
+def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
+    """Splits the queries of tile n; what turns their logits into base 2."""
+    wait(shared.q.full, n)
+    unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
+    if tile.Q_APART:
+        arrive(shared.q.empty, n)
+    return unit
+
+
+@gluon.jit
 def slot(W: gl.constexpr, n: gl.constexpr):
     """Where piece n of warpgroup W's rows lies: the first two in the place of the rows themselves."""
     return 2 * W + n if n < 2 else 4 + W
@@ -273,6 +284,10 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     if tile.TURNS and W == 1:
         take_turns("arrive", 0)
     t = ticket(shared.drawn, n, 4)
+    unit = gl.full([64], 0.0, gl.float32, row_layout)
+    if tile.Q_APART:
+        if t < shape.tiles * shape.heads:
+            unit = unit_of(c, shared, n, W, row_layout, tile)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
         lists = list_at(variant.visits, place.b, place.h, tile_of_head)
@@ -283,10 +298,8 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
-        wait(shared.q.full, n)
-        unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
-        if tile.Q_APART:
-            arrive(shared.q.empty, n)
+        if not tile.Q_APART:
+            unit = unit_of(c, shared, n, W, row_layout, tile)
         undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
         S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)
@@ -336,6 +349,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         wait(shared.v.full, y)
         o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
         t = ticket(shared.drawn, n + 1, 4)
+        if tile.Q_APART:  # all products that read this tile's pieces are complete
+            if t < shape.tiles * shape.heads:
+                unit = unit_of(c, shared, n + 1, W, row_layout, tile)
         o_last = warpgroup_mma_wait(0, [o_last])
         o = joined(o, alpha, o_last, undo, RAISE)
         write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)
