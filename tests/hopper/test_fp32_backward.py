@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.api import _gather
 from tilewise.hopper import fp32_backward as backward
 from tilewise.hopper import fp32_launch
+from tilewise.hopper.pieces import split
 from tilewise.problem import Grads, Saved, describe
 from tilewise.reference import attention, gradients
 
@@ -57,7 +58,8 @@ def kept_by_forward(q, k, v, **options):
         t.fill_(torch.nan)
     saved = Saved(torch.empty_like(q), torch.empty(1, device=DEVICE))
     counter = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)[0].run()
+    splitting, _ = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
+    splitting._replace(constants={**splitting.constants, "AHEAD": False}).run()  # the interpreter has no next kernel
     return keys
 
 
@@ -174,18 +176,19 @@ def test_the_forward_keeps_what_the_backward_would_split(precision, size, packed
     options = {"precision": precision}
     if packed:
         cu = torch.tensor([0, 130, 130, 200], dtype=torch.int32, device=DEVICE)
-        q, k, v, lse = randn(200, 2, size), randn(200, 1, size), 7.0 * randn(200, 1, size - 8), randn(2, 200)
+        q, k, v, lse = randn(200, 4, size), randn(200, 2, size), 7.0 * randn(200, 2, size - 8), randn(4, 200)
         options["layout"] = tw.Varlen(cu, cu, 130, 130)
     else:
-        q, k, v, lse = randn(2, 70, 2, size), randn(2, 200, 1, size), 7.0 * randn(2, 200, 1, size - 8), randn(2, 2, 70)
+        q, k, v, lse = randn(2, 70, 4, size), randn(2, 200, 2, size), 7.0 * randn(2, 200, 2, size - 8), randn(2, 4, 70)
     o, do = randn(*q.shape[:-1], size - 8), randn(*q.shape[:-1], size - 8)
     keys = kept_by_forward(q, k, v, **options)
-    p, s, launch = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
+    _, s, launch = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
     for t in (s.k, s.v, s.scales.k, s.scales.v, s.scales.v_norm):
         t.fill_(torch.nan)
     launch.run()
     inside = ~s.scales.v_norm.isnan()  # the forward also writes a block of a sequence without keys
-    assert inside.sum() == (3 if packed and size == 64 else 5 if packed else p.B * -(-p.N // s.k.shape[2]))
+    in_head = {64: 3, 128: 5}[size] if packed else 2 * -(-200 // s.k.shape[2])
+    assert inside.sum() == 2 * in_head
     assert same((s.k[:, inside], s.v[:, inside]), (keys.k[:, inside], keys.v[:, inside]))
     assert same((s.scales.k[inside], s.scales.v[inside]), (keys.k_undo[inside], keys.v_undo[inside]))
     assert same((s.scales.v_norm[inside],), (keys.v_norm[inside],))
@@ -242,3 +245,17 @@ def test_what_is_kept_takes_little_memory(batch, length, kept):
     q = torch.empty(batch, length, 16, 64, device="meta")
     p, _ = described(q, q, q, precision="fp16x3")
     assert fp32_launch.planned(p, fp32_launch.current_fp32(p, "fp16x3")).keeps is kept
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_attention_may_begin_early_because_splitting_comes_right_before_it(listed):
+    q = randn(1, 128, 1, 64)
+    mask = tw.Dense(torch.ones(128, 128, dtype=torch.bool, device=DEVICE)) if listed else tw.Causal()
+    p, x = described(q, q, q, mask=mask, precision="fp16x3")
+    saved, counter = Saved(q, randn(1, 1, 128)), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    keys = backward.empty_keys(p, q.device)
+    *before, splitting, attend = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
+    assert len(before) == listed
+    assert (splitting.kernel, splitting.constants["AHEAD"]) == (split, True)
+    assert attend.constants["launch_pdl"]
+    assert not any(launch.constants.get("launch_pdl") for launch in (*before, splitting)), "they wait for all before"

@@ -3,11 +3,15 @@
     load      one warp          as in forward.py, but K and V come in pieces, and Q as it is
     attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
 
-The order is forward.py's: P V of one key tile runs under the softmax of the next, and where Q has memory of its own, that
-of a tile of queries' last one under the splitting of the next tile's Q. A product adds its smallest parts
-first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
-rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
-own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+The order is forward.py's: P V of one key tile runs under the softmax of the next, and the last one of a tile of queries
+under the splitting of the next tile's Q, where Q has memory of its own. A product adds its smallest parts first. Tensor
+cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
+undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's own factor. P
+is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+
+Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
+ends of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
+waits; but every program does, so that none ends before the splitting has.
 """
 
 from typing import NamedTuple
@@ -26,7 +30,7 @@ from ..tile.visits import list_at
 from . import releases
 from .around import first_block
 from .backward import rounded
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
 from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
 from .pieces import largest, next_piece, power_of_two
 from .queue import draw, hand_on, leave, ticket, tickets
@@ -112,6 +116,16 @@ def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
+    """Query tile n, as it comes."""
+    b = place.b if packed is None else 0
+    wait_before(shared.q.empty, n)
+    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+    for w in gl.static_range(WARPGROUPS):
+        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
+
+
+@gluon.jit
 def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -123,23 +137,23 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
-            b = place.b if packed is None else 0
             lists = list_at(variant.visits, place.b, place.h, m)
             walk = walk_of(place, variant, lists, tile)
             first = first_tile(place, k0, packed, shape, tile)
             count = walk.hi - walk.lo
             j_before = 0
+            if tile.Q_APART:  # it is split before K and V can come
+                load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
+            wait_kernels()
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
                     load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
-                if x == 0:  # behind K, which need not wait for the queries before
-                    wait_before(shared.q.empty, n)
-                    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
-                    for w in gl.static_range(WARPGROUPS):
-                        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
+                if not tile.Q_APART:
+                    if x == 0:  # behind K, which need not wait for the queries before
+                        load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
                 if x > 0:
                     load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
@@ -288,6 +302,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     if tile.Q_APART:
         if t < shape.tiles * shape.heads:
             unit = unit_of(c, shared, n, W, row_layout, tile)
+    wait_kernels()
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
         lists = list_at(variant.visits, place.b, place.h, tile_of_head)

@@ -114,8 +114,8 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     return Plan(
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
-        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": in_block, "SIZE": D, "num_warps": 8},
-        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4},
+        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": in_block, "SIZE": D, "AHEAD": True, "num_warps": 8},
+        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
         keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def memory(device: torch.device) -> int:
 def forward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, keys: gradients.Keys, counter: Tensor
 ) -> list[Launch]:
-    """K and V into pieces; attention, and before it lists of tiles if they are listed."""
+    """Lists of tiles, if they are listed; K and V into pieces; attention, which begins while these are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     _, in_all, size, _ = keys.k.shape
@@ -149,7 +149,7 @@ def forward_launches(
         Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse,
         counter, where, sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
-    return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
+    return [*listing, splitting, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:

@@ -100,9 +100,12 @@ def store_pieces(to, x, block, blocks):
 @triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
 def split(
     operands, packed, M, N, H, tiles, stride, blocks,
-    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of one of the operands, which share their rows: those of the keys, or of the queries."""
+    """A block of one of the operands, which share their rows: those of the keys, or of the queries. AHEAD: the next
+    kernel may begin, and waits for this one where it reads pieces."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
     which, program = tl.program_id(0) % COUNT, tl.program_id(0) // COUNT
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
