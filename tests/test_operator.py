@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.api import _gather
+from tilewise.backend import load
 from tilewise.problem import Recipe
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
@@ -311,6 +312,53 @@ def test_without_gradients_nothing_is_kept():
     with torch.no_grad():
         o = tw.attention(*(t.requires_grad_() for t in qkv()))
     assert o.grad_fn is None
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    """The CPU back end, which now keeps two tensors, and what its backward finds of them."""
+    cpu, found = load("cpu"), []
+    forward, backward = cpu.forward, cpu.backward
+
+    def forward_that_keeps(problem, x, seed):
+        return forward(problem, x, seed)._replace(kept=(x.k + 1.0, torch.arange(3)))
+
+    def backward_that_looks(problem, x, saved, do, dlse):
+        found.append((saved.kept, x.k))
+        return backward(problem, x, saved, do, dlse)
+
+    monkeypatch.setattr(cpu, "forward", forward_that_keeps)
+    monkeypatch.setattr(cpu, "backward", backward_that_looks)
+    return found
+
+
+@pytest.mark.parametrize("variant", ["full", "dropout", "alibi", "sink", "packed"])
+def test_what_a_forward_keeps_reaches_its_backward(keeping, variant):
+    if variant == "packed":
+        x = (draw(2, 12, 3, 4, 8).requires_grad_(),)
+        o, wanted = tw.attention_qkvpacked(*x), x
+    else:
+        options = VARIANTS[variant]()
+        x = [t.requires_grad_() for t in qkv()]
+        o, wanted = tw.attention(*x, **options), [*x, *learned(options)]
+    first, again = (torch.autograd.grad(o.square().sum(), wanted, retain_graph=True) for _ in range(2))
+    assert len(keeping) == 2
+    for kept, k in keeping:
+        assert torch.equal(kept[0], k + 1.0)
+        assert torch.equal(kept[1], torch.arange(3))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("road", ["operator", "transform", "create_graph"])
+def test_other_roads_keep_nothing(keeping, road):
+    x = [t.requires_grad_() for t in qkv()]
+    if road == "operator":
+        op(*operator_arguments(x, {})[:3], [], None, Recipe().encode(), 0, 0)[0].sum().backward()
+    elif road == "transform":
+        torch.func.grad(lambda q: tw.attention(q, *x[1:]).sum())(x[0])
+    else:
+        torch.autograd.grad(tw.attention(*x).sum(), x, create_graph=True)
+    assert [kept for kept, _ in keeping] == [()]
 
 
 def test_gradients_come_in_each_tensors_own_type():

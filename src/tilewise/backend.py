@@ -26,7 +26,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        """o and lse, freshly written."""
+        """o and lse, freshly written, and what a backward of this back end is glad to find."""
         ...
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:

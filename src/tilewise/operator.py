@@ -2,7 +2,8 @@
 
 Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
 see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and
-go through one autograd.Function, which costs a third of the time on the host. `attend` decides.
+go through one autograd.Function, which costs a third of the time on the host, and alone carries what a back end keeps
+for its backward: operators have a fixed form. `attend` decides.
 """
 
 import os
@@ -105,13 +106,14 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
         saved = _forward(tensors, seed, recipe, longest)
         ctx.call = recipe, longest
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, saved.o, saved.lse, saved.seed, *saved.kept)
         ctx.set_materialize_grads(False)
         return saved.o, saved.lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        *tensors, o, lse, seed = ctx.saved_tensors
+        given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 3
+        tensors, (o, lse, seed, *kept) = given[:count], given[count:]
         recipe, longest = ctx.call
         wanted = tuple(ctx.needs_input_grad[6:])
         if do is None and dlse is None:
@@ -120,7 +122,7 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled() or transformed():  # create_graph=True, or a transform of the gradient
             grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
             return None, None, None, *_spread(grads, recipe.packed, wanted)
-        return None, None, None, *_backward(tensors, Saved(o, lse, seed), do, dlse, call)
+        return None, None, None, *_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
 
 
 _apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]

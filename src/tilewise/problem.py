@@ -60,11 +60,13 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves: o (B, M, H, D_v), lse (B, H, M); packed: (T, H, D_v), (H, T); and dropout's seed."""
+    """What a forward leaves: o (B, M, H, D_v), lse (B, H, M); packed: (T, H, D_v), (H, T); dropout's seed; and what the
+    back end keeps for its own backward, which must also do without."""
 
     o: Tensor
     lse: Tensor
     seed: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
 class Grads(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
-from tilewise.hopper import backend, fp32_launch, launch
+from tilewise.hopper import backend, fp32_backward, fp32_launch, launch
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -73,7 +73,8 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
     counter = meta(2, dtype=torch.int32)
     if q.dtype == torch.float32:
-        return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, counter)
+        keys = fp32_backward.empty_keys(p, q.device)
+        return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
     pl = launch.plan(p)
     scratch = launch.empty_scratch(p, pl.backward.B_r, q.device)
     backward = launch.backward_launches(

@@ -11,6 +11,8 @@ import torch
 import tilewise as tw
 from tilewise.api import _gather
 from tilewise.hopper import fp32_backward as backward
+from tilewise.hopper import fp32_launch
+from tilewise.hopper.pieces import split
 from tilewise.problem import Grads, Saved, describe
 from tilewise.reference import attention, gradients
 
@@ -26,26 +28,54 @@ def randn(*shape):
     return torch.randn(*shape, device=DEVICE)
 
 
-def prepared(q, k, v, o, lse, do, dlse=None, **options):
-    """The problem, and its scratch after the launches in front of the main kernel's."""
+def described(q, k, v, **options):
+    """The problem and its operands."""
     x, recipe, longest = _gather(q, k, v, *{**DEFAULTS, **options}.values())
-    p = describe(x, recipe, longest)
+    return describe(x, recipe, longest), x
+
+
+def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
+    """The problem, its scratch, and the launch in front of the main kernel's that fills it."""
+    p, x = described(q, k, v, **options)
     plan = SimpleNamespace(compiled={}, values=None, listed=p.listed)
     grads = Grads(*(torch.empty(t.shape, device=DEVICE) for t in (q, k, v)), (None,) * len(x.extra))
-    scratch, counter = backward.empty_scratch(p, q.device), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    for launch in backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[:1]:
-        launch.run()
+    scratch, counter = backward.empty_scratch(p, q.device, kept), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    return p, scratch, backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[0]
+
+
+def prepared(*given, **options):
+    """The problem, and its scratch after the launch in front of the main kernel's."""
+    p, scratch, launch = preparation(*given, **options)
+    launch.run()
     return p, scratch
 
 
+def kept_by_forward(q, k, v, **options):
+    """Pieces of K and V after the forward's first launch; NaN where nothing was written."""
+    p, x = described(q, k, v, **options)
+    keys = backward.empty_keys(p, q.device)
+    for t in keys:
+        t.fill_(torch.nan)
+    saved = Saved(torch.empty_like(q), torch.empty(1, device=DEVICE))
+    counter = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    splitting, _ = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
+    splitting._replace(constants={**splitting.constants, "AHEAD": False}).run()  # the interpreter has no next kernel
+    return keys
+
+
+def same(some, others):
+    """Whether tensors are equal, bit by bit, unwritten ones left out."""
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
+
+
 def numbers(pieces, undo):
-    """What pieces stand for: (blocks, 64, columns), in fp64."""
+    """What pieces stand for: (blocks, rows, columns), in fp64."""
     total = pieces.double().sum(0)
     return total * undo.double()[:, None, None] if pieces.dtype == torch.float16 else total
 
 
 def by_head(p, blocks, heads):
-    """Blocks of one number or of 64 rows as (B, heads, rows, columns), zeros at the end included."""
+    """Blocks of one number or of rows as (B, heads, rows, columns), zeros at the end included."""
     return blocks.reshape(p.B, heads, -1, blocks.shape[-1] if blocks.ndim == 3 else 1)
 
 
@@ -61,7 +91,7 @@ def from_scratch(p, s, mask):
     P = torch.where(seen, torch.exp(p.scale * Q @ K_each.mT - L), 0.0)
     dS = dO @ V_each.mT - D
     norms = [by_head(p, t.double(), p.H).repeat_interleave(64, 2) for t in (s.scales.do_norm, s.scales.D)]
-    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(64, 2).repeat_interleave(group, 1)
+    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(s.v.shape[2], 2).repeat_interleave(group, 1)
     bounded = dS[:, :, : p.M].abs() <= ((norms[0] * v_norm.mT + norms[1]) * (1 + 1e-6))[:, :, : p.M]
     dS = P * dS
     dk, dv = p.scale * dS.mT @ Q, P.mT @ dO
@@ -108,13 +138,13 @@ def test_far_keys_are_centred_so_that_errors_in_o_stay_small(precision):
 
 
 def test_garbage_behind_a_mask_is_no_centre():
-    q, k, v, do = randn(1, 64, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64 + 448, 1, 64), randn(1, 64, 1, 64)
-    k[:, 64:], v[:, 64:] = 1e25, -1e25
-    lengths = torch.tensor([64], device=DEVICE)
-    exact = [t[:, :64].double() for t in (q, k, v)]
+    q, k, v, do = randn(1, 64, 1, 64), randn(1, 128 + 896, 1, 64), randn(1, 128 + 896, 1, 64), randn(1, 64, 1, 64)
+    k[:, 128:], v[:, 128:] = 1e25, -1e25
+    lengths = torch.tensor([128], device=DEVICE)
+    exact = [t[:, :128].double() for t in (q, k, v)]
     o, lse = attention(*exact)
     p, scratch = prepared(q, k, v, o.float(), lse.float(), do, mask=tw.Padding(lengths), precision="fp16x3")
-    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :64]
+    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :128]
     assert error(K, exact[1][0, :, 0]) < 1e-7
 
 
@@ -132,7 +162,100 @@ def test_packed_sequences_get_blocks_of_their_own(precision):
             at = h * (134 // 64 + 3) + first // 64 + b
             rows = Q[at:].reshape(-1, 64)[: end - first]
             assert (rows - q[first:end, h].double()).abs().max() < 1e-6 if end > first else rows.numel() == 0
-        keys = K[(first_k // 128 + b) * 2 :].reshape(-1, 64)
+        keys = K[first_k // 128 + b :].reshape(-1, 64)
         taken = k[first_k:end_k, 0].double() - keys[: end_k - first_k]
         assert (taken - taken[:1]).abs().max() < 1e-6, "one vector is taken from all keys of a sequence"
         assert not keys[end_k - first_k : 128].any()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_forward_keeps_what_the_backward_would_split(precision, size, packed):
+    """The same blocks, zeros at their ends, scales and norms, where nothing is centred."""
+    options = {"precision": precision}
+    if packed:
+        cu = torch.tensor([0, 130, 130, 200], dtype=torch.int32, device=DEVICE)
+        q, k, v, lse = randn(200, 4, size), randn(200, 2, size), 7.0 * randn(200, 2, size - 8), randn(4, 200)
+        options["layout"] = tw.Varlen(cu, cu, 130, 130)
+    else:
+        q, k, v, lse = randn(2, 70, 4, size), randn(2, 200, 2, size), 7.0 * randn(2, 200, 2, size - 8), randn(2, 4, 70)
+    o, do = randn(*q.shape[:-1], size - 8), randn(*q.shape[:-1], size - 8)
+    keys = kept_by_forward(q, k, v, **options)
+    _, s, launch = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
+    for t in (s.k, s.v, s.scales.k, s.scales.v, s.scales.v_norm):
+        t.fill_(torch.nan)
+    launch.run()
+    inside = ~s.scales.v_norm.isnan()  # the forward also writes a block of a sequence without keys
+    in_head = {64: 3, 128: 5}[size] if packed else 2 * -(-200 // s.k.shape[2])
+    assert inside.sum() == 2 * in_head
+    assert same((s.k[:, inside], s.v[:, inside]), (keys.k[:, inside], keys.v[:, inside]))
+    assert same((s.scales.k[inside], s.scales.v[inside]), (keys.k_undo[inside], keys.v_undo[inside]))
+    assert same((s.scales.v_norm[inside],), (keys.v_norm[inside],))
+    rows = numbers(s.v, s.scales.v if precision == "fp16x3" else s.scales.v_norm)[inside].norm(dim=-1).amax(-1)
+    assert torch.allclose(rows, s.scales.v_norm[inside].double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("far", [(0.0, 0.0), (3.0, 10.0), (0.0, 10.0)])
+def test_kept_pieces_are_centred_where_they_must_be_and_every_backward_finds_its_own(precision, far):
+    q, k, v, do = randn(1, 70, 2, 64), randn(1, 150, 1, 64), randn(1, 150, 1, 64), randn(1, 70, 2, 64)
+    k += far[0] * randn(64)
+    v += far[1]
+    o, lse = attention(*(t.double() for t in (q, k, v)))
+    given = q, k, v, o.float(), lse.float(), do
+    kept = kept_by_forward(q, k, v, precision=precision)
+    before = [t.clone() for t in kept]
+    for dlse in (None, None, torch.ones_like(lse, dtype=torch.float32), None):  # a graph may be gone through again
+        _, scratch = prepared(*given, dlse, kept, precision=precision)
+        assert scratch.k is kept.k
+        _, alone = prepared(*given, dlse, precision=precision)
+        assert same(scratch[:4], alone[:4])
+        assert same((scratch.logs, scratch.delta), (alone.logs, alone.delta))
+        used = scratch.scales if precision == "fp16x3" else (scratch.scales.v_norm,)
+        assert same(used, alone.scales if precision == "fp16x3" else (alone.scales.v_norm,))
+        assert same(kept, before) == (dlse is not None or not any(far))
+
+
+def test_beside_a_sink_no_program_looks_at_kept_keys():
+    q, k, o, lse = randn(1, 70, 2, 64), randn(1, 150, 1, 64) + 9.0, randn(1, 70, 2, 64), randn(1, 2, 70)
+    options = {"sink": randn(2), "precision": "fp16x3"}
+    kept = kept_by_forward(q, k, k, **options)
+    before = [t.clone() for t in kept]
+    _, scratch, launch = preparation(q, k, k, o, lse, o, kept=kept, **options)
+    assert launch.programs == 2 * 2, "of queries alone"
+    launch.run()
+    _, alone = prepared(q, k, k, o, lse, o, **options)
+    assert same(kept, before)
+    assert same((*scratch[:4], *scratch.scales), (*alone[:4], *alone.scales))
+
+
+def test_pieces_of_another_precision_are_split_again():
+    """Torch's setting may change between a forward and its backward."""
+    q, k = randn(1, 70, 2, 64), randn(1, 150, 1, 64)
+    kept = kept_by_forward(q, k, k, precision="fp16x3")
+    saved = Saved(q, randn(1, 2, 70), None, kept)
+    assert backward.kept_keys(described(q, k, k, precision="fp16x3")[0], saved) == kept
+    assert backward.kept_keys(described(q, k, k, precision="bf16x6")[0], saved) is None
+    assert backward.kept_keys(described(q, k, k, precision="fp16x3")[0], saved._replace(kept=())) is None
+
+
+@pytest.mark.parametrize(("batch", "length", "kept"), [(2, 8192, True), (2, 8193, False), (400, 8192, False)])
+def test_what_is_kept_takes_little_memory(batch, length, kept):
+    q = torch.empty(batch, length, 16, 64, device="meta")
+    p, _ = described(q, q, q, precision="fp16x3")
+    assert fp32_launch.planned(p, fp32_launch.current_fp32(p, "fp16x3")).keeps is kept
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_attention_may_begin_early_because_splitting_comes_right_before_it(listed):
+    q = randn(1, 128, 1, 64)
+    mask = tw.Dense(torch.ones(128, 128, dtype=torch.bool, device=DEVICE)) if listed else tw.Causal()
+    p, x = described(q, q, q, mask=mask, precision="fp16x3")
+    saved, counter = Saved(q, randn(1, 1, 128)), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    keys = backward.empty_keys(p, q.device)
+    *before, splitting, attend = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
+    assert len(before) == listed
+    assert (splitting.kernel, splitting.constants["AHEAD"]) == (split, True)
+    assert attend.constants["launch_pdl"]
+    assert not any(launch.constants.get("launch_pdl") for launch in (*before, splitting)), "they wait for all before"

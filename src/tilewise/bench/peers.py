@@ -86,7 +86,7 @@ class _Tiled(torch.autograd.Function):
         x = Operands(q, k, v, ())
         ctx.recipe = recipe
         saved = _Tiled.backend.forward(describe(x, recipe, (0, 0)), x, seed)
-        ctx.save_for_backward(q, k, v, *saved)
+        ctx.save_for_backward(q, k, v, saved.o, saved.lse, saved.seed)
         return saved.o
 
     @staticmethod

@@ -72,6 +72,13 @@ def only(memory, n):
 
 
 @gluon.jit
+def wait_kernels():
+    """Until the kernels launched before this one are complete, and the threads that wait can read what those wrote.
+    Only a launch with `launch_pdl` begins earlier."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
     """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
     # ids 9 to 11: Triton itself uses those from 0 on

@@ -40,13 +40,23 @@ COUNTS = {"fp16x3": 2, "bf16x6": 3}
 """Pieces of a number."""
 TYPES: dict[int, Any] = {2: (torch.float16, gl.float16), 3: (torch.bfloat16, gl.bfloat16)}
 """Of pieces, by their count."""
-ROWS_OF_DELTA = 64
-"""Rows of a block of row values, and of one scale."""
+BLOCK = 64
+"""Rows of a block of queries: those of one scale, and of row values."""
+
+
+class Keys(NamedTuple):
+    """K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
+    backward; of each, what undoes the scales, and the largest norm of a row of V."""
+
+    k: Tensor
+    v: Tensor
+    k_undo: Tensor
+    v_undo: Tensor
+    v_norm: Tensor
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces (piece, block, row, column), and numbers for each block of 64 rows; lse, delta and
-    sums of dQ as in launch.py."""
+    """Between the kernels: pieces as in `Keys` and numbers of each block; lse, delta, sums of dQ as in launch.py."""
 
     q: Tensor
     do: Tensor
@@ -57,6 +67,8 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
+    kept: bool
+    """Whether k and v are the forward's."""
 
 
 class Sizes(NamedTuple):
@@ -69,6 +81,9 @@ class Sizes(NamedTuple):
     query_tiles: int
     """Of a head in scratch; of packed sequences, of all of them."""
     key_tiles: int
+    queries: int
+    """Blocks of all queries."""
+    keys: int
 
 
 @lru_cache(4096)
@@ -77,22 +92,38 @@ def sizes_of(p: Problem) -> Sizes:
     D, pieces = padded(p), COUNTS[p.precision(tuple(COUNTS)) or "bf16x6"]
     row = ROWS[D, pieces]
     if p.recipe.varlen:
-        return Sizes(row, D, pieces, p.q.shape[0] // row.B_r + p.B, p.k.shape[0] // row.B_c + p.B)
-    return Sizes(row, D, pieces, cdiv(p.M, row.B_r), cdiv(p.N, row.B_c))
+        query_tiles, key_tiles = p.q.shape[0] // row.B_r + p.B, p.k.shape[0] // row.B_c + p.B
+    else:
+        query_tiles, key_tiles = cdiv(p.M, row.B_r), cdiv(p.N, row.B_c)
+    batch = 1 if p.recipe.varlen else p.B
+    return Sizes(row, D, pieces, query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles)
 
 
-def empty_scratch(p: Problem, device: torch.device) -> Scratch:
-    """Unwritten, but for turns: nobody's."""
-    row, D, count, query_tiles, key_tiles = sizes_of(p)
-    batch, dtype = 1 if p.recipe.varlen else p.B, TYPES[count][0]
-    queries, keys = batch * p.H * query_tiles, batch * p.H_k * key_tiles * row.B_c // 64
-    blocks = queries, queries, keys, keys
-    q, do, k, v = (torch.empty((count, n, 64, D), dtype=dtype, device=device) for n in blocks)
-    scales = Scales(*(torch.empty(n, device=device) for n in (*blocks, queries, keys, queries)))
-    numbers = queries * 64, queries * 64, queries * 64 * D
-    logs, delta, dq = (torch.empty(n, device=device) for n in numbers)
+def empty_keys(p: Problem, device: torch.device) -> Keys:
+    """Unwritten."""
+    sizes = sizes_of(p)
+    shape = sizes.pieces, sizes.keys, sizes.row.B_c, sizes.D
+    k, v = (torch.empty(shape, dtype=TYPES[sizes.pieces][0], device=device) for _ in range(2))
+    return Keys(k, v, *(torch.empty(sizes.keys, device=device) for _ in range(3)))
+
+
+def kept_keys(p: Problem, saved: Saved) -> Keys | None:
+    """What the forward has kept, unless torch's setting asks for another precision since."""
+    fits = saved.kept and saved.kept[0].dtype == TYPES[sizes_of(p).pieces][0]
+    return Keys(*saved.kept) if fits else None
+
+
+def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
+    """Unwritten, but for what is kept, and turns: nobody's."""
+    _, D, count, *_, queries, _ = sizes_of(p)
+    keys = kept or empty_keys(p, device)
+    q, do = (torch.empty((count, queries, BLOCK, D), dtype=keys.k.dtype, device=device) for _ in range(2))
+    q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
+    scales = Scales(q_undo, do_undo, keys.k_undo, keys.v_undo, do_norm, keys.v_norm, D_top)
+    rows = queries * BLOCK
+    logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, do, k, v, scales, logs, delta, dq, turns)
+    return Scratch(q, do, keys.k, keys.v, scales, logs, delta, dq, turns, kept is not None)
 
 
 def launches(
@@ -103,7 +134,7 @@ def launches(
 
     Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
     """
-    row, D, _, query_tiles, _ = sizes_of(p)
+    row, D, _, query_tiles, *_ = sizes_of(p)
     before = preparation(p, pl, x, saved, do, dlse, scratch)
     main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
@@ -116,27 +147,38 @@ def preparation(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
 ) -> Launch:
     """Blocks of keys and of queries."""
-    row, D, _, query_tiles, key_tiles = sizes_of(p)
+    row, D, _, query_tiles, key_tiles, queries, keys = sizes_of(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
-    parts = zip((x.q, x.k, x.v, do), (scratch.q, scratch.k, scratch.v, scratch.do), ["q", "k", "v", "do"], strict=True)
-    Q, K, V, dO = (Split(rows(p, t), pieces, getattr(scratch.scales, name)) for t, pieces, name in parts)
-    of_keys, of_queries = cdiv(p.N, row.B_c) * row.B_c // 64, cdiv(p.M, row.B_r)
+    key = do.stride(), saved.o.stride(), aligned, dL is None, scratch.kept
+    scales = scratch.scales
+    parts = (
+        Split(rows(p, x.q), scratch.q, scales.q),
+        Split(rows(p, x.k), scratch.k, scales.k),
+        Split(rows(p, x.v), scratch.v, scales.v, scales.v_norm),
+        Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
+    )
+    of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
+    if scratch.kept and p.recipe.sink:  # never centred
+        of_keys = 0
     arguments = (
-        Q, K, V, dO, rows(p, saved.o), dL, lse, scratch.scales, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
+        *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
         max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
-        Blocks(scratch.q.shape[1], scratch.k.shape[1], query_tiles, key_tiles),
+        Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
-    constants = {"d": p.D, "d_v": p.D_v, "B_C": row.B_c, "SIZE": D, "CENTRED": centred, "num_warps": 8}
+    constants = {
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "num_warps": 8,
+    }  # fmt: skip
+    if D == 64:
+        constants["maxnreg"] = 128  # two programs a processor; at 128 they would keep too much in local memory
     return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """The main kernel's, and before it one that lists tiles or says who adds first, where that is needed."""
-    row, D, count, query_tiles, key_tiles = sizes_of(p)
+    row, D, count, query_tiles, key_tiles, *_ = sizes_of(p)
     where, (M, N), group = packed(p, x), lengths(p), p.H // p.H_k
     parts, _, _ = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -165,8 +207,8 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
 
 
 def boxes(t: Tensor) -> Descriptor:
-    """Pieces as TMA sees them, (piece, row, column), in blocks of one piece."""
+    """Pieces as TMA sees them, (piece, row, column), in boxes of 64 rows of one piece."""
     count, blocks, rows, columns = t.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([1, rows, columns], TYPES[count][1])
+    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[count][1])
     strides = [blocks * rows * columns, columns, 1]
-    return Descriptor(t, [count, blocks * rows, columns], strides, [1, rows, columns], layout)
+    return Descriptor(t, [count, blocks * rows, columns], strides, [1, 64, columns], layout)

@@ -3,10 +3,15 @@
     load      one warp          as in forward.py, but K and V come in pieces, and Q as it is
     attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
 
-The order is forward.py's: P V of one key tile runs under the softmax of the next. A product adds its smallest parts
-first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
-rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
-own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+The order is forward.py's: P V of one key tile runs under the softmax of the next, and the last one of a tile of queries
+under the splitting of the next tile's Q, where Q has memory of its own. A product adds its smallest parts first. Tensor
+cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
+undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's own factor. P
+is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+
+Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
+ends of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
+waits; but every program does, so that none ends before the splitting has.
 """
 
 from typing import NamedTuple
@@ -24,7 +29,7 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import list_at
 from . import releases
 from .around import first_block
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
 from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
 from .gradients import rounded
 from .pieces import largest, next_piece, power_of_two
@@ -36,6 +41,8 @@ class Tile(NamedTuple):
 
     WARPGROUPS: int
     B_C: int
+    KEYS: int
+    """Of a block in memory: a tile or two."""
     D: int
     """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
     PIECES: int
@@ -64,13 +71,13 @@ class Shape(NamedTuple):
     tiles: object
     order: object
     blocks: object
-    """Key tiles of a head in memory."""
+    """Blocks of keys of a head in memory."""
     rows: object
     """From one piece of a key to its next."""
 
 
 class Keys(NamedTuple):
-    """K or V: a descriptor of all its pieces, and what undoes the scale of each tile."""
+    """K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
 
     pieces: object
     undo: object
@@ -94,9 +101,9 @@ class Shared(NamedTuple):
 @gluon.jit
 def first_tile(place, k0, packed, shape, tile: gl.constexpr):
     """The first key tile of a head, among all."""
-    B_C: gl.constexpr = tile.B_C
+    KEYS: gl.constexpr = tile.KEYS
     h_k, H_k = place.h // shape.group, shape.H // shape.group
-    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, B_C)
+    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, KEYS) * (KEYS // tile.B_C)
 
 
 @gluon.jit
@@ -106,6 +113,16 @@ def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
     for n in gl.static_range(PIECES):
         at = stage(channel.memory, y * PIECES + n)
         releases.load(X, [n * rows + j * X.block_shape[0], 0], bar, at)
+
+
+@gluon.jit
+def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
+    """Query tile n, as it comes."""
+    b = place.b if packed is None else 0
+    wait_before(shared.q.empty, n)
+    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+    for w in gl.static_range(WARPGROUPS):
+        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
 
 
 @gluon.jit
@@ -120,23 +137,23 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
-            b = place.b if packed is None else 0
             lists = list_at(variant.visits, place.b, place.h, m)
             walk = walk_of(place, variant, lists, tile)
             first = first_tile(place, k0, packed, shape, tile)
             count = walk.hi - walk.lo
             j_before = 0
+            if tile.Q_APART:  # it is split before K and V can come
+                load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
+            wait_kernels()
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
                     load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
-                if x == 0:  # behind K, which need not wait for the queries before
-                    wait_before(shared.q.empty, n)
-                    bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
-                    for w in gl.static_range(WARPGROUPS):
-                        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
+                if not tile.Q_APART:
+                    if x == 0:  # behind K, which need not wait for the queries before
+                        load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
                 if x > 0:
                     load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
@@ -192,18 +209,28 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 
 @gluon.jit
+def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
+    """Splits the queries of tile n; what turns their logits into base 2."""
+    wait(shared.q.full, n)
+    unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
+    if tile.Q_APART:
+        arrive(shared.q.empty, n)
+    return unit
+
+
+@gluon.jit
 def slot(W: gl.constexpr, n: gl.constexpr):
     """Where piece n of warpgroup W's rows lies: the first two in the place of the rows themselves."""
     return 2 * W + n if n < 2 else 4 + W
 
 
 @gluon.jit
-def undo_of(X, t):
+def undo_of(X, t, tile: gl.constexpr):
     """What undoes the scale of key tile t."""
     if X.undo is None:
         return gl.to_tensor(1.0)
     else:
-        return gl.load(X.undo + t)
+        return gl.load(X.undo + t // (tile.KEYS // tile.B_C))
 
 
 @gluon.jit
@@ -271,6 +298,11 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     if tile.TURNS and W == 1:
         take_turns("arrive", 0)
     t = ticket(shared.drawn, n, 4)
+    unit = gl.full([64], 0.0, gl.float32, row_layout)
+    if tile.Q_APART:
+        if t < shape.tiles * shape.heads:
+            unit = unit_of(c, shared, n, W, row_layout, tile)
+    wait_kernels()
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
         lists = list_at(variant.visits, place.b, place.h, tile_of_head)
@@ -281,11 +313,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
         j = key_tile(variant, lists, walk, x)
-        wait(shared.q.full, n)
-        unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
-        if tile.Q_APART:
-            arrive(shared.q.empty, n)
-        undo_k, undo = undo_of(K, first + j), undo_of(V, first + j)
+        if not tile.Q_APART:
+            unit = unit_of(c, shared, n, W, row_layout, tile)
+        undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
         S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)
         S = warpgroup_mma_wait(0, [S])
@@ -302,7 +332,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         while x > part.lo:
             x -= 1
             j = key_tile(variant, lists, walk, x)
-            undo_k, undo_next = undo_of(K, first + j), undo_of(V, first + j)  # early: they take long to come
+            undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: it takes long
             wait(shared.k.full, y + 1)
             if tile.TURNS:
                 take_turns("sync", W)
@@ -334,6 +364,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         wait(shared.v.full, y)
         o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
         t = ticket(shared.drawn, n + 1, 4)
+        if tile.Q_APART:  # all products that read this tile's pieces are complete
+            if t < shape.tiles * shape.heads:
+                unit = unit_of(c, shared, n + 1, W, row_layout, tile)
         o_last = warpgroup_mma_wait(0, [o_last])
         o = joined(o, alpha, o_last, undo, RAISE)
         write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)

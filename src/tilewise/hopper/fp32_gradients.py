@@ -42,8 +42,9 @@ class Tile(NamedTuple):
     """What a kernel is compiled for; all constants. backward.py's functions read fields of the same names."""
 
     B_R: int
-    """64: what a scale is common to, as 64 keys are."""
+    """64: what a scale is common to."""
     B_C: int
+    """The same of keys."""
     D: int
     """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
     PIECES: int
@@ -106,12 +107,11 @@ def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def first_keys(keys, shape, packed, tile: gl.constexpr):
-    """The first block of a tile of keys in scratch."""
+def block_of(keys, shape, packed, tile: gl.constexpr):
+    """Which tile of all keys in memory a tile is."""
     B_C: gl.constexpr = tile.B_C
     GROUP: gl.constexpr = tile.GROUP
-    first = first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C)
-    return (first + keys.t) * (B_C // 64)
+    return first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C) + keys.t
 
 
 @gluon.jit
@@ -128,12 +128,12 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         keys = keys_of(t, shape, packed, tile)
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
-            block = first_keys(keys, shape, packed, tile)
+            first = block_of(keys, shape, packed, tile) * tile.B_C
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * BLOCKS * PIECES * K.block_type.nbytes)
             for c in gl.static_range(BLOCKS):
-                load_pieces(K, (block + c) * 64, bar, shared.k, c, PIECES)
-                load_pieces(V, (block + c) * 64, bar, shared.v, c, PIECES)
+                load_pieces(K, first + 64 * c, bar, shared.k, c, PIECES)
+                load_pieces(V, first + 64 * c, bar, shared.v, c, PIECES)
             n += 1
             for g in range(GROUP):
                 h = keys.h_k * GROUP + g
@@ -341,7 +341,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         j0 = keys.j0 + 64 * HALF
-        block = first_keys(keys, shape, packed, tile) + HALF
+        block = block_of(keys, shape, packed, tile)
         k_undo, v_undo = undo_of(scales.k, block, PIECES), undo_of(scales.v, block, PIECES)
         v_norm = gl.load(scales.v_norm + block)
         dk = gl.zeros([64, 64], gl.float32, layout)

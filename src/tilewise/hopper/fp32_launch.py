@@ -57,6 +57,14 @@ class Kind(NamedTuple):
 KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
 
 
+KEPT_SHARE = 256
+"""Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
+of layers, and all wait together."""
+KEPT_KEYS = 8192
+"""And if there are no more keys: products grow with the square of the length, so that beyond it splitting again costs
+nothing beside them, and memory is what is short."""
+
+
 class Plan(NamedTuple):
     """Everything about a launch that follows from the problem alone."""
 
@@ -66,12 +74,12 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     q: Box
     """How TMA sees q."""
-    keys: tuple[int, int, int, int]
-    """Pieces of K, or of V: (piece, key tile, row, column)."""
     programs: int
     shape: kernels.Shape
     split_constants: dict[str, Any]
     constants: dict[str, Any]
+    keeps: bool
+    """Whether pieces of K and V wait for the backward."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -90,49 +98,65 @@ def plan(p: Problem) -> Plan:
 
 def planned(p: Problem, row: Fp32Forward) -> Plan:
     """The same from any row."""
-    kind, D, group = KINDS[precision(p) or ""], padded(p), p.H // p.H_k
-    blocks = p.k.shape[0] // row.B_c + p.B if p.recipe.varlen else cdiv(p.N, row.B_c)
-    in_all = blocks * p.H_k * (1 if p.recipe.varlen else p.B)
+    kind, D, group, sizes = KINDS[precision(p) or ""], padded(p), p.H // p.H_k, gradients.sizes_of(p)
+    in_block = sizes.row.B_c  # keys
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
     section = cdiv(heads, max(1, heads // least)) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c), row.split,
-        kind.raised,
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c),
+        row.split, kind.raised,
     )  # fmt: skip
-    shape = kernels.Shape(*lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, blocks, in_all * row.B_c)
+    shape = kernels.Shape(
+        *lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, sizes.key_tiles, sizes.keys * in_block
+    )
     return Plan(
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
-        (kind.pieces, in_all, row.B_c, D), min(heads * tiles, processors(p.q.device)), shape,
-        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "num_warps": row.B_c * D // 1024},
-        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4},
-        p.listed, None if p.extra else device_values(p, ()), {},
+        min(heads * tiles, processors(p.q.device)), shape,
+        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": in_block, "SIZE": D, "AHEAD": True, "num_warps": 8},
+        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
+        keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
     )  # fmt: skip
 
 
-def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
-    """K and V into pieces; attention, and before it lists of tiles if they are listed."""
+def keeps(p: Problem) -> bool:
+    """Whether it is worth its memory that pieces of K and V wait for the backward."""
+    sizes = gradients.sizes_of(p)
+    size = 2 * sizes.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
+    return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
+
+
+@lru_cache(64)
+def memory(device: torch.device) -> int:
+    """Bytes of the card, or of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 139 << 30
+
+
+def forward_launches(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, keys: gradients.Keys, counter: Tensor
+) -> list[Launch]:
+    """Lists of tiles, if they are listed; K and V into pieces; attention, which begins while these are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    where, tiles, in_all = packed(p, x), cdiv(p.N, pl.forward.B_c), pl.keys[1]
-    pieces = [x.k.new_empty(pl.keys, dtype=pl.kind.type) for _ in range(2)]
-    undo = [x.k.new_empty(in_all) for _ in range(2)]
-    operands = tuple([Split(rows(p, t), *into) for t, *into in zip(x[1:3], pieces, undo, strict=True)])
-    arguments = (operands, where, *lengths(p), p.H_k, tiles, pl.shape.blocks, in_all)
-    splitting = Launch(split, 2 * p.B * p.H_k * tiles, arguments, pl.split_constants, pl.compiled)
-    scales = undo if pl.kind.type == torch.float16 else (None, None)
+    _, in_all, size, _ = keys.k.shape
+    where, blocks = packed(p, x), cdiv(p.N, size)
+    operands = Split(rows(p, x.k), keys.k, keys.k_undo), Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm)
+    arguments = (operands, where, *lengths(p), p.H_k, blocks, pl.shape.blocks, in_all)
+    splitting = Launch(split, 2 * p.B * p.H_k * blocks, arguments, pl.split_constants, pl.compiled)
+    scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
     arguments = (
-        Descriptor(x.q, *pl.q), *[boxes(t) for t in pieces], *scales, rows(p, saved.o), saved.lse, counter, where, sink,
-        Variant(parts, (), None, lists), pl.c, pl.shape,
+        Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse,
+        counter, where, sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
-    return [splitting, *listing, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
+    return [*listing, splitting, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
-def boxes(pieces: Tensor) -> Descriptor:
+def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Pieces as TMA sees them: row after row, in boxes of a tile."""
-    count, tiles, B_c, size = pieces.shape
-    return Descriptor(pieces, [count * tiles * B_c, size], [size, 1], [B_c, size], tile_layout(B_c, size, pieces.dtype))
+    count, blocks, rows, size = pieces.shape
+    layout = tile_layout(B_c, size, pieces.dtype)
+    return Descriptor(pieces, [count * blocks * rows, size], [size, 1], [B_c, size], layout)
 
 
 @lru_cache(64)
@@ -142,24 +166,24 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse."""
+    """o and lse, and pieces of K and V."""
     saved = empty_saved(p, x, seed)
-    stream = current_stream(x.q.device)
-    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
+    keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
+    for launch in forward_launches(p, pl, x, saved, keys, counter(x.q.device, stream)):
         launch.run(stream)
-    return saved
+    return saved._replace(kept=keys) if pl.keeps else saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device)
+    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
         launch.run(stream)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, gradients.ROWS_OF_DELTA, x, scratch.delta)
+        delta = by_row(p, gradients.BLOCK, x, scratch.delta)
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))

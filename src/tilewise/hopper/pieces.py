@@ -7,8 +7,8 @@ Each piece is the rounded rest of those before. Entries that are not finite are 
 last piece, and the others are 0. The last piece only ever meets the first one of the other operand, which has its
 number's sign. So an infinity reaches the results that it reaches in fp32, as the same infinity.
 
-In memory, pieces lie in blocks, the tiles of the kernels that read them: a sequence begins with a block of its own and
-ends in zeros, and a block has one scale.
+In memory, pieces lie in blocks: a sequence begins with a block of its own and ends in zeros, and a block has one scale.
+Blocks of K and V are the tiles of keys of the backward, and of the forward one tile or two.
 """
 
 from typing import NamedTuple
@@ -24,11 +24,15 @@ LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 
 
 class Split(NamedTuple):
-    """An operand; its pieces, (piece, block, row of the block, column); what undoes each block's scale."""
+    """An operand and what is made of it."""
 
     X: object
     pieces: object
+    """(piece, block, row of the block, column)."""
     undo: object
+    """What undoes each block's scale."""
+    norm: object = None
+    """The largest norm of a row of each block, or None where nobody asks."""
 
 
 @triton.jit
@@ -43,6 +47,14 @@ def power_of_two(top):
     126, for the sake of 2^-n."""
     n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
     return ((127 + n) << 23).to(tl.float32, bitcast=True), ((127 - n) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def longest(x):
+    """The largest finite norm of a row; scaled, so that no square leaves fp32's range."""
+    scale, undo = power_of_two(largest(x, None))
+    x *= scale
+    return largest(tl.sqrt(tl.sum(x * x, 1)), 0) * undo
 
 
 @triton.jit
@@ -67,29 +79,35 @@ def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def store_pieces(pieces, undo, x, block, blocks):
-    """Numbers as block `block` of `blocks`: their pieces, and what undoes the scale of fp16's."""
+def store_pieces(to, x, block, blocks):
+    """Numbers as block `block` of `blocks`: their pieces, what undoes the scale of fp16's, and their norm."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
-    TYPE: tl.constexpr = pieces.dtype.element_ty
+    TYPE: tl.constexpr = to.pieces.dtype.element_ty
     COUNT: tl.constexpr = 2 if TYPE == tl.float16 else 3
+    if to.norm is not None:
+        tl.store(to.norm + block, longest(x))
     if TYPE == tl.float16:
         scale, back = power_of_two(largest(x, None))
         x = x * scale
-        tl.store(undo + block, back)
+        tl.store(to.undo + block, back)
     at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     for n in tl.static_range(COUNT):
         piece, x = next_piece(x, TYPE, n == COUNT - 1)
-        tl.store(pieces + (tl.cast(n, tl.int64) * blocks + block) * (ROWS * SIZE) + at, piece)
+        tl.store(to.pieces + (tl.cast(n, tl.int64) * blocks + block) * (ROWS * SIZE) + at, piece)
 
 
 @triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
 def split(
     operands, packed, M, N, H, tiles, stride, blocks,
-    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of one of the operands, which share their rows: those of the keys, or of the queries."""
-    which, program = tl.program_id(0) % len(operands), tl.program_id(0) // len(operands)
+    """A block of one of the operands, which share their rows: those of the keys, or of the queries. AHEAD: the next
+    kernel may begin, and waits for this one where it reads pieces."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+    COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
+    which, program = tl.program_id(0) % COUNT, tl.program_id(0) // COUNT
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     first, length, k0, N = rows_of(packed, b, M, N)
     if KEYS:
@@ -97,7 +115,7 @@ def split(
     if t * ROWS < length or t == 0:  # the first exists even where there are no rows: kernels visit it, masked
         block = first_block(packed, b, h, H, first, stride, ROWS).to(tl.int64) + t
         rows = t * ROWS + tl.arange(0, ROWS)
-        for n in tl.static_range(len(operands)):
+        for n in tl.static_range(COUNT):
             if which == n:
                 x = load_block(operands[n].X, b, h, first, rows, length, SIZES[n], SIZE)
-                store_pieces(operands[n].pieces, operands[n].undo, x, block, blocks)
+                store_pieces(operands[n], x, block, blocks)
