@@ -1,5 +1,6 @@
 """The benchmark times only who is right, says why of everybody else, and keeps its results apart by suite."""
 
+import itertools
 import json
 import math
 from dataclasses import asdict, replace
@@ -273,3 +274,14 @@ def test_over_the_field_is_the_median_over_cudnn_by_the_best_ones_ratio():
     line = 128, True, FORWARD
     assert found[line][field.LENGTHS.index(1024)] == pytest.approx(2.18 / field.BEST[line][1])
     assert sum(not math.isnan(x) for cells in found.values() for x in cells) == 1
+
+
+def test_what_rows_cost_beside_their_blocks_is_found_again():
+    rows = []
+    for causal, length in itertools.product((False, True), (512, 1024, 4096)):
+        case, n = Case(2, 4, length, 128, "bf16", causal), length // 128
+        blocks = n * (n + 1) / 2 if causal else n * n
+        rows.append(Row(asdict(case), "tilewise", BACKWARD, milliseconds=8 * (0.5 * blocks + 0.5 * 3.25 * n)))
+    cost, off = field.beside_blocks(rows, 128, BACKWARD)
+    assert cost == pytest.approx(3.25)
+    assert off == pytest.approx(0, abs=1e-9)
