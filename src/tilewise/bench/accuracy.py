@@ -60,14 +60,14 @@ class Verdict(NamedTuple):
 
 
 class Truth:
-    """Results and tolerances of one case for the first and the last head of keys: of the first and the last sequence of
-    a plain batch, of every sequence of a variant."""
+    """Results and tolerances of one case: of the first sequence's first head of keys and the last one's last, of a
+    variant in every sequence the first and the last head of keys, with all the queries that they serve."""
 
     def __init__(self, case: Case, x: Inputs) -> None:
-        last = len(case.lengths) - 1, case.key_shape[-2] - 1
-        corners = {(0, 0), last}
+        sequences, last = len(case.lengths), case.key_shape[-2] - 1
+        everywhere = set(product(range(sequences), (0, last)))
         self.case = case
-        self.heads = sorted(product(range(last[0] + 1), {0, last[1]}) if case.variant else corners)
+        self.heads = sorted(everywhere if case.variant else {(0, 0), (sequences - 1, last)})
         self.exact = self._of(x, torch.float64)
         self.by_torch = self._of(x, case.type)
         self.plain = _errors(self.by_torch, self.exact)
@@ -75,7 +75,7 @@ class Truth:
         self.limit = {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], case.type) for name in self.plain}
 
     def judge(self, results: dict[str, Tensor], share: float = 0.0) -> Verdict:
-        """The verdict on o, or on o, dq, dk and dv, each (batch, length, heads, head size); see `Peer.share`."""
+        """The verdict on o, or on o and every gradient, each as its tensor lies; see `Peer.share`."""
         error = _errors(self.of_heads(results), self.exact)
         limit = {name: max(self.limit[name], share * self.largest[name]) for name in error}
         wrong = tuple(name for name in error if not error[name] <= limit[name])  # a nan is wrong
@@ -88,11 +88,10 @@ class Truth:
     def _of(self, x: Inputs, dtype: torch.dtype) -> list[dict[str, Tensor]]:
         results = [_attend(self.case, x, head, dtype) for head in self.heads]
         if x.sink is not None:  # one sink serves all sequences
-            shares: dict[int, list[Tensor]] = {}
-            for result, (_, h) in zip(results, self.heads, strict=True):
-                shares.setdefault(h, []).append(result[SINK])
-            for result, (_, h) in zip(results, self.heads, strict=True):
-                result[SINK] = torch.stack(shares[h]).sum(0)
+            of = list(zip(results, (h for _, h in self.heads), strict=True))
+            sums = {h: torch.stack([r[SINK] for r, other in of if other == h]).sum(0) for _, h in of}
+            for result, h in of:
+                result[SINK] = sums[h]
         return results
 
 
@@ -107,8 +106,7 @@ def run_once(peer: Peer, attend: Attention, x: Inputs, passes: Sequence[str] = (
 
 
 def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
-    """What belongs to a sequence and a head of keys: of q, k, v, o, their gradients (heads, length, head size), of
-    anything with an entry for each head of queries (heads,)."""
+    """What of a tensor belongs to a sequence and a head of keys: (heads, length, head size), of a sink (heads,)."""
     b, h = head
     count = t.shape[0] if t.ndim == 1 else t.shape[-2]
     served = count // case.key_shape[-2]

@@ -201,7 +201,7 @@ def prices(rows: Sequence[Row], path: Path) -> None:
             mine = [cost for cost in found if cost.row.pass_ == pass_]
             places = [labels.index(_variant_label(cost)) for cost in mine]
             bars = axes.barh(places, [cost.per_tile for cost in mine], 0.66, color=OUR_RED)
-            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=4, color="#444444")
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, label_type="center", color="white")
             aims = [
                 (at, cost.aim if cost.packed else cost.aim * cost.share)
                 for at, cost in zip(places, mine, strict=True)
@@ -211,7 +211,7 @@ def prices(rows: Sequence[Row], path: Path) -> None:
                 [aim for _, aim in aims], [at - 0.4 for at, _ in aims], [at + 0.4 for at, _ in aims], color="#222222",
                 lw=1.8, label="aim",
             )  # fmt: skip
-            axes.axvline(1.0, color="#666666", lw=1, ls="--", label="the plain call")
+            axes.axvline(1.0, color="#666666", lw=1, ls="--", label="the plain call", zorder=0.5)
             axes.set_yticks(range(len(labels)), labels)
             axes.set_ylim(len(labels) - 0.5, -0.5)
             axes.grid(axis="y", visible=False)

@@ -51,9 +51,9 @@ neighbour of it, judged by the rule above and timed with all others in turns. Sp
 this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
 kernel.
 """
-PRICES = """Speed is the plain call's time over the variant's, in the same rounds. A window and packed sequences visit fewer
-tiles of 128 x 128; tiles allow is how many times fewer, and per tile is speed over that. The plain call is the row
-tilewise. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
+PRICES = """Speed is the plain call's time over the variant's, in the same rounds; the plain call is the row tilewise. A
+window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how many times fewer, and per tile is speed
+over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
 1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
 """
 DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
