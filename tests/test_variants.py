@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise import reference
@@ -14,6 +15,7 @@ from tilewise.bench.peers import PEERS, SEED
 from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 from tilewise.bench.variants import CUTS, VARIANTS, cut, visited
+from tilewise.cli.app import app
 
 CPU = torch.device("cpu")
 SUITE = SUITES["variants"]
@@ -80,7 +82,7 @@ def test_a_result_without_what_was_asked_for_is_wrong(name):
         case = replace(case, batch=1, heads=1, length=1100)
     x = Inputs.random(case, CPU)
     truth = Truth(case, x)
-    assert truth.judge(run_once(PEERS[name], PEERS[name].prepare(case, CPU), x)).wrong == ()
+    assert truth.judge(run_once(PEERS[name], PEERS[name].prepare(case, CPU), x, (FORWARD,))).wrong == ()
     batched = [t[None] if t.ndim == 3 else t for t in x[:3]]
     o = tw.attention(*batched, mask=tw.Causal()).detach()
     assert truth.judge({"o": o.view_as(x.q)}).wrong == ("o",)
@@ -89,9 +91,9 @@ def test_a_result_without_what_was_asked_for_is_wrong(name):
 def test_a_wrong_gradient_of_the_sink_is_wrong():
     case = small("sink")
     x = Inputs.random(case, CPU)
-    result = run_once(PEERS["sink"], PEERS["sink"].prepare(case, CPU), x)
-    assert Truth(case, x).judge(result).wrong == ()
-    assert Truth(case, x).judge(result | {SINK: 1.001 * result[SINK]}).wrong == (SINK,)
+    dsink = run_once(PEERS["sink"], PEERS["sink"].prepare(case, CPU), x)[SINK]
+    assert Truth(case, x).judge({SINK: dsink}).wrong == ()
+    assert Truth(case, x).judge({SINK: 1.001 * dsink}).wrong == (SINK,)
 
 
 def test_the_engine_times_every_variant_beside_the_plain_call():
@@ -165,3 +167,18 @@ def test_the_report_shows_table_and_picture(tmp_path):
     assert "packed as sequences of 3000, 100, 5092, 808, 7384." in page
     assert "|  | softcap | 4.29 | 0.70 |  |  | 0.65 |" in page
     assert (tmp_path / "docs/images/card-variants-cost.png").stat().st_size > 5000
+
+
+def test_the_command_measures_prints_keeps_and_draws(monkeypatch, tmp_path):
+    case = replace(SMALL, dtype="bf16")
+    monkeypatch.setitem(
+        SUITES, "variants", replace(SUITE, cases=(case,), matmul=64, quick_lengths=(48,), devices=("cpu",))
+    )
+    options = ["bench", "--suite", "variants", "--device", "cpu", "--quick"]
+    result = CliRunner().invoke(app, [*options, "--results", str(tmp_path), "--plot", str(tmp_path / "b.png")])
+    assert result.exit_code == 0, result.output
+    assert f"what a variant costs: {case}, backward" in " ".join(result.stdout.split())
+    assert "of 15 aims are met." in result.stdout
+    (file,) = tmp_path.glob("*.json")
+    assert len(results.rows_of(results.load(file), "variants")) == 2 * (1 + len(VARIANTS))
+    assert (tmp_path / "b-variants-cost.png").stat().st_size > 5000

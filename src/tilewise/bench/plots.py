@@ -11,6 +11,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .ablation import CHANGES
+from .costs import Cost, costs
 from .results import OK, Row
 from .suites import BOTH, Case
 from .tables import (
@@ -19,8 +20,6 @@ from .tables import (
     RATE,
     SPEEDUP,
     STANDARD,
-    Cost,
-    costs,
     describe,
     in_its_unit,
     length_label,
