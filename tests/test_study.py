@@ -43,7 +43,7 @@ def test_errors_are_those_against_the_reference(point):
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
     o = tw.attention(q, k, v, mask=tw.Causal(), precision="ieee")
     mine = (o.detach(), *torch.autograd.grad(o, (q, k, v), x.do))
-    exact = [t.detach().double() for t in x]
+    exact = [t.detach().double() for t in x[:4]]
     true = reference.attention(*exact[:3], mask=tw.Causal())[0], *reference.gradients(*exact, mask=tw.Causal())[:3]
     for name, result, truth in zip(NAMES, mine, true, strict=True):
         error = result.double() - truth

@@ -6,7 +6,8 @@ affordable at 128K tokens.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,28 +17,37 @@ from .peers import SEED, Attention, Peer
 from .suites import BACKWARD, BOTH, FORWARD, Case
 
 NAMES = ("o", "dq", "dk", "dv")
+SINK = "dsink"
 ENTRIES = 1 << 27
 """Scores held at once while computing the truth: 1 GB in fp64."""
 
 
 class Inputs(NamedTuple):
-    """q, k, v, which want gradients, and the gradient of o."""
+    """q, k, v, which want gradients, and the gradient of o; a sink, if the case has one."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
+    sink: Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What a peer is called with, and what a backward differentiates by."""
+        return self[:3] if self.sink is None else (*self[:3], self.sink)
 
     @staticmethod
     def random(case: Case, device: torch.device, seed: int = 0) -> "Inputs":
         """Standard normal entries."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(learned: bool = True) -> Tensor:
-            t = torch.randn(case.shape, generator=generator, device=device, dtype=case.type)
+        def normal(shape: tuple[int, ...], learned: bool = True) -> Tensor:
+            t = torch.randn(shape, generator=generator, device=device, dtype=case.type)
             return t.requires_grad_(learned)
 
-        return Inputs(normal(), normal(), normal(), normal(learned=False))
+        q, k, v = normal(case.shape), normal(case.key_shape), normal(case.key_shape)
+        do = normal(case.shape, learned=False)
+        return Inputs(q, k, v, do, normal((case.heads,)) if case.varied.sink else None)
 
 
 class Verdict(NamedTuple):
@@ -50,71 +60,109 @@ class Verdict(NamedTuple):
 
 
 class Truth:
-    """Results and tolerances of one case on the first and the last head."""
+    """Results and tolerances of one case: of the first sequence's first head of keys and the last one's last, of a
+    variant in every sequence the first and the last head of keys, with all the queries that they serve."""
 
     def __init__(self, case: Case, x: Inputs) -> None:
-        self.heads = sorted({(0, 0), (case.batch - 1, case.heads - 1)})
-        self.exact = [_attend(case, x, head, torch.float64) for head in self.heads]
-        self.by_torch = [_attend(case, x, head, case.type) for head in self.heads]
+        sequences, last = len(case.lengths), case.key_shape[-2] - 1
+        everywhere = set(product(range(sequences), (0, last)))
+        self.case = case
+        self.heads = sorted(everywhere if case.variant else {(0, 0), (sequences - 1, last)})
+        self.exact = self._of(x, torch.float64)
+        self.by_torch = self._of(x, case.type)
         self.plain = _errors(self.by_torch, self.exact)
-        self.largest = {name: max(float(r[name].abs().max()) for r in self.exact) for name in NAMES}
-        self.limit = {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], case.type) for name in NAMES}
+        self.largest = {name: max(float(r[name].abs().max()) for r in self.exact) for name in self.exact[0]}
+        self.limit = {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], case.type) for name in self.plain}
 
     def judge(self, results: dict[str, Tensor], share: float = 0.0) -> Verdict:
-        """The verdict on o, or on o, dq, dk and dv, each (batch, length, heads, head size); see `Peer.share`."""
+        """The verdict on o, or on o and every gradient, each as its tensor lies; see `Peer.share`."""
         error = _errors(self.of_heads(results), self.exact)
         limit = {name: max(self.limit[name], share * self.largest[name]) for name in error}
         wrong = tuple(name for name in error if not error[name] <= limit[name])  # a nan is wrong
         return Verdict(_by_pass(error), _by_pass(self.plain), wrong)
 
     def of_heads(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The parts of o, dq, dk and dv that the truth is known of."""
-        return [{name: t[b, :, h] for name, t in results.items()} for b, h in self.heads]
+        """The parts of o, dq, dk, dv and dsink that the truth is known of."""
+        return [{name: _part(self.case, t, head) for name, t in results.items()} for head in self.heads]
+
+    def _of(self, x: Inputs, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+        results = [_attend(self.case, x, head, dtype) for head in self.heads]
+        if x.sink is not None:  # one sink serves all sequences
+            of = list(zip(results, (h for _, h in self.heads), strict=True))
+            sums = {h: torch.stack([r[SINK] for r, other in of if other == h]).sum(0) for _, h in of}
+            for result, h in of:
+                result[SINK] = sums[h]
+        return results
 
 
 def run_once(peer: Peer, attend: Attention, x: Inputs, passes: Sequence[str] = (BOTH,)) -> dict[str, Tensor]:
-    """o, and dq, dk and dv if a pass needs them."""
+    """o, and dq, dk, dv and dsink if a pass needs them."""
     with peer.context():
-        o = attend(x.q, x.k, x.v)
+        o = attend(*x.leaves)
     if set(passes) == {FORWARD}:
         return {"o": o.detach()}
-    return dict(zip(NAMES, (o.detach(), *torch.autograd.grad(o, x[:3], x.do)), strict=True))
+    names = NAMES if x.sink is None else (*NAMES, SINK)
+    return dict(zip(names, (o.detach(), *torch.autograd.grad(o, x.leaves, x.do)), strict=True))
+
+
+def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
+    """What of a tensor belongs to a sequence and a head of keys: (heads, length, head size), of a sink (heads,)."""
+    b, h = head
+    count = t.shape[0] if t.ndim == 1 else t.shape[-2]
+    served = count // case.key_shape[-2]
+    heads = slice(h * served, (h + 1) * served)
+    if t.ndim == 1:
+        return t[heads]
+    rows = t[b] if t.ndim == 4 else t[sum(case.lengths[:b]) : sum(case.lengths[: b + 1])]
+    return rows[:, heads].transpose(0, 1)
 
 
 def _attend(case: Case, x: Inputs, head: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Attention of one head and its gradients, by autograd, a block of queries at a time."""
-    b, h = head
-    q, k, v, do = (t[b, :, h].detach().to(dtype) for t in x)  # (length, head size)
-    k, v = k.requires_grad_(), v.requires_grad_()
+    """Attention of one sequence, one head of keys and the queries that it serves, and its gradients, by autograd, a
+    block of queries at a time."""
+    q, k, v, do = (_part(case, t, head).detach().to(dtype) for t in x[:4])  # (heads, length, head size)
+    shared = [k, v] if x.sink is None else [k, v, _part(case, x.sink, head).detach().to(dtype)]
+    for t in shared:
+        t.requires_grad_()
     o, dq = torch.empty_like(q), torch.empty_like(q)
     total = torch.promote_types(dtype, torch.float32)
-    dk, dv = torch.zeros_like(k, dtype=total), torch.zeros_like(v, dtype=total)
-    for rows in _blocks(case.length):
-        q_rows = q[rows].requires_grad_()
-        o_rows = _probabilities(case, q_rows, k, rows.start, b * case.heads + h) @ v
-        grads = torch.autograd.grad(o_rows, (q_rows, k, v), do[rows])
-        o[rows], dq[rows] = o_rows.detach(), grads[0]
-        dk += grads[1]
-        dv += grads[2]
-    return dict(zip(NAMES, (o, dq, dk.to(dtype), dv.to(dtype)), strict=True))
+    sums = [torch.zeros_like(t, dtype=total) for t in shared]
+    for rows in _blocks(q.shape[1], q.shape[0]):
+        q_rows = q[:, rows].requires_grad_()
+        o_rows = _probabilities(case, q_rows, k, rows.start, head, *shared[2:]) @ v
+        dq_rows, *grads = torch.autograd.grad(o_rows, (q_rows, *shared), do[:, rows])
+        o[:, rows], dq[:, rows] = o_rows.detach(), dq_rows
+        for t, grad in zip(sums, grads, strict=True):
+            t.add_(grad)
+    names = NAMES if x.sink is None else (*NAMES, SINK)
+    return dict(zip(names, (o, dq, *(t.to(dtype) for t in sums)), strict=True))
 
 
-def _probabilities(case: Case, q: Tensor, k: Tensor, first: int, row: int) -> Tensor:
-    """P of the queries from `first` on, after mask and dropout; `row` is b * H + h."""
-    S = q @ k.mT * q.shape[-1] ** -0.5  # (rows, length)
-    i = torch.arange(first, first + q.shape[0], device=q.device)[:, None]
-    j = torch.arange(k.shape[0], device=q.device)[None, :]
-    if case.causal:
-        S = S.masked_fill(j > i, -math.inf)
-    P = torch.softmax(S, -1)
+def _probabilities(
+    case: Case, q: Tensor, k: Tensor, first: int, head: tuple[int, int], sink: Tensor | None = None
+) -> Tensor:
+    """P of the queries from `first` on, after scores, mask, sink and dropout: (heads, rows, length)."""
+    S = q @ k.mT * q.shape[-1] ** -0.5
+    i = torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+    j = torch.arange(k.shape[1], device=q.device)[None, :]
+    for score in case.varied.score(case.heads, q.device):
+        mine: Any = score.rebuild(score.plain[1:], tuple(_part(case, t, head) for t in score.tensors))
+        S = mine.apply(S, i, j, 0)
+    for mask in case.mask.parts:
+        S = S.masked_fill(~mask.keep(i, j, 0), -math.inf)
+    if sink is not None:
+        S = torch.cat([S, sink[:, None, None].expand(*S.shape[:2], 1)], -1)
+    P = torch.softmax(S, -1)[..., : k.shape[1]]
     if case.dropout:
-        keep = dropout_keep(SEED, torch.full_like(i, row), i, j, case.dropout)
+        b, h = head
+        served = torch.arange(h * len(q), (h + 1) * len(q), device=q.device)[:, None, None]
+        keep = dropout_keep(SEED, b * case.heads + served, i, j, case.dropout)
         P = P * keep.to(P.dtype) * dropout_rescale(case.dropout)
     return P
 
 
-def _blocks(length: int) -> Iterator[slice]:
-    rows = max(1, ENTRIES // length)
+def _blocks(length: int, heads: int) -> Iterator[slice]:
+    rows = max(1, ENTRIES // (length * heads))
     return (slice(start, min(start + rows, length)) for start in range(0, length, rows))
 
 

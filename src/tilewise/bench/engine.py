@@ -24,12 +24,13 @@ Watch = Callable[[str], None]
 
 
 class Contender(NamedTuple):
-    """A peer whose result on this case is right, or one that has `no` time coming: (status, why)."""
+    """A peer whose result on these inputs is right, or one that has `no` time coming: (status, why)."""
 
     peer: Peer
-    attend: Attention | None
-    verdict: Verdict | None
-    no: tuple[str, str] | None
+    no: tuple[str, str] | None = None
+    verdict: Verdict | None = None
+    attend: Attention | None = None
+    x: Inputs | None = None
 
 
 def run(
@@ -45,9 +46,7 @@ def run(
     for case in suite.cases:
         if seconds is not None and time.monotonic() - begin > seconds:
             why = f"the time budget of {seconds:g} s was spent"
-            yield [
-                _row(case, Contender(p, None, None, (SKIPPED, why)), pass_) for p in chosen for pass_ in suite.passes
-            ]
+            yield [_row(case, Contender(p, (SKIPPED, why)), pass_) for p in chosen for pass_ in suite.passes]
             continue
         yield contest(suite, case, chosen, device, watch)
         gc.collect()
@@ -57,17 +56,17 @@ def run(
 
 def contest(suite: Suite, case: Case, peers: Sequence[Peer], device: torch.device, watch: Watch) -> list[Row]:
     """All rows of one case."""
-    x = Inputs.random(case, device)
+    inputs: dict[Case, Inputs] = {}
     truths: dict[Case, Truth] = {}
     contenders = []
     for peer in peers:
         watch(f"{case}: checking {peer.name}")
-        contenders.append(_admit(suite, case, peer, x, truths, device))
+        contenders.append(_admit(suite, peer.computes(case), peer, inputs, truths, device))
     del truths
     rows = []
     for pass_ in suite.passes:
         watch(f"{case}: timing the {pass_}")
-        rows += _race(suite, case, contenders, x, pass_, device)
+        rows += _race(suite, case, contenders, pass_, device)
     if device.type == "cpu" and case.length == max(c.length for c in suite.cases):
         for row in rows:
             if row.status == OK and row.pass_ == BOTH:
@@ -77,32 +76,35 @@ def contest(suite: Suite, case: Case, peers: Sequence[Peer], device: torch.devic
 
 
 def _admit(
-    suite: Suite, case: Case, peer: Peer, x: Inputs, truths: dict[Case, Truth], device: torch.device
+    suite: Suite, case: Case, peer: Peer, inputs: dict[Case, Inputs], truths: dict[Case, Truth], device: torch.device
 ) -> Contender:
     """Calls a peer once and judges its result. Dropout of another rule than tilewise's is judged with dropout off."""
     slow, lengths = suite.sparse
     if peer.name == slow and case.length not in lengths:
         lengths_text = " and ".join(str(length) for length in lengths)
-        return Contender(peer, None, None, (SKIPPED, f"compiles for every shape; only timed at {lengths_text} tokens"))
+        return Contender(peer, (SKIPPED, f"compiles for every shape; only timed at {lengths_text} tokens"))
     if reason := peer.why_not(case, device):
-        return Contender(peer, None, None, (REFUSED, reason))
+        return Contender(peer, (REFUSED, reason))
     judged = case if peer.seeded else replace(case, dropout=0.0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
+            if case not in inputs:
+                inputs[case] = Inputs.random(case, device)
+            x = inputs[case]
             if judged not in truths:
                 truths[judged] = Truth(judged, x)
             attend = peer.prepare(judged, device)
             verdict = truths[judged].judge(run_once(peer, attend, x, suite.passes), peer.share)
             attend = attend if judged == case else peer.prepare(case, device)
         except Exception as error:
-            return Contender(peer, None, None, excuse(error, heard))
+            return Contender(peer, excuse(error, heard))
     if verdict.wrong:
         by = f"more than {peer.share:g} of the largest entry, and " if peer.share else ""
         by = f"{by}more than twice as much as plain torch in {case.dtype}"
         why = f"{', '.join(verdict.wrong)} wrong by {by}: not timed"
-        return Contender(peer, None, verdict, (WRONG, why))
-    return Contender(peer, attend, verdict, None)
+        return Contender(peer, (WRONG, why), verdict)
+    return Contender(peer, None, verdict, attend, x)
 
 
 def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
@@ -119,9 +121,7 @@ def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[
     return FAILED, f"{type(error).__name__}: {text.splitlines()[0][:160]}"
 
 
-def _race(
-    suite: Suite, case: Case, contenders: Sequence[Contender], x: Inputs, pass_: str, device: torch.device
-) -> list[Row]:
+def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str, device: torch.device) -> list[Row]:
     """Every contender once a round, each time another one first, and the matrix product in between."""
     side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
     product = matmul(side, case.type, device)
@@ -136,10 +136,10 @@ def _race(
         first = turn % len(contenders)
         for c in (*contenders[first:], *contenders[:first]):
             name = c.peer.name
-            if name in excuses or c.attend is None:
+            if name in excuses or c.attend is None or c.x is None:
                 continue
             try:
-                with bound(c.peer, c.attend, x, pass_) as call:
+                with bound(c.peer, c.attend, c.x, pass_) as call:
                     if name not in paces:
                         paces[name] = pace(call, device)
                         if device.type == "cuda":
@@ -154,7 +154,8 @@ def _race(
     if device.type == "cuda" and suite.host:
         for row, c in zip(rows, contenders, strict=True):
             if row.status == OK and c.peer.name != suite.sparse[0]:
-                row.host_microseconds = _host_microseconds(c.peer, replace(case, batch=1, length=TINY), pass_, device)
+                tiny = c.peer.computes(replace(case, batch=1, length=TINY))
+                row.host_microseconds = _host_microseconds(c.peer, tiny, pass_, device)
     return rows
 
 
@@ -181,7 +182,7 @@ def _row(
         return row
     low, median, high = spread(list(samples))
     row.milliseconds, row.milliseconds_p20, row.milliseconds_p80 = median * 1e3, low * 1e3, high * 1e3
-    row.tflops = case.flops(pass_) / median / 1e12
+    row.tflops = c.peer.computes(case).flops(pass_) / median / 1e12
     row.matmul_tflops = spread(list(rate))[1]
     row.of_matmul = row.tflops / row.matmul_tflops
     row.peak_bytes = peak

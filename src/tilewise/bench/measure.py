@@ -34,7 +34,7 @@ class Pace(NamedTuple):
 @contextmanager
 def bound(peer: Peer, attend: Attention, x: Inputs, pass_: str) -> Iterator[Callable[[], Any]]:
     """The call that a pass repeats. A backward runs again and again on the graph of one forward."""
-    leaves = x[:3]
+    leaves = x.leaves
     with peer.context():
         if pass_ == FORWARD:
             yield lambda: attend(*leaves)

@@ -1,6 +1,7 @@
 """Who is measured. A peer is a value: a name, reasons against a case, and how to call it.
 
-Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout.
+Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout; a variant may have fewer
+heads of keys, or packed sequences.
 """
 
 import importlib
@@ -8,7 +9,8 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from ..cpu import Cpu
 from ..problem import PRECISIONS, Operands, Recipe, Saved, describe, target_of
 from . import ablation
 from .suites import Case
+from .variants import VARIANTS, Variant
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
+"""o from q, k, v, and the sink of a case that has one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Peer:
     """Whether dropout follows tilewise's rule with seed `SEED`, so that its result can be checked as it is."""
     share: float = 0.0
     """Errors up to this share of a tensor's largest entry are right, too: of peers that promise no more."""
+    computes: Callable[[Case], Case] = lambda case: case
+    """The case it is given and judged by, where that is a variant of the one at hand."""
 
 
 SEED = 1234
@@ -48,9 +54,16 @@ SHARES = {"bf16x3": 2e-5, "tf32": 2e-3}
 
 
 def _tilewise(case: Case, device: torch.device, **options: Any) -> Attention:
-    mask = tw.Causal() if case.causal else tw.Full()
+    varied = case.varied
     seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
-    return lambda q, k, v: tw.attention(q, k, v, mask=mask, dropout=case.dropout, seed=seed, **options)
+    options |= {"mask": case.mask, "score": varied.score(case.heads, device), "dropout": case.dropout, "seed": seed}
+    options |= {"deterministic": varied.deterministic, "layout": _packed(case, device) if varied.packed else None}
+    return lambda q, k, v, sink=None: tw.attention(q, k, v, sink=sink, **options)
+
+
+def _packed(case: Case, device: torch.device) -> tw.Varlen:
+    cu = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=device)
+    return tw.Varlen(cu, cu, max(case.lengths), max(case.lengths))
 
 
 def _portable(case: Case, device: torch.device) -> Attention:
@@ -216,6 +229,18 @@ def _changed(name: str, change: ablation.Change) -> Peer:
     return Peer(name, lambda case, device: ablation.attention(change, case.causal), why_not)
 
 
+def _varied(name: str, variant: Variant) -> Peer:
+    """tilewise, asked for one thing more."""
+
+    def computes(case: Case) -> Case:
+        return replace(case, variant=name, dropout=variant.dropout or case.dropout)
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        return None if case.causal or variant.full else "only measured with the causal mask"
+
+    return Peer(name, _tilewise, why_not, seeded=True, computes=computes)
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -235,6 +260,7 @@ PEERS = {
         _package("flash-attn 3", "flash_attn_interface", dropout=False),
         _package("flash-attn 4", "flash_attn.cute", dropout=False),
         *(_changed(name, change) for name, change in ablation.CHANGES.items()),
+        *(_varied(name, variant) for name, variant in VARIANTS.items()),
     )
 }
 """Every peer, by name."""

@@ -11,6 +11,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .ablation import CHANGES
+from .costs import Cost, costs
 from .results import OK, Row
 from .suites import BOTH, Case
 from .tables import (
@@ -185,6 +186,46 @@ def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -
     axes.set_axisbelow(True)
 
 
+def prices(rows: Sequence[Row], path: Path) -> None:
+    """The speed per visited tile that a variant leaves, one panel a pass, and the aims as ticks."""
+    found = costs(rows)
+    passes = list(dict.fromkeys(cost.row.pass_ for cost in found))
+    labels = list(dict.fromkeys(map(_variant_label, found)))
+    with mpl.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            1, len(passes), figsize=(4.4 * len(passes), 0.32 * len(labels) + 1.5), sharey=True, squeeze=False,
+            constrained_layout=True,
+        )  # fmt: skip
+        for axes, pass_ in zip(grid[0], passes, strict=True):
+            mine = [cost for cost in found if cost.row.pass_ == pass_]
+            places = [labels.index(_variant_label(cost)) for cost in mine]
+            bars = axes.barh(places, [cost.per_tile for cost in mine], 0.66, color=OUR_RED)
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, label_type="center", color="white")
+            aims = [
+                (at, cost.aim if cost.packed else cost.aim * cost.share)
+                for at, cost in zip(places, mine, strict=True)
+                if cost.aim
+            ]
+            axes.vlines(
+                [aim for _, aim in aims], [at - 0.4 for at, _ in aims], [at + 0.4 for at, _ in aims], color="#222222",
+                lw=1.8, label="aim",
+            )  # fmt: skip
+            axes.axvline(1.0, color="#666666", lw=1, ls="--", label="the plain call", zorder=0.5)
+            axes.set_yticks(range(len(labels)), labels)
+            axes.set_ylim(len(labels) - 0.5, -0.5)
+            axes.grid(axis="y", visible=False)
+            axes.margins(x=0.12)
+            axes.set_axisbelow(True)
+            axes.set_title(pass_)
+            axes.set_xlabel("speed per visited tile, in the plain call's")
+        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=2)
+        _save(figure, path)
+
+
+def _variant_label(cost: Cost) -> str:
+    return cost.row.implementation + ("" if cost.row.of.causal else ", full mask")
+
+
 def speedups(rows: Sequence[Row], path: Path) -> None:
     """How many times as fast as PyTorch's memory-efficient kernel (where it ran, else standard attention), by length,
     a bar for each implementation."""
@@ -288,6 +329,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
     ),
     "long": (("rate", "Arithmetic a second, by length", rates), ("memory", "Peak memory, by length", memory)),
     "ablation": (("worth", "What each technique is worth: time with one change", worth),),
+    "variants": (("cost", "What each variant costs: speed per visited tile, causal unless it says full mask", prices),),
     "cpu": (("rate", "Arithmetic a second, by length", rates),),
     "llmc": (
         ("speedup", "Speedup over PyTorch's memory-efficient kernel", speedups),

@@ -1,6 +1,7 @@
 """docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from .study_page import HEADER as ACCURACY_HEADER
 from .study_page import section as accuracy_section
 from .suites import SUITES
 from .tables import (
+    COST,
     ERROR,
     HOST,
     MEMORY,
@@ -26,6 +28,7 @@ from .tables import (
     headlines,
     in_its_unit,
     is_ours,
+    prices,
     reasons,
     slowdown,
     worth,
@@ -49,6 +52,11 @@ TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a tabl
 neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
 this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
 kernel.
+"""
+PRICES = """Speed is the plain call's time over the variant's, in the same rounds; the plain call is the row tilewise. A
+window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how many times fewer, and per tile is speed
+over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
+1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
 """
 DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
 
@@ -107,6 +115,9 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     if changes := worth(rows):
         lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
         lines.append(_table(changes, slowdown(rows)))
+    if found := prices(rows):
+        packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))
+        lines += [PRICES.format(lengths=packed), _table(found, COST)]
     first = [METRICS[name] for name in SUITES[suite].tables]
     for metric in (in_its_unit(metric, rows) for metric in first):
         if found := grids(rows, metric):

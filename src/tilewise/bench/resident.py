@@ -14,8 +14,8 @@ from .suites import Case
 def main(request: str) -> int:
     """Bytes that a call of `{"case": ..., "peer": ..., "pass": ...}` needs above its inputs."""
     wanted = json.loads(request)
-    case, peer, cpu = Case(**wanted["case"]), PEERS[wanted["peer"]], torch.device("cpu")
-    small = Case(**(wanted["case"] | {"length": 32}))
+    peer, cpu = PEERS[wanted["peer"]], torch.device("cpu")
+    case, small = (peer.computes(Case(**(wanted["case"] | other))) for other in ({}, {"length": 32}))
     with bound(peer, peer.prepare(small, cpu), Inputs.random(small, cpu), wanted["pass"]) as call:
         call()  # threads and libraries load their own memory
     with bound(peer, peer.prepare(case, cpu), Inputs.random(case, cpu), wanted["pass"]) as call:

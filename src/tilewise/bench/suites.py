@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..mask import Causal, Full, Mask
 from .ablation import CHANGES
+from .variants import PLAIN, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -15,7 +17,7 @@ PRODUCTS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention of `length` tokens: q, k, v (batch, length, heads, head_size)."""
+    """Self-attention of `length` tokens: q, k, v (batch, length, heads, head_size), unless a variant says otherwise."""
 
     batch: int
     heads: int
@@ -24,11 +26,14 @@ class Case:
     dtype: str
     causal: bool = False
     dropout: float = 0.0
+    variant: str = ""
+    """A name in VARIANTS, or plain attention."""
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         dropout = f" dropout {self.dropout}" if self.dropout else ""
-        return f"{self.dtype} {mask}{dropout} B{self.batch} H{self.heads} D{self.head_size} N{self.length}"
+        variant = f" {self.variant}" if self.variant else ""
+        return f"{self.dtype} {mask}{variant or dropout} B{self.batch} H{self.heads} D{self.head_size} N{self.length}"
 
     @property
     def type(self) -> torch.dtype:
@@ -36,14 +41,42 @@ class Case:
         return TYPES[self.dtype]
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of q, k, v and o: (batch, length, heads, head size)."""
-        return self.batch, self.length, self.heads, self.head_size
+    def varied(self) -> Variant:
+        """What the call asks for."""
+        return VARIANTS[self.variant] if self.variant else PLAIN
+
+    @property
+    def mask(self) -> Mask:
+        """What the call hides."""
+        return (Causal() if self.causal else Full()) & self.varied.mask
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of every sequence."""
+        return cut(self.batch * self.length) if self.varied.packed else (self.length,) * self.batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
+        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
+        return *rows, self.heads, self.head_size
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Of k and v."""
+        return *self.shape[:-2], self.heads // self.varied.group, self.head_size
+
+    @property
+    def share(self) -> float:
+        """The tiles that the variant visits, in those that plain attention visits."""
+        plain = replace(self, variant="")
+        mine, theirs = (sum(visited(case.mask, length) for length in case.lengths) for case in (self, plain))
+        return mine / theirs
 
     def flops(self, pass_: str) -> float:
-        """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that."""
+        """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that. A variant's is its share."""
         forward = 4.0 * self.batch * self.heads * self.length**2 * self.head_size
-        return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0)
+        return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0) * (self.share if self.variant else 1.0)
 
 
 @dataclass(frozen=True)
@@ -115,6 +148,10 @@ def _ablation() -> tuple[Case, ...]:
     )
 
 
+def _variants() -> tuple[Case, ...]:
+    return tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
+
+
 def _llmc() -> tuple[Case, ...]:
     return tuple(Case(4, 12, length, 64, "fp32", causal=True) for length in (256, 1024, 2048, 4096))
 
@@ -150,6 +187,10 @@ SUITES = {
         Suite(
             "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),
             ("tilewise", "tilewise triton", *CHANGES), 5, 8192, (4096,), host=False,
+        ),
+        Suite(
+            "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
+            ("tilewise", *VARIANTS), 7, 8192, (8192,), host=False, tables=(),
         ),
     )
 }  # fmt: skip

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .ablation import CHANGES
-from .results import OK, WRONG, Row
+from .costs import OURS, Cost, costs
+from .results import OK, REFUSED, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
+from .variants import VARIANTS
 
-OURS, CUDNN, STANDARD, EFFICIENT = "tilewise", "sdpa cudnn", "standard", "sdpa efficient"
+CUDNN, STANDARD, EFFICIENT = "sdpa cudnn", "standard", "sdpa efficient"
 
 
 def is_ours(name: str) -> bool:
@@ -133,10 +135,33 @@ def worth(rows: Sequence[Row]) -> list[Grid]:
     return [grid for grid in found if grid.lines]
 
 
+COST = TIME._replace(title="what a variant costs")
+
+
+def prices(rows: Sequence[Row]) -> list[Grid]:
+    """Variants by case and pass; none if none was measured."""
+    found = {cost.row: cost for cost in costs(rows)}
+    columns = ("ms", "speed", "tiles allow", "per tile", "aim")
+    grids_ = []
+    for case, pass_ in _unique((row.of, row.pass_) for row in found):
+        mine = [row for row in rows if (row.of, row.pass_) == (case, pass_) and row.status != REFUSED]
+        lines = {
+            row.implementation: [_cell(row, TIME), *(_price(found[row]) if row in found else ("",) * 4)] for row in mine
+        }
+        grids_.append(Grid(f"{case}, {pass_}", columns, lines))
+    return grids_
+
+
+def _price(cost: Cost) -> tuple[str, ...]:
+    fewer = (f"{1.0 / cost.share:.2f}", f"{cost.per_tile:.2f}") if cost.share != 1.0 else ("", "")
+    aim = "" if cost.aim is None else f"{cost.aim:.2f}" + (" a tile" if cost.packed else "")
+    return f"{cost.speed:.2f}", *fewer, aim
+
+
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """One line for each implementation and reason that left cells empty."""
+    """One line for the implementations that a reason left with empty cells in the same places."""
     empty = [row for row in rows if row.status != OK]
-    lines = []
+    names: dict[str, list[str]] = {}
     for name, why in _unique((row.implementation, row.why) for row in empty):
         where = [row for row in empty if (row.implementation, row.why) == (name, why)]
         everywhere = len(where) == sum(row.implementation == name for row in rows)
@@ -144,8 +169,8 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         place = (
             "" if everywhere else f" ({cases[0]})" if len(cases) == 1 else f" ({len(cases)} cases, {cases[0]} first)"
         )
-        lines.append(f"{name}: {why}{place}")
-    return lines
+        names.setdefault(f"{why}{place}", []).append(name)
+    return [f"{', '.join(who)}: {why}" for why, who in names.items()]
 
 
 def _cell(row: Row, metric: Metric) -> str:
@@ -174,15 +199,13 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
     """What the suite says about tilewise, in sentences."""
-    lines = {"paper": _paper, "classic": _classic, "long": _long, "ablation": _ablation, "cpu": _cpu, "llmc": _llmc}[
-        suite
-    ](rows)
+    lines = HEADLINES[suite](rows)
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
         hosts = [row.host_microseconds for row in rows if row.implementation == ours and row.pass_ == FORWARD]
         if known := sorted(h for h in hosts if h is not None):
             median = known[len(known) // 2]
             lines.append(f"Host cost of one forward call of {ours}: {median:.0f} microseconds (median of the cases).")
-    ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGES]
+    ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGES | VARIANTS]
     wrong = [row for row in ours if row.status == WRONG]
     if wrong:
         lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
@@ -280,6 +303,31 @@ def _llmc(rows: Sequence[Row]) -> list[str]:
                 if each:
                     lines.append(f"{ours}, {pass_}, against {peer}: {', '.join(each)} tokens.")
     return lines
+
+
+def _variants(rows: Sequence[Row]) -> list[str]:
+    aimed = [(cost, cost.aim) for cost in costs(rows) if cost.aim]
+    short = [(cost, aim) for cost, aim in aimed if cost.aimed < aim]
+    lines = [f"{len(aimed) - len(short)} of {len(aimed)} aims are met."] if aimed else []
+    for cost, aim in short:
+        row, per_tile = cost.row, " per visited tile" if cost.packed else ""
+        mask = "causal" if row.of.causal else "full"
+        lines.append(
+            f"{row.implementation}, {mask}, {row.pass_}: {cost.aimed:.2f} of the plain call's speed{per_tile}, "
+            f"the aim is {aim:.2f}."
+        )
+    return lines
+
+
+HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
+    "paper": _paper,
+    "classic": _classic,
+    "long": _long,
+    "cpu": _cpu,
+    "llmc": _llmc,
+    "ablation": _ablation,
+    "variants": _variants,
+}
 
 
 def _unique(items: Iterable) -> list:

@@ -17,7 +17,7 @@ from ..bench.plots import draw
 from ..bench.report import write
 from ..bench.results import Row
 from ..bench.suites import SUITES, Suite
-from ..bench.tables import METRICS, grids, headlines, in_its_unit, is_ours, reasons, slowdown, worth
+from ..bench.tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 from .console import err, out, pick_device, print_json, progress, sentences, table
 
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
@@ -114,7 +114,8 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
     """The tables asked for, then what they say, then what is missing and why."""
     out.rule(f"[bold]{suite.name}[/]: {escape(suite.title)}, on {escape(device)}", align="left")
     chosen = [in_its_unit(METRICS[name], rows) for name in metrics]
-    shown = [(slowdown(rows), worth(rows)), *((metric, grids(rows, metric)) for metric in chosen)]
+    shown = [(slowdown(rows), worth(rows)), (COST, prices(rows))]
+    shown += [(metric, grids(rows, metric)) for metric in chosen]
     for metric, found in shown:
         for grid in found:
             lines = [[f"[bold]{peer}[/]" if is_ours(peer) else peer, *cells] for peer, cells in grid.lines.items()]
