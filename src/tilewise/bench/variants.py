@@ -38,7 +38,8 @@ class Variant:
 
 
 def softcap(heads: int, device: torch.device) -> tuple[Score, ...]:
-    """Gemma 2's."""
+    """Gemma 2's. Logits of normal q and k stay so far below 50 that only fp32's rounding would show that it is missing:
+    the accuracy rule holds the numbers, and that the cap is there is for the conformance tests."""
     return (SoftCap(50.0),)
 
 
