@@ -33,8 +33,10 @@ class Tile(NamedTuple):
     DO_STAGES: int
     SIDES: bool
     """Whether one group owns dV and the other dK, rather than each half of the keys."""
+    PARTS: bool
+    """Whether each group visits only what its own keys see."""
     EDGES: bool
-    """Whether other query tiles than a key tile's first may need the mask."""
+    """Whether other query tiles than the first may need the mask."""
     ORDERED: bool
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int

@@ -62,9 +62,8 @@ def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """What the 64 keys from j0 on see of their tile's walk; all of it where tiles come from a list, and where they are
-    so long that any 64 keys see almost all."""
-    if variant.visits is None and len(variant.mask) > 0 and tile.B_R == 64:
+    """What the 64 keys from j0 on see of their tile's walk, if that has PARTS, else all of it."""
+    if tile.PARTS:
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
