@@ -363,8 +363,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     TURNS: gl.constexpr = tile.TURNS
     EDGES: gl.constexpr = tile.EDGES
-    # tiles that need no mask have a loop of their own; neither with scores nor with lists, as in gradients.py
-    APART: gl.constexpr = EDGES and len(variant.scores) == 0 and variant.visits is None
+    # tiles that need no mask have a loop of their own; not with scores, as in gradients.py
+    APART: gl.constexpr = EDGES and len(variant.scores) == 0
     SPLIT: gl.constexpr = tile.SPLIT
     CORNER: gl.constexpr = tile.CORNER and W == 0
     ROWS: gl.constexpr = 64

@@ -216,8 +216,8 @@ def rows_of_keys(
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     EDGES: gl.constexpr = tile.EDGES
-    # tiles that need no mask have a loop of their own; not with scores, whose code does not fit thrice, nor with lists
-    APART: gl.constexpr = EDGES and len(variant.scores) == 0 and variant.visits is None
+    # tiles that need no mask have a loop of their own; not with scores, whose code does not fit thrice
+    APART: gl.constexpr = EDGES and len(variant.scores) == 0
     GROUP: gl.constexpr = tile.GROUP
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
