@@ -363,8 +363,6 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     TURNS: gl.constexpr = tile.TURNS
     EDGES: gl.constexpr = tile.EDGES
-    # tiles that need no mask have a loop of their own; not with scores, as in gradients.py
-    APART: gl.constexpr = EDGES and len(variant.scores) == 0
     SPLIT: gl.constexpr = tile.SPLIT
     CORNER: gl.constexpr = tile.CORNER and W == 0
     ROWS: gl.constexpr = 64
@@ -404,44 +402,35 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             if n > 0:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n - 1)
-        full_lo, full_hi = part.lo, x
-        if APART:
-            full_hi = gl.maximum(gl.minimum(part.full_hi, x), part.lo)
-            full_lo = gl.minimum(gl.maximum(part.full_lo, part.lo), full_hi)
-        ends = full_hi, full_lo, part.lo
-        for SECTION in gl.static_range(3):
-            if APART or SECTION == 1:
-                while x > ends[SECTION]:
-                    x -= 1
-                    j = key_tile(variant, lists, walk, x)
-                    wait(shared.k.full, y + 1)
-                    if TURNS:
-                        take_turns("sync", W)
-                    k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
-                    S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    wait(shared.v.full, y)
-                    o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-                    if TURNS:
-                        take_turns("arrive", (W + 1) % WARPGROUPS)
-                    words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
-                    if SPLIT == 3:
-                        o_next = warpgroup_mma_wait(0, [o_next])
-                    S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
-                    edge = SECTION != 1
-                    if EDGES and not APART:
-                        edge = (x < part.full_lo) | (x >= part.full_hi)
-                    if edge:
-                        S_new = masked(S_new, place, row0, j * B_C, variant)
-                    m_new, shift = row_max(S_new, m, c)
-                    P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
-                    alpha = gl.exp2(m - shift)
-                    l = l * alpha + gl.sum(P_new, 1)
-                    m = m_new
-                    o = warpgroup_mma_wait(0, [o_next])
-                    arrive(shared.k.empty, y + 1)
-                    p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
-                    o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
-                    y += 1
+        while x > part.lo:
+            x -= 1
+            j = key_tile(variant, lists, walk, x)
+            wait(shared.k.full, y + 1)
+            if TURNS:
+                take_turns("sync", W)
+            k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
+            S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+            wait(shared.v.full, y)
+            o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+            if TURNS:
+                take_turns("arrive", (W + 1) % WARPGROUPS)
+            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
+            if SPLIT == 3:
+                o_next = warpgroup_mma_wait(0, [o_next])
+            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
+            if EDGES:
+                if (x < part.full_lo) | (x >= part.full_hi):
+                    S_new = masked(S_new, place, row0, j * B_C, variant)
+            m_new, shift = row_max(S_new, m, c)
+            P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
+            alpha = gl.exp2(m - shift)
+            l = l * alpha + gl.sum(P_new, 1)
+            m = m_new
+            o = warpgroup_mma_wait(0, [o_next])
+            arrive(shared.k.empty, y + 1)
+            p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
+            o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+            y += 1
         wait(shared.v.full, y)
         o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
         y += 1
