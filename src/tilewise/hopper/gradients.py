@@ -216,8 +216,6 @@ def rows_of_keys(
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     EDGES: gl.constexpr = tile.EDGES
-    # tiles that need no mask have a loop of their own; not with scores, whose code does not fit thrice
-    APART: gl.constexpr = EDGES and len(variant.scores) == 0
     GROUP: gl.constexpr = tile.GROUP
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -251,35 +249,24 @@ def rows_of_keys(
                 arrive(shared.do.empty, y)
                 dk = warpgroup_mma_wait(0, [dk_next])
                 arrive(shared.q.empty, y)
-                full_lo, full_hi = part.lo + 1, part.hi
-                if APART:
-                    full_lo = gl.minimum(gl.maximum(part.full_lo, full_lo), part.hi)
-                    full_hi = gl.maximum(gl.minimum(part.full_hi, part.hi), full_lo)
-                ends = part.lo + 1, full_lo, full_hi, part.hi
-                for SECTION in gl.static_range(3):
-                    if APART or SECTION == 1:
-                        for x in range(ends[SECTION], ends[SECTION + 1]):
-                            place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                            edge_x = SECTION != 1
-                            if EDGES and not APART:
-                                edge_x = (x < part.full_lo) | (x >= part.full_hi)
-                            dv_next, ds = row_block(
-                                W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile
-                            )
-                            # both halves of the dS before are there, and both groups are done with the one before that
-                            wait(shared.ds.full, y)
-                            stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
-                            fence_async_shared()
-                            dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
-                            q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
-                            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
-                            dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
-                            arrive(shared.ds.full, y + 1)
-                            arrive(shared.do.empty, y + 1)
-                            hand_over(dq, shared, y, W)
-                            dk = warpgroup_mma_wait(0, [dk_next])
-                            arrive(shared.q.empty, y + 1)
-                            y += 1
+                for x in range(part.lo + 1, part.hi):
+                    place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
+                    edge_x = EDGES & ((x < part.full_lo) | (x >= part.full_hi))
+                    dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                    # both halves of the dS before are there, and both groups are done with the one before that
+                    wait(shared.ds.full, y)
+                    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+                    fence_async_shared()
+                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                    q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
+                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
+                    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+                    arrive(shared.ds.full, y + 1)
+                    arrive(shared.do.empty, y + 1)
+                    hand_over(dq, shared, y, W)
+                    dk = warpgroup_mma_wait(0, [dk_next])
+                    arrive(shared.q.empty, y + 1)
+                    y += 1
                 wait(shared.ds.full, y)
                 dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
                 hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
