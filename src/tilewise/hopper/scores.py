@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def logistic(x):
-    """1 / (1 + 2^x) to a few units in the last place. Four numbers share a reciprocal, as two would by 1 / a = b / (a b):
-    the special unit, which also computes the softmax's exponentials, is the limit. From 2^30 on the result is as good
-    as 0, and four such factors still fit."""
+    """1 / (1 + 2^x) to a few units in the last place. Four numbers share a reciprocal, as two could by 1 / a =
+    b / (a b): the special unit, which also computes the exponentials of the softmax, is the limit. From 2^30 on the
+    result is as good as 0, and four such factors still fit."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 a, b, c, d, ab, cd, r;
