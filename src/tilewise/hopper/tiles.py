@@ -133,7 +133,7 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
     of what lists of tiles leave out and of short masked rows; masks want the product before out of their way. At 128,
-    so do scores and dropout, but for SoftCap, and masks want the warpgroups to take turns. None for fp32."""
+    so do scores and dropout, but for SoftCap, and masks alone want the warpgroups to take turns. None for fp32."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
@@ -146,7 +146,7 @@ def keys(p: Problem) -> dict[str, Any]:
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
             forward = 128, "rich"
-        elif recipe.mask:
+        elif recipe.mask and not recipe.score:
             forward = 128, "masked"
     return {"forward": forward, "backward": size}
 
