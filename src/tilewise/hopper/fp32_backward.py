@@ -199,9 +199,10 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
     cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
-    section = max(1, side_by_side, cached)
+    # two tiles a processor, and no small section at the end: it would begin with the longest tiles when others are done
+    least = max(1, 2 * processors(x.q.device) // tiles, cached)
+    section = cdiv(heads, max(1, heads // least))
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
