@@ -40,18 +40,19 @@ def run(launch):
 
 
 def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
-    """The problem, its scratch, and the launch in front of the main kernel's that fills it."""
+    """The problem, its scratch, and the launches in front of the main kernel's that fill it."""
     p, x = described(q, k, v, **options)
     plan = SimpleNamespace(compiled={}, values=None, listed=p.listed)
     grads = Grads(*(torch.empty(t.shape, device=DEVICE) for t in (q, k, v)), (None,) * len(x.extra))
     scratch, counter = backward.empty_scratch(p, q.device, kept), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    return p, scratch, backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[0]
+    return p, scratch, backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[:-2]
 
 
 def prepared(*given, **options):
-    """The problem, and its scratch after the launch in front of the main kernel's."""
-    p, scratch, launch = preparation(*given, **options)
-    run(launch)
+    """The problem, and its scratch after the launches in front of the main kernel's."""
+    p, scratch, launches = preparation(*given, **options)
+    for launch in launches:
+        run(launch)
     return p, scratch
 
 
@@ -88,7 +89,7 @@ def from_scratch(p, s, mask):
     """dq, dk and dv in fp64 from what the main kernel reads, and whether its bounds hold."""
     group = p.H // p.H_k
     Q, dO = by_head(p, numbers(s.q, s.scales.q), p.H), by_head(p, numbers(s.do, s.scales.do), p.H)
-    K, V = by_head(p, numbers(s.k, s.scales.k), p.H_k), by_head(p, numbers(s.v, s.scales.v), p.H_k)
+    K, V = by_head(p, numbers(s.keys.k, s.scales.k), p.H_k), by_head(p, numbers(s.keys.v, s.scales.v), p.H_k)
     L, D = (t.double().view(p.B, p.H, -1, 1) for t in (s.logs, s.delta))
     K_each, V_each = K.repeat_interleave(group, 1), V.repeat_interleave(group, 1)
     seen = torch.zeros(Q.shape[2], K.shape[2], dtype=torch.bool, device=DEVICE)
@@ -96,7 +97,8 @@ def from_scratch(p, s, mask):
     P = torch.where(seen, torch.exp(p.scale * Q @ K_each.mT - L), 0.0)
     dS = dO @ V_each.mT - D
     norms = [by_head(p, t.double(), p.H).repeat_interleave(64, 2) for t in (s.scales.do_norm, s.scales.D)]
-    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(s.v.shape[2], 2).repeat_interleave(group, 1)
+    v_norm = by_head(p, s.scales.v_norm.double(), p.H_k).repeat_interleave(s.keys.v.shape[2], 2)
+    v_norm = v_norm.repeat_interleave(group, 1)
     bounded = dS[:, :, : p.M].abs() <= ((norms[0] * v_norm.mT + norms[1]) * (1 + 1e-6))[:, :, : p.M]
     dS = P * dS
     dk, dv = p.scale * dS.mT @ Q, P.mT @ dO
@@ -149,7 +151,7 @@ def test_garbage_behind_a_mask_is_no_centre():
     exact = [t[:, :128].double() for t in (q, k, v)]
     o, lse = attention(*exact)
     p, scratch = prepared(q, k, v, o.float(), lse.float(), do, mask=tw.Padding(lengths), precision="fp16x3")
-    K = by_head(p, numbers(scratch.k, scratch.scales.k), 1)[0, 0, :128]
+    K = by_head(p, numbers(scratch.keys.k, scratch.scales.k), 1)[0, 0, :128]
     assert error(K, exact[1][0, :, 0]) < 1e-7
 
 
@@ -160,7 +162,7 @@ def test_packed_sequences_get_blocks_of_their_own(precision):
     q, k, v, do = randn(134, 2, 64), randn(161, 1, 64), randn(161, 1, 64), randn(134, 2, 64)
     layout = tw.Varlen(cu_q, cu_k, 70, 130)
     p, s = prepared(q, k, v, randn(134, 2, 64), randn(2, 134), do, layout=layout, precision=precision)
-    Q, K = numbers(s.q, s.scales.q), numbers(s.k, s.scales.k)
+    Q, K = numbers(s.q, s.scales.q), numbers(s.keys.k, s.scales.k)
     for b in range(p.B):
         (first, end), (first_k, end_k) = ends_q[b : b + 2], ends_k[b : b + 2]
         for h in range(2):
@@ -187,17 +189,16 @@ def test_the_forward_keeps_what_the_backward_would_split(precision, size, packed
         q, k, v, lse = randn(2, 70, 4, size), randn(2, 200, 2, size), 7.0 * randn(2, 200, 2, size - 8), randn(2, 4, 70)
     o, do = randn(*q.shape[:-1], size - 8), randn(*q.shape[:-1], size - 8)
     keys = kept_by_forward(q, k, v, **options)
-    _, s, launch = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
-    for t in (s.k, s.v, s.scales.k, s.scales.v, s.scales.v_norm):
+    _, s, launches = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
+    for t in s.keys:
         t.fill_(torch.nan)
-    run(launch)
-    inside = ~s.scales.v_norm.isnan()  # the forward also writes a block of a sequence without keys
-    in_head = {64: 3, 128: 5}[size] if packed else 2 * -(-200 // s.k.shape[2])
+    for launch in launches:
+        run(launch)
+    inside = ~s.keys.v_norm.isnan()
+    in_head = {64: 4, 128: 6}[size] if packed else 2 * -(-200 // s.keys.k.shape[2])  # one of a sequence without keys
     assert inside.sum() == 2 * in_head
-    assert same((s.k[:, inside], s.v[:, inside]), (keys.k[:, inside], keys.v[:, inside]))
-    assert same((s.scales.k[inside], s.scales.v[inside]), (keys.k_undo[inside], keys.v_undo[inside]))
-    assert same((s.scales.v_norm[inside],), (keys.v_norm[inside],))
-    rows = numbers(s.v, s.scales.v if precision == "fp16x3" else s.scales.v_norm)[inside].norm(dim=-1).amax(-1)
+    assert same(s.keys, keys)
+    rows = numbers(s.keys.v, s.scales.v if precision == "fp16x3" else s.scales.v_norm)[inside].norm(dim=-1).amax(-1)
     assert torch.allclose(rows, s.scales.v_norm[inside].double(), rtol=1e-6)
 
 
@@ -213,9 +214,9 @@ def test_kept_pieces_are_centred_where_they_must_be_and_every_backward_finds_its
     before = [t.clone() for t in kept]
     for dlse in (None, None, torch.ones_like(lse, dtype=torch.float32), None):  # a graph may be gone through again
         _, scratch = prepared(*given, dlse, kept, precision=precision)
-        assert scratch.k is kept.k
+        assert scratch.keys is kept
         _, alone = prepared(*given, dlse, precision=precision)
-        assert same(scratch[:4], alone[:4])
+        assert same((*scratch[:2], *scratch.keys[:2]), (*alone[:2], *alone.keys[:2]))
         assert same((scratch.logs, scratch.delta), (alone.logs, alone.delta))
         used = scratch.scales if precision == "fp16x3" else (scratch.scales.v_norm,)
         assert same(used, alone.scales if precision == "fp16x3" else (alone.scales.v_norm,))
@@ -227,12 +228,12 @@ def test_beside_a_sink_no_program_looks_at_kept_keys():
     options = {"sink": randn(2), "precision": "fp16x3"}
     kept = kept_by_forward(q, k, k, **options)
     before = [t.clone() for t in kept]
-    _, scratch, launch = preparation(q, k, k, o, lse, o, kept=kept, **options)
-    assert launch.programs == 2 * 2, "of queries alone"
+    _, scratch, (launch,) = preparation(q, k, k, o, lse, o, kept=kept, **options)
+    assert launch.programs == 2 * 2 * 2, "of queries, and of their gradients"
     run(launch)
     _, alone = prepared(q, k, k, o, lse, o, **options)
     assert same(kept, before)
-    assert same((*scratch[:4], *scratch.scales), (*alone[:4], *alone.scales))
+    assert same((*scratch[:2], *scratch.keys, *scratch.scales), (*alone[:2], *alone.keys, *alone.scales))
 
 
 def test_pieces_of_another_precision_are_split_again():

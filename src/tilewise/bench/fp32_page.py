@@ -190,18 +190,24 @@ difference of large numbers. Nothing changes if c is taken from all keys, nor if
     sum_j dS_ij K_j = sum_j dS_ij (K_j - c)
     Q K^T - L       = Q (K - c)^T - (L - Q c)
 
-So the backward's preparation centres them first, where a sample of 16 rows is nearer to its mean than the mean is to
-zero ([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
+So the kernel that takes keys and values to pieces also looks for such a point: the mean of a sample of 16 rows, if all
+of them are nearer to it than it is to zero ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
 
 ```python
 near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
 ```
 
-and takes the same from lse and from O, so that P and delta stay what they are:
+The backward's preparation takes it from them, and what follows from that from lse, so that P stays what it is
+([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
 
 ```python
-logs -= unit * tl.sum(q * centre(K.X, b, h // group, k0, N, d, SIZE)[None, :], 1)
-o -= centre(V.X, b, h // group, k0, N, d_v, SIZE)[None, :]  # past the end dO is 0
+logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
+```
+
+and from O, so that delta does:
+
+```python
+o -= centre_of(V, b, h // group, H // group, SIZE)[None, :]  # past the end dO is 0
 ```
 
 With a sink or a gradient of lse the sum over a row is not zero, and nothing is centred.

@@ -14,7 +14,7 @@ from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
 from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, processors, vector
-from .pieces import Split
+from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 
 
@@ -41,13 +41,15 @@ BLOCK = 64
 
 class Keys(NamedTuple):
     """K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
-    backward; of each, what undoes the scales, and the largest norm of a row of V."""
+    backward; of each, what undoes the scales, and the largest norm of a row of V. Of each head, the centres."""
 
     k: Tensor
     v: Tensor
     k_undo: Tensor
     v_undo: Tensor
     v_norm: Tensor
+    k_centre: Tensor
+    v_centre: Tensor
 
 
 class Scratch(NamedTuple):
@@ -55,15 +57,14 @@ class Scratch(NamedTuple):
 
     q: Tensor
     do: Tensor
-    k: Tensor
-    v: Tensor
+    keys: Keys
     scales: Scales
     logs: Tensor
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
     kept: bool
-    """Whether k and v are the forward's."""
+    """Whether the keys are the forward's."""
 
 
 class Sizes(NamedTuple):
@@ -99,7 +100,8 @@ def empty_keys(p: Problem, device: torch.device) -> Keys:
     sizes = sizes_of(p)
     shape = sizes.kind.pieces, sizes.keys, sizes.row.B_c, sizes.D
     k, v = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
-    return Keys(k, v, *(torch.empty(sizes.keys, device=device) for _ in range(3)))
+    numbers = (torch.empty(sizes.keys, device=device) for _ in range(3))
+    return Keys(k, v, *numbers, *(torch.empty((p.B, p.H_k, sizes.D), device=device) for _ in range(2)))
 
 
 def kept_keys(p: Problem, saved: Saved) -> Keys | None:
@@ -118,44 +120,58 @@ def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) ->
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, do, keys.k, keys.v, scales, logs, delta, dq, turns, kept is not None)
+    return Scratch(q, do, keys, scales, logs, delta, dq, turns, kept is not None)
 
 
 def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Operands in pieces, and row values; lists of tiles; dK, dV and sums of dQ; dQ.
+    """Operands in pieces, and row values, of K and V only what is not kept; lists of tiles; dK, dV and sums of dQ; dQ.
 
     Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
     """
     row, D, _, query_tiles, *_ = sizes_of(p)
+    splits = [] if scratch.kept else [splitting(p, pl, x, scratch.keys)]
     before = preparation(p, pl, x, saved, do, dlse, scratch)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = scratch.dq, rows(p, grads.q), packed(p, x), p.scale, lengths(p)[0], p.H, tiles, query_tiles
     constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
     after = Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
-    return [*listing, before, main, after]
+    return [*splits, *listing, before, main, after]
+
+
+def splitting(p: Problem, pl: Any, x: Operands, keys: Keys) -> Launch:
+    """K and V in pieces, for the forward, and for a backward that finds none kept."""
+    row, D, _, _, key_tiles, _, blocks = sizes_of(p)
+    tiles = cdiv(p.N, row.B_c)
+    operands = (
+        Split(rows(p, x.k), keys.k, keys.k_undo, None, keys.k_centre),
+        Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm, keys.v_centre),
+    )
+    arguments = operands, packed(p, x), *lengths(p), p.H_k, tiles, key_tiles, blocks
+    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "AHEAD": True, "num_warps": 8}
+    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled)
 
 
 def preparation(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
 ) -> Launch:
-    """Blocks of keys and of queries."""
+    """Blocks of queries and of keys."""
     row, D, _, query_tiles, key_tiles, queries, keys = sizes_of(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None, scratch.kept
-    scales = scratch.scales
+    key = do.stride(), saved.o.stride(), aligned, dL is None
+    scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
     parts = (
         Split(rows(p, x.q), scratch.q, scales.q),
-        Split(rows(p, x.k), scratch.k, scales.k),
-        Split(rows(p, x.v), scratch.v, scales.v, scales.v_norm),
+        Split(rows(p, x.k), k, scales.k, None, k_centre),
+        Split(rows(p, x.v), v, scales.v, scales.v_norm, v_centre),
         Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
     )
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
-    if scratch.kept and p.recipe.sink:  # never centred
+    if p.recipe.sink:  # never centred
         of_keys = 0
     arguments = (
         *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
@@ -165,12 +181,11 @@ def preparation(
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
-        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "AHEAD": True,
-        "num_warps": 8,
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "AHEAD": True,
+        "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory side by side
     }  # fmt: skip
-    if D == 64:
-        constants["maxnreg"] = 128  # two programs a processor; at 128 they would keep too much in local memory
-    return Launch(fp32_prepare, p.B * (p.H_k * of_keys + p.H * of_queries), arguments, constants, pl.compiled, key)
+    programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
+    return Launch(fp32_prepare, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
@@ -184,12 +199,13 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
     cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
-    section = max(1, side_by_side, cached)
+    # two tiles a processor, and no small section at the end: it would begin with the longest tiles when others are done
+    least = max(1, 2 * processors(x.q.device) // tiles, cached)
+    section = cdiv(heads, max(1, heads // least))
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        *(boxes(t) for t in (scratch.q, scratch.k, scratch.v, scratch.do)),
+        *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums,
         rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where, variant, max(p.scale, TINY), p.scale,
         Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),

@@ -40,7 +40,6 @@ from .launch import (
     has_edges,
     processors,
 )
-from .pieces import Split, split
 from .tiles import Fp32Forward, Kind, current_fp32
 
 KEPT_SHARE = 256
@@ -62,7 +61,6 @@ class Plan(NamedTuple):
     """How TMA sees q."""
     programs: int
     shape: kernels.Shape
-    split_constants: dict[str, Any]
     constants: dict[str, Any]
     keeps: bool
     """Whether pieces of K and V wait for the backward."""
@@ -96,7 +94,6 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     return Plan(
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
-        {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": in_block, "SIZE": D, "AHEAD": True, "num_warps": 8},
         {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
         keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
     )  # fmt: skip
@@ -121,17 +118,13 @@ def forward_launches(
     """Lists of tiles, if they are listed; K and V into pieces; attention, which begins while these are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    _, in_all, size, _ = keys.k.shape
-    where, blocks = packed(p, x), cdiv(p.N, size)
-    operands = Split(rows(p, x.k), keys.k, keys.k_undo), Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm)
-    arguments = (operands, where, *lengths(p), p.H_k, blocks, pl.shape.blocks, in_all)
-    splitting = Launch(split, 2 * p.B * p.H_k * blocks, arguments, pl.split_constants, pl.compiled)
     scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
     arguments = (
         Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse,
-        counter, where, sink, Variant(parts, (), None, lists), pl.c, pl.shape,
+        counter, packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
-    return [*listing, splitting, Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)]
+    attend = Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)
+    return [*listing, gradients.splitting(p, pl, x, keys), attend]
 
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:

@@ -21,6 +21,7 @@ from .around import first_block
 
 INF = tl.constexpr(float("inf"))
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
+SAMPLES = tl.constexpr(16)
 
 
 class Split(NamedTuple):
@@ -33,6 +34,8 @@ class Split(NamedTuple):
     """What undoes each block's scale."""
     norm: object = None
     """The largest norm of a row of each block, or None where nobody asks."""
+    centre: object = None
+    """Of each head, what the backward takes from its rows, or None where nobody asks."""
 
 
 @triton.jit
@@ -97,13 +100,27 @@ def store_pieces(to, x, block, blocks):
         tl.store(to.pieces + (tl.cast(n, tl.int64) * blocks + block) * (ROWS * SIZE) + at, piece)
 
 
+@triton.jit
+def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
+    """The mean of a sample of rows if all of them are nearer to it than it is to zero, else zero.
+
+    Garbage behind a mask may be in the sample: then some real row is far from the mean.
+    """
+    rows = tl.arange(0, SAMPLES).to(tl.int64) * length // SAMPLES
+    x = load_block(X, b, h, first, rows, length, d, SIZE)
+    mean = tl.sum(x, 0) / SAMPLES
+    away = tl.sqrt(tl.max(tl.sum((x - mean[None, :]) * (x - mean[None, :]), 1), 0))
+    near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
+    return tl.where(near, mean, 0.0)
+
+
 @triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
 def split(
     operands, packed, M, N, H, tiles, stride, blocks,
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of one of the operands, which share their rows: those of the keys, or of the queries. AHEAD: the next
-    kernel may begin, and waits for this one where it reads pieces."""
+    """A block of one of the operands, which share their rows: those of the keys, or of the queries; with the first of a
+    head, its centre. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
     COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
@@ -119,3 +136,7 @@ def split(
             if which == n:
                 x = load_block(operands[n].X, b, h, first, rows, length, SIZES[n], SIZE)
                 store_pieces(operands[n], x, block, blocks)
+                if operands[n].centre is not None:
+                    if t == 0:
+                        at = operands[n].centre + (b * H + h) * SIZE + tl.arange(0, SIZE)
+                        tl.store(at, centre(operands[n].X, b, h, first, length, SIZES[n], SIZE))
