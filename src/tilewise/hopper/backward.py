@@ -83,25 +83,9 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_queries(Q, dO, L, D, shared, b, y, visit, keys, shape, packed, variant, tile: gl.constexpr):
-    """A visit's tile of Q, dO, L and D, as use y."""
-    B_R: gl.constexpr = tile.B_R
-    m = tile_of(visit, keys, variant)
-    at = [b, visit.h, keys.q0 + m * B_R, 0]
-    row = (first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m) * B_R
-    wait_before(shared.q.empty, y)
-    bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
-    releases.load(Q, at, bar, stage(shared.q.memory, y))
-    releases.load(L, [row], bar, stage(shared.logs, y))
-    wait_before(shared.do.empty, y)
-    bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
-    releases.load(dO, at, bar, stage(shared.do.memory, y))
-    releases.load(D, [row], bar, stage(shared.sums, y))
-
-
-@gluon.jit
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
+    B_R: gl.constexpr = tile.B_R
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
     wait_kernels()  # for L and D
@@ -111,20 +95,26 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
-            visit = first_visit(keys, shape, variant, tile)
-            if there(visit):  # its queries, before the memory of keys is free
-                load_queries(Q, dO, L, D, shared, b, y, visit, keys, shape, packed, variant, tile)
-                visit = next_visit(visit, keys, shape, variant, tile)
-                y += 1
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
             releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
             releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
+            visit = first_visit(keys, shape, variant, tile)
             while there(visit):
-                load_queries(Q, dO, L, D, shared, b, y, visit, keys, shape, packed, variant, tile)
-                visit = next_visit(visit, keys, shape, variant, tile)
+                m = tile_of(visit, keys, variant)
+                at = [b, visit.h, keys.q0 + m * B_R, 0]
+                row = (first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m) * B_R
+                wait_before(shared.q.empty, y)
+                bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
+                releases.load(Q, at, bar, stage(shared.q.memory, y))
+                releases.load(L, [row], bar, stage(shared.logs, y))
+                wait_before(shared.do.empty, y)
+                bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
+                releases.load(dO, at, bar, stage(shared.do.memory, y))
+                releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
+                visit = next_visit(visit, keys, shape, variant, tile)
         t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
