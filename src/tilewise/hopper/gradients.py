@@ -201,19 +201,6 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
 
 
 @gluon.jit
-def store_through_v(W: gl.constexpr, G, G_rows, x, keys, packed, row, d, v):
-    """dV of 64 keys, in boxes of 64 columns: through the memory of their V, which no other group reads."""
-    COLUMNS: gl.constexpr = x.shape[1] // 64
-    memory = releases.reinterpret(v, G.dtype, [2 * COLUMNS, 1, 1, 64, 64], G.layout)
-    if COLUMNS == 1:
-        store_gradient(G, G_rows, x, keys, packed, row, d, 0, memory.index(W))
-    else:
-        left, right = x.reshape([x.shape[0], 2, 64]).permute((0, 2, 1)).split()
-        store_gradient(G, G_rows, left, keys, packed, row, d, 0, memory.index(W))
-        store_gradient(G, G_rows, right, keys, packed, row, d, 64, memory.index(2 + W))
-
-
-@gluon.jit
 def stored():
     """Until what this group stored is read, and its buffer may be written again."""
     tma.store_wait(0)
@@ -241,15 +228,14 @@ def rows_of_keys(
         dk = gl.zeros([64, D], gl.float32, acc)
         dv = gl.zeros([64, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        stored()  # dK of the keys before, meanwhile
+        stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, tile)
         first = first_visit(keys, shape, variant, tile)
         visit = part_of(first, keys, j0, variant, tile)
         left_out = first.walk.hi - visit.walk.hi
         for _ in range(first.x, visit.x):
             y = stand_by(W, y, shared, dq_layout, tile)
-        any_seen = there(visit)
-        if any_seen:
+        if there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
             dv_next, ds = row_block(W, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
@@ -281,20 +267,20 @@ def rows_of_keys(
                 arrive(shared.q.empty, y + 1)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-        if variant.dropout is not None:
-            dv = dv * variant.dropout.rescale
-        store_through_v(W, dV, dV_rows, dv, keys, packed, j0, shape.d_v, shared.v)
-        if any_seen:
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
             hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
         for _ in range(left_out):
             y = stand_by(W, y, shared, dq_layout, tile)
-        stored()
         arrive(shared.kv.empty, 0)
+        buffer = shared.dq.memory.index(W)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, shared.dq.memory.index(W))
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
+        stored()
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
         n += 1
         t = ticket(shared.drawn, n, 4)
     stored()

@@ -191,11 +191,8 @@ def backward_launches(
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
     section, band = side_by_side(p, tiles, row.B_r, D * 8)
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
-    boxes_of_keys = ((64, 128), (64, 128)) if row.sides else ((64, D), (64, 64))
-    dK, dV = (
-        Descriptor(t, *box(t.shape, t.stride(), *edge, p))
-        for t, edge in zip(grads[1:3], boxes_of_keys, strict=True)
-    )  # fmt: skip
+    edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
+    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
