@@ -73,7 +73,7 @@ def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
     """The one after it; past the last, one that is not there."""
     at, h, x, walk = visit.round, visit.h, visit.x + 1, visit.walk
     if tile.GROUP > 1:
-        rounds = (tile.GROUP + 1) * bands(keys, shape, tile)
+        rounds = tile.GROUP * bands(keys, shape, tile)
         while (x >= walk.hi) & (at + 1 < rounds):
             at += 1
             h, walk = walk_of_round(at, keys, shape, variant, tile)
@@ -89,18 +89,14 @@ def bands(keys, shape, tile: gl.constexpr):
 
 @gluon.jit
 def walk_of_round(at, keys, shape, variant, tile: gl.constexpr):
-    """Which head, and its walk in the round's band. A band is a ring, which each tile of keys enters at a place of its
-    own, so that few add to a tile of dQ at a time: with another head, and there with another tile, to which it comes
-    back at the end. ORDERED they all begin at the beginning, as each has to come behind the next."""
-    r, first = at % (tile.GROUP + 1), (bands(keys, shape, tile) - 1 - at // (tile.GROUP + 1)) * shape.band
-    g, skipped = r, 0
-    if not tile.ORDERED:
-        g, skipped = r + keys.t, keys.t // tile.GROUP * 2 % shape.band
+    """Which head, and its walk in the round's band. Each tile of keys begins with another head, so that few add to a
+    tile of dQ at a time; not if they are ORDERED, as then each has to come behind the next."""
+    band = bands(keys, shape, tile) - 1 - at // tile.GROUP
+    g = at if tile.ORDERED else at + keys.t
     h = keys.h_k * tile.GROUP + g % tile.GROUP
     walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
-    lo = gl.maximum(walk.lo, gl.where(r == 0, first + skipped, first))
-    hi = gl.minimum(walk.hi, first + gl.where(r == tile.GROUP, skipped, shape.band))
-    return h, Walk(lo, walk.full_lo, walk.full_hi, hi)
+    lo = gl.maximum(walk.lo, band * shape.band)
+    return h, Walk(lo, walk.full_lo, walk.full_hi, gl.minimum(walk.hi, (band + 1) * shape.band))
 
 
 @gluon.jit
