@@ -89,14 +89,14 @@ def bands(keys, shape, tile: gl.constexpr):
 
 @gluon.jit
 def walk_of_round(at, keys, shape, variant, tile: gl.constexpr):
-    """Which head, and its walk in the round's band. Each tile of keys begins with another head, so that few add to a
-    tile of dQ at a time; not if they are ORDERED, as then each has to come behind the next."""
-    band = bands(keys, shape, tile) - 1 - at // tile.GROUP
-    g = at if tile.ORDERED else at + keys.t
-    h = keys.h_k * tile.GROUP + g % tile.GROUP
+    """Which head, and its walk in the round's band. Where there are bands, each tile of keys begins with another head,
+    so that few add to a tile of dQ at a time."""
+    count = bands(keys, shape, tile)
+    first = (count - 1 - at // tile.GROUP) * shape.band
+    h = keys.h_k * tile.GROUP + gl.where(count > 1, at + keys.t, at) % tile.GROUP
     walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
-    lo = gl.maximum(walk.lo, band * shape.band)
-    return h, Walk(lo, walk.full_lo, walk.full_hi, gl.minimum(walk.hi, (band + 1) * shape.band))
+    lo, hi = gl.maximum(walk.lo, first), gl.minimum(walk.hi, first + shape.band)
+    return h, Walk(lo, walk.full_lo, walk.full_hi, hi)
 
 
 @gluon.jit

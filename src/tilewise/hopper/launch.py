@@ -46,6 +46,8 @@ LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 Box = tuple[list[int], list[int], list[int], Any]
 """Shape, strides, box and layout of a descriptor."""
+MANY_HEADS, BAND = 8, 1024
+"""From how many query heads of a key head on the backward goes by bands, and their queries."""
 
 
 class Descriptor(TensorDescriptor):
@@ -189,7 +191,7 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    section, band = side_by_side(p, tiles, row.B_r, D * 8)
+    section = side_by_side(p, tiles, D * 8)
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
@@ -199,7 +201,7 @@ def backward_launches(
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
         variant, pl.c, pl.factor,
-        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles, band),
+        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles, band(p, row.B_r)),
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
@@ -227,15 +229,17 @@ def backward_launches(
     return [*listing, before, main, after, *biases]
 
 
-def side_by_side(p: Problem, tiles: int, B_r: int, bytes_of_row: int) -> tuple[int, int]:
-    """How many matrices of keys the backward works on side by side, and query tiles of a band (see keys.py): what they
-    read and add to again and again stays in the cache. Fewer matrices than that give every processor a tile would leave
-    some waiting at the end. ORDERED tiles go by no bands: they wait for each other."""
-    group = p.H // p.H_k
-    section = max(1, processors(p.q.device) // tiles, CACHED_QUERIES // (group * p.M * bytes_of_row))
+def side_by_side(p: Problem, tiles: int, bytes_of_row: int) -> int:
+    """How many matrices of keys the backward works on side by side: as many as stay in the cache with what is read and
+    added to again and again, but no fewer than give every processor a tile, or some would wait at the end."""
+    cached = CACHED_QUERIES // (p.H // p.H_k * p.M * bytes_of_row)
+    return max(1, processors(p.q.device) // tiles, cached)
+
+
+def band(p: Problem, B_r: int) -> int:
+    """Query tiles of a band (see keys.py): all, unless many heads share keys. ORDERED tiles wait for each other."""
     whole = max(1, cdiv(p.M, B_r))
-    band = CACHED_QUERIES // (section * group * B_r * bytes_of_row)
-    return section, whole if p.recipe.deterministic else min(whole, max(1, band))
+    return whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic else min(whole, BAND // B_r)
 
 
 @lru_cache(64)
