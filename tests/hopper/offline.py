@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from offline import meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
+DTYPES = torch.bfloat16, torch.float32
 
 
 CALLS = {
     64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
-    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "fp16x3", "bf16x6"),
-    256: ("causal", "dropout", "listed"),
+    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6"),
+    256: ("causal", "dropout", "grouped", "listed"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -40,6 +41,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "long causal": {"mask": tw.Causal(), "S": 8192},
         "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
         "ordered": {"mask": tw.Causal(), "deterministic": True},
+        "grouped": {"mask": tw.Causal(), "H_k": 1},
         "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
         "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
@@ -58,19 +60,19 @@ def calls() -> dict[str, dict[str, Any]]:
 def launches(D: int, options: dict[str, Any]) -> list[Any]:
     """Forward and backward of a call with meta tensors."""
     options = dict(options)
-    length = options.pop("S", S)
-    shape = (B * length, H, D) if "layout" in options else (B, length, H, D)
-    q = meta(*shape, dtype=torch.float32 if "precision" in options else torch.bfloat16)
+    length, H_k = options.pop("S", S), options.pop("H_k", H)
+    shape, dtype = (B * length,) if "layout" in options else (B, length), DTYPES["precision" in options]
+    q, k = (meta(*shape, heads, D, dtype=dtype) for heads in (H, H_k))
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": "hopper",
     }  # fmt: skip
-    x, recipe, longest = _gather(q, q, q, *{**defaults, **options}.values())
+    x, recipe, longest = _gather(q, k, k, *{**defaults, **options}.values())
     p = _hypothetical(x, recipe, longest, "sm_90")
     assert not backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
-    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, q, q, (None,) * len(x.extra))
+    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, k, k, (None,) * len(x.extra))
     counter = meta(2, dtype=torch.int32)
     if q.dtype == torch.float32:
         keys = fp32_backward.empty_keys(p, q.device)

@@ -14,13 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
 from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
-from .keys import keys_of, next_turn, place_of, visits_of
+from .keys import first_visit, keys_of, next_turn, next_visit, place_of, there, tile_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -60,6 +59,8 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
+    band: object
+    """Query tiles of a band; see `keys.first_visit`."""
 
 
 class Shared(NamedTuple):
@@ -85,7 +86,6 @@ class Shared(NamedTuple):
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     B_R: gl.constexpr = tile.B_R
-    GROUP: gl.constexpr = tile.GROUP
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
     wait_kernels()  # for L and D
@@ -100,20 +100,21 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
             releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
             releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
-            for g in range(GROUP):
-                h, lists, walk = visits_of(keys, g, variant, tile)
-                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-                for x in range(walk.lo, walk.hi):
-                    m = tile_at(variant.visits, lists, x)
-                    wait_before(shared.q.empty, y)
-                    bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
-                    releases.load(Q, [b, h, keys.q0 + m * B_R, 0], bar, stage(shared.q.memory, y))
-                    releases.load(L, [(block0 + m) * B_R], bar, stage(shared.logs, y))
-                    wait_before(shared.do.empty, y)
-                    bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
-                    releases.load(dO, [b, h, keys.q0 + m * B_R, 0], bar, stage(shared.do.memory, y))
-                    releases.load(D, [(block0 + m) * B_R], bar, stage(shared.sums, y))
-                    y += 1
+            visit = first_visit(keys, shape, variant, tile)
+            while there(visit):
+                m = tile_of(visit, keys, variant)
+                at = [b, visit.h, keys.q0 + m * B_R, 0]
+                row = (first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m) * B_R
+                wait_before(shared.q.empty, y)
+                bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
+                releases.load(Q, at, bar, stage(shared.q.memory, y))
+                releases.load(L, [row], bar, stage(shared.logs, y))
+                wait_before(shared.do.empty, y)
+                bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
+                releases.load(dO, at, bar, stage(shared.do.memory, y))
+                releases.load(D, [row], bar, stage(shared.sums, y))
+                y += 1
+                visit = next_visit(visit, keys, shape, variant, tile)
         t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
@@ -124,7 +125,6 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     """The warps that roll dropout's dice: once a tile, of which each group takes its own keys, or each side all."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    GROUP: gl.constexpr = tile.GROUP
     DICE: gl.constexpr = tile.DICE
     seed = gl.load(variant.dropout.seed)
     threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
@@ -133,15 +133,15 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, DICE)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            for x in range(walk.lo, walk.hi):
-                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
-                wait_before(shared.bits.empty, y)
-                stage(shared.bits.memory, y).store(words)
-                arrive(shared.bits.full, y)
-                y += 1
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
+            wait_before(shared.bits.empty, y)
+            stage(shared.bits.memory, y).store(words)
+            arrive(shared.bits.full, y)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
         n += 1
         t = ticket(shared.drawn, n, DICE)
 
@@ -158,7 +158,6 @@ def wait_added():
 def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come, or in turn."""
     B_R: gl.constexpr = tile.B_R
-    GROUP: gl.constexpr = tile.GROUP
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
@@ -167,29 +166,29 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-            for x in range(walk.lo, walk.hi):
-                m = tile_at(variant.visits, lists, x)
-                if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
-                    while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
-                        pass
-                for piece in gl.static_range(PIECES):
-                    for w in gl.static_range(2):
-                        mbarrier.wait(shared.dq.full.index(w), y & 1)
-                        row = ((block0 + m) * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
-                        releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
-                        if tile.ORDERED and IN_ALL == 1:
-                            wait_added()
-                    tma.store_wait(1)
-                    mbarrier.arrive(shared.dq.empty.index(0))
-                    tma.store_wait(0)
-                    mbarrier.arrive(shared.dq.empty.index(1))
-                    y += 1
-                if tile.ORDERED:
-                    wait_added()
-                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="relaxed")
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            m = tile_of(visit, keys, variant)
+            block = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m
+            if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
+                while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
+                    pass
+            for piece in gl.static_range(PIECES):
+                for w in gl.static_range(2):
+                    mbarrier.wait(shared.dq.full.index(w), y & 1)
+                    row = (block * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
+                    releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
+                    if tile.ORDERED and IN_ALL == 1:
+                        wait_added()
+                tma.store_wait(1)
+                mbarrier.arrive(shared.dq.empty.index(0))
+                tma.store_wait(0)
+                mbarrier.arrive(shared.dq.empty.index(1))
+                y += 1
+            if tile.ORDERED:
+                wait_added()
+                gl.atomic_xchg(turns + block, next_turn(keys, m, variant, tile), sem="relaxed")
+            visit = next_visit(visit, keys, shape, variant, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 

@@ -13,7 +13,7 @@ from ..tile.visits import Variant
 from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, processors, vector
+from .launch import PIECE, TINY, TYPES, Descriptor, band, processors, side_by_side, vector
 from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 
@@ -199,16 +199,13 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
-    # two tiles a processor, and no small section at the end: it would begin with the longest tiles when others are done
-    least = max(1, 2 * processors(x.q.device) // tiles, cached)
-    section = cdiv(heads, max(1, heads // least))
+    section = side_by_side(p, tiles, D * 4 * (kind.pieces + 1))
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums,
         rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where, variant, max(p.scale, TINY), p.scale,
-        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
+        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles, band(p, row.B_r)),
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile.gradients import seen
 from ..tile.rows import origin
 from ..tile.softmax import LOG2E
-from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
 from .backward import wait_added
@@ -45,7 +44,7 @@ from .channel import (
     wait_kernels,
 )
 from .gradients import hand_over
-from .keys import keys_of, next_turn, place_of, visits_of
+from .keys import first_visit, is_edge, keys_of, next_turn, next_visit, place_of, there, tile_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -85,6 +84,8 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
+    band: object
+    """As in backward.py."""
 
 
 class Shared(NamedTuple):
@@ -126,10 +127,16 @@ def block_of(keys, shape, packed, tile: gl.constexpr):
 
 
 @gluon.jit
+def query_block(visit, keys, shape, packed, variant, tile: gl.constexpr):
+    """Which tile of all queries in memory a visit's is."""
+    first = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, tile.B_R)
+    return first + tile_of(visit, keys, variant)
+
+
+@gluon.jit
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     B_R: gl.constexpr = tile.B_R
-    GROUP: gl.constexpr = tile.GROUP
     PIECES: gl.constexpr = tile.PIECES
     BLOCKS: gl.constexpr = tile.B_C // 64
     n = 0  # tiles of keys so far
@@ -147,20 +154,19 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 load_pieces(K, first + 64 * c, bar, shared.k, c, PIECES)
                 load_pieces(V, first + 64 * c, bar, shared.v, c, PIECES)
             n += 1
-            for g in range(GROUP):
-                h, lists, walk = visits_of(keys, g, variant, tile)
-                block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-                for x in range(walk.lo, walk.hi):
-                    row = (block0 + tile_at(variant.visits, lists, x)) * B_R
-                    wait_before(shared.q.empty, y)
-                    bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
-                    load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
-                    releases.load(L, [row], bar, stage(shared.logs, y))
-                    wait_before(shared.do.empty, y)
-                    bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
-                    load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
-                    releases.load(D, [row], bar, stage(shared.sums, y))
-                    y += 1
+            visit = first_visit(keys, shape, variant, tile)
+            while there(visit):
+                row = query_block(visit, keys, shape, packed, variant, tile) * B_R
+                wait_before(shared.q.empty, y)
+                bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
+                load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
+                releases.load(L, [row], bar, stage(shared.logs, y))
+                wait_before(shared.do.empty, y)
+                bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
+                load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
+                releases.load(D, [row], bar, stage(shared.sums, y))
+                y += 1
+                visit = next_visit(visit, keys, shape, variant, tile)
         t = draw(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
@@ -169,8 +175,6 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 @gluon.jit
 def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp, as in backward.py. Here a group gets its memory back before the other's piece is waited for."""
-    B_R: gl.constexpr = tile.B_R
-    GROUP: gl.constexpr = tile.GROUP
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
     y = 0
     n = 0
@@ -178,26 +182,26 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-            for x in range(walk.lo, walk.hi):
-                m = tile_at(variant.visits, lists, x)
-                if tile.ORDERED:  # why no fence is needed is said in backward.py
-                    while gl.atomic_add(turns + block0 + m, 0, sem="relaxed") != keys.t:
-                        pass
-                for w in gl.static_range(2):
-                    mbarrier.wait(shared.dq.full.index(w), y & 1)
-                    releases.reduce_add(dQ, [((block0 + m) * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
-                    if tile.ORDERED:
-                        wait_added()
-                    tma.store_wait(0)
-                    mbarrier.arrive(shared.dq.empty.index(w))
-                    if tile.IN_STEP:
-                        arrive(shared.do.empty, y)
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            block = query_block(visit, keys, shape, packed, variant, tile)
+            if tile.ORDERED:  # why no fence is needed is said in backward.py
+                while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
+                    pass
+            for w in gl.static_range(2):
+                mbarrier.wait(shared.dq.full.index(w), y & 1)
+                releases.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
                 if tile.ORDERED:
-                    gl.atomic_xchg(turns + block0 + m, next_turn(keys, m, variant, tile), sem="relaxed")
-                y += 1
+                    wait_added()
+                tma.store_wait(0)
+                mbarrier.arrive(shared.dq.empty.index(w))
+                if tile.IN_STEP:
+                    arrive(shared.do.empty, y)
+            if tile.ORDERED:
+                turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
+                gl.atomic_xchg(turns + block, turn, sem="relaxed")
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -332,7 +336,6 @@ def power_above(bound):
 def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
     """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
     B_R: gl.constexpr = tile.B_R
-    GROUP: gl.constexpr = tile.GROUP
     PIECES: gl.constexpr = tile.PIECES
     IN_STEP: gl.constexpr = tile.IN_STEP
     PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
@@ -357,58 +360,57 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
         dk = gl.zeros([64, 64], gl.float32, layout)
         dv = gl.zeros([64, 64], gl.float32, layout)
         wait(shared.kv.full, n)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
-            for x in range(walk.lo, walk.hi):
-                m = tile_at(variant.visits, lists, x)
-                q_undo, do_undo = undo_of(scales.q, block0 + m, PIECES), undo_of(scales.do, block0 + m, PIECES)
-                down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
-                own = HALF + (y >> 31)  # the same number: see channel.only
-                wait(shared.q.full, y)
-                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
-                S = product(pieces(shared.k, own, PIECES), q, zero)
-                wait(shared.do.full, y)
-                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, None, True)
-                dP = product(pieces(shared.v, own, PIECES), do, zero)
-                logs = stage(shared.logs, y).load(row_layout)
-                S = warpgroup_mma_wait(PRODUCTS, [S])
-                P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
-                if tile.EDGES:
-                    if (x < walk.full_lo) | (x >= walk.full_hi):
-                        i = gl.arange(0, B_R, row_layout)[None, :]
-                        j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-                        place = place_of(keys, shape, h, m, B_R)
-                        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
-                p = as_operand(cut(P, PIECES))
-                sums = stage(shared.sums, y).load(row_layout) * down
-                dP = warpgroup_mma_wait(0, [dP])
-                do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, COLUMN)
-                dv_tile = product(p, do, zero)
-                dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
-                ds = cut(dS, PIECES)
-                if not IN_STEP:
-                    mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-                ds_transposed = store_ds(ds, shared.ds, y >> 31, W, IN_STEP)
-                fence_async_shared()
-                releases.barrier()
-                dv_tile = warpgroup_mma_wait(0, [dv_tile])
-                if not IN_STEP:
-                    arrive(shared.do.empty, y)
-                dv += dv_tile * (do_undo * UNDO)
-                q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
-                dk_tile = product(as_operand(ds), q, zero)
-                dq = product(ds_transposed, pieces(shared.k, own, PIECES, COLUMN), zero)
-                dk_tile = warpgroup_mma_wait(PRODUCTS, [dk_tile])
-                arrive(shared.q.empty, y)
-                dk += dk_tile * (q_undo * up * UNDO)
-                dq = warpgroup_mma_wait(0, [dq])
-                if IN_STEP:
-                    take_turns("sync", 0)  # both groups: dS and dO are read
-                else:
-                    releases.barrier()  # dS is read
-                hand_over(dq * (k_undo * up * UNDO), shared, y, W)
-                y += 1
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            block = query_block(visit, keys, shape, packed, variant, tile)
+            q_undo, do_undo = undo_of(scales.q, block, PIECES), undo_of(scales.do, block, PIECES)
+            down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales.D + block))
+            own = HALF + (y >> 31)  # the same number: see channel.only
+            wait(shared.q.full, y)
+            q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
+            S = product(pieces(shared.k, own, PIECES), q, zero)
+            wait(shared.do.full, y)
+            do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, None, True)
+            dP = product(pieces(shared.v, own, PIECES), do, zero)
+            logs = stage(shared.logs, y).load(row_layout)
+            S = warpgroup_mma_wait(PRODUCTS, [S])
+            P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
+            if tile.EDGES:
+                if is_edge(visit):
+                    i = gl.arange(0, B_R, row_layout)[None, :]
+                    j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+                    place = place_of(visit, keys, shape, variant, B_R)
+                    P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+            p = as_operand(cut(P, PIECES))
+            sums = stage(shared.sums, y).load(row_layout) * down
+            dP = warpgroup_mma_wait(0, [dP])
+            do = pieces(shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES, COLUMN)
+            dv_tile = product(p, do, zero)
+            dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
+            ds = cut(dS, PIECES)
+            if not IN_STEP:
+                mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
+            ds_transposed = store_ds(ds, shared.ds, y >> 31, W, IN_STEP)
+            fence_async_shared()
+            releases.barrier()
+            dv_tile = warpgroup_mma_wait(0, [dv_tile])
+            if not IN_STEP:
+                arrive(shared.do.empty, y)
+            dv += dv_tile * (do_undo * UNDO)
+            q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
+            dk_tile = product(as_operand(ds), q, zero)
+            dq = product(ds_transposed, pieces(shared.k, own, PIECES, COLUMN), zero)
+            dk_tile = warpgroup_mma_wait(PRODUCTS, [dk_tile])
+            arrive(shared.q.empty, y)
+            dk += dk_tile * (q_undo * up * UNDO)
+            dq = warpgroup_mma_wait(0, [dq])
+            if IN_STEP:
+                take_turns("sync", 0)  # both groups: dS and dO are read
+            else:
+                releases.barrier()  # dS is read
+            hand_over(dq * (k_undo * up * UNDO), shared, y, W)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
         arrive(shared.kv.empty, 0)
         store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
         store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)

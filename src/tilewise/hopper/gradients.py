@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.softmax import probabilities
-from ..tile.visits import Place, tile_at
+from ..tile.visits import Place
 from . import releases
 from .channel import arrive, only, stage, wait
 from .dice import dropped, kept, taken
 from .forward import store_inside, zero_from
-from .keys import keys_of, part_of, place_of, visits_of
+from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
 from .queue import ticket
 
 
@@ -216,7 +216,6 @@ def rows_of_keys(
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     EDGES: gl.constexpr = tile.EDGES
-    GROUP: gl.constexpr = tile.GROUP
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -231,48 +230,49 @@ def rows_of_keys(
         wait(shared.kv.full, n)
         stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            part = part_of(walk, keys, j0, variant, tile)
-            for _ in range(walk.lo, part.lo):
-                y = stand_by(W, y, shared, dq_layout, tile)
-            if part.hi > part.lo:
-                place = place_of(keys, shape, h, tile_at(variant.visits, lists, part.lo), B_R)
-                edge = (part.lo < part.full_lo) | (part.lo >= part.full_hi)
-                dv_next, ds = row_block(W, y, dv, place, j0, edge, shared, packed, variant, unit, tile)
-                stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
-                fence_async_shared()
-                arrive(shared.ds.full, y)
-                q = stage(shared.q.memory, y).reshape([B_R, D])
-                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-                dv = warpgroup_mma_wait(1, [dv_next])
-                arrive(shared.do.empty, y)
-                dk = warpgroup_mma_wait(0, [dk_next])
-                arrive(shared.q.empty, y)
-                for x in range(part.lo + 1, part.hi):
-                    place_x = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                    edge_x = EDGES & ((x < part.full_lo) | (x >= part.full_hi))
-                    dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
-                    # both halves of the dS before are there, and both groups are done with the one before that
-                    wait(shared.ds.full, y)
-                    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
-                    fence_async_shared()
-                    dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
-                    q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
-                    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
-                    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
-                    arrive(shared.ds.full, y + 1)
-                    arrive(shared.do.empty, y + 1)
-                    hand_over(dq, shared, y, W)
-                    dk = warpgroup_mma_wait(0, [dk_next])
-                    arrive(shared.q.empty, y + 1)
-                    y += 1
+        first = first_visit(keys, shape, variant, tile)
+        visit = part_of(first, keys, j0, variant, tile)
+        left_out = first.walk.hi - visit.walk.hi
+        for _ in range(first.x, visit.x):
+            y = stand_by(W, y, shared, dq_layout, tile)
+        if there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            dv_next, ds = row_block(W, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
+            stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
+            fence_async_shared()
+            arrive(shared.ds.full, y)
+            q = stage(shared.q.memory, y).reshape([B_R, D])
+            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, [dv_next])
+            arrive(shared.do.empty, y)
+            dk = warpgroup_mma_wait(0, [dk_next])
+            arrive(shared.q.empty, y)
+            visit = next_visit(visit, keys, shape, variant, tile)
+            while there(visit):
+                place_x = place_of(visit, keys, shape, variant, B_R)
+                edge_x = EDGES & is_edge(visit)
+                dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                # both halves of the dS before are there, and both groups are done with the one before that
                 wait(shared.ds.full, y)
-                dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
-                hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+                stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+                fence_async_shared()
+                dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
+                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
+                dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+                arrive(shared.ds.full, y + 1)
+                arrive(shared.do.empty, y + 1)
+                hand_over(dq, shared, y, W)
+                dk = warpgroup_mma_wait(0, [dk_next])
+                arrive(shared.q.empty, y + 1)
                 y += 1
-            for _ in range(part.hi, walk.hi):
-                y = stand_by(W, y, shared, dq_layout, tile)
+                visit = next_visit(visit, keys, shape, variant, tile)
+            wait(shared.ds.full, y)
+            dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+            hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+            y += 1
+        for _ in range(left_out):
+            y = stand_by(W, y, shared, dq_layout, tile)
         arrive(shared.kv.empty, 0)
         buffer = shared.dq.memory.index(W)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
@@ -310,7 +310,6 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    GROUP: gl.constexpr = tile.GROUP
     dtype: gl.constexpr = shared.k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -326,36 +325,36 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
         dv = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            for x in range(walk.lo, walk.hi):
-                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                edge = (x < walk.full_lo) | (x >= walk.full_hi)
-                zero_queries(place, packed, shared, y, tile)
-                wait(shared.q.full, y)
-                q = stage(shared.q.memory, y).reshape([B_R, D])
-                S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-                words = taken(shared.bits, y, 0, zero)
-                S = warpgroup_mma_wait(0, [S])
-                arrive(shared.q.empty, y)
-                P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
-                # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
-                ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-                p = dropped(P.to(dtype), words, variant)
-                shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
-                arrive(shared.p.full, y)
-                wait(shared.do.full, y)
-                do = stage(shared.do.memory, y).reshape([B_R, D])
-                dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
-                wait(shared.ds.full, y)
-                dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
-                dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
-                dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
-                arrive(shared.do.empty, y)
-                hand_over(dq, shared, 2 * y, 0)
-                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
-                y += 1
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            edge = is_edge(visit)
+            zero_queries(place, packed, shared, y, tile)
+            wait(shared.q.full, y)
+            q = stage(shared.q.memory, y).reshape([B_R, D])
+            S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+            words = taken(shared.bits, y, 0, zero)
+            S = warpgroup_mma_wait(0, [S])
+            arrive(shared.q.empty, y)
+            P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
+            # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+            ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+            p = dropped(P.to(dtype), words, variant)
+            shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+            arrive(shared.p.full, y)
+            wait(shared.do.full, y)
+            do = stage(shared.do.memory, y).reshape([B_R, D])
+            dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+            wait(shared.ds.full, y)
+            dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
+            dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
+            dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+            arrive(shared.do.empty, y)
+            hand_over(dq, shared, 2 * y, 0)
+            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
@@ -371,7 +370,6 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    GROUP: gl.constexpr = tile.GROUP
     dtype: gl.constexpr = shared.k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -388,37 +386,37 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
         dk = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
-        for g in range(GROUP):
-            h, lists, walk = visits_of(keys, g, variant, tile)
-            for x in range(walk.lo, walk.hi):
-                place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
-                zero_queries(place, packed, shared, y, tile)
-                wait(shared.do.full, y)
-                do = stage(shared.do.memory, y).reshape([B_R, D])
-                dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-                sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
-                words = taken(shared.bits, y, 0, zero)
-                dP = warpgroup_mma_wait(0, [dP])
-                arrive(shared.do.empty, y)
-                if variant.dropout is not None:
-                    dP = kept(dP, words) * variant.dropout.rescale
-                dP = dP - sums[None, :]
-                wait(shared.p.full, y)
-                ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
-                shared.ds.memory.store(ds)
-                fence_async_shared()
-                arrive(shared.ds.full, y)
-                wait(shared.q.full, y)
-                q = stage(shared.q.memory, y).reshape([B_R, D])
-                dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
-                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-                dq = warpgroup_mma_wait(1, [dq])
-                hand_over(dq, shared, 2 * y, 1)
-                dk = warpgroup_mma_wait(0, [dk_next])
-                dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
-                arrive(shared.q.empty, y)
-                hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
-                y += 1
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            zero_queries(place, packed, shared, y, tile)
+            wait(shared.do.full, y)
+            do = stage(shared.do.memory, y).reshape([B_R, D])
+            dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+            words = taken(shared.bits, y, 0, zero)
+            dP = warpgroup_mma_wait(0, [dP])
+            arrive(shared.do.empty, y)
+            if variant.dropout is not None:
+                dP = kept(dP, words) * variant.dropout.rescale
+            dP = dP - sums[None, :]
+            wait(shared.p.full, y)
+            ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
+            shared.ds.memory.store(ds)
+            fence_async_shared()
+            arrive(shared.ds.full, y)
+            wait(shared.q.full, y)
+            q = stage(shared.q.memory, y).reshape([B_R, D])
+            dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
+            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, [dq])
+            hand_over(dq, shared, 2 * y, 1)
+            dk = warpgroup_mma_wait(0, [dk_next])
+            dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+            arrive(shared.q.empty, y)
+            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
         store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))

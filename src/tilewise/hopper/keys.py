@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..tile.rows import rows_of
 from ..tile.schedule import assign
-from ..tile.visits import Place, list_at, query_range
+from ..tile.visits import Place, list_at, query_range, tile_at
 
 
 class Keys(NamedTuple):
@@ -32,6 +32,16 @@ class Walk(NamedTuple):
     hi: object
 
 
+class Visit(NamedTuple):
+    """A visit of a tile of keys: a position in the walk of one of the query heads that share it."""
+
+    round: object
+    """Which of the walks; see `first_visit`."""
+    h: object
+    x: object
+    walk: object
+
+
 @gluon.jit
 def keys_of(t, shape, packed, tile: gl.constexpr):
     """Where tile t of all is. The first keys, seen by the most queries, come first. ORDERED, the last do, which have to
@@ -48,12 +58,57 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 
 @gluon.jit
-def visits_of(keys, g, variant, tile: gl.constexpr):
-    """The g-th of the query heads that share these keys: which it is, where its list of tiles is, if they are listed,
-    and the walk through its query tiles."""
-    h = keys.h_k * tile.GROUP + g
-    lists = list_at(variant.visits, keys.b, h, keys.t)
-    return h, lists, walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
+def first_visit(keys, shape, variant, tile: gl.constexpr):
+    """Of the walks of all query heads that share these keys. They go by rounds: a band of query tiles, the last band
+    first, and in it one head after the other, so that what programs side by side read stays in the cache."""
+    if tile.GROUP == 1:
+        walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h_k, keys.t), variant, tile.B_R, tile.B_C)
+        return Visit(0, keys.h_k, walk.lo, walk)
+    else:
+        return next_visit(Visit(-1, keys.h_k, 0, Walk(0, 0, 0, 0)), keys, shape, variant, tile)
+
+
+@gluon.jit
+def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
+    """The one after it; past the last, one that is not there."""
+    at, h, x, walk = visit.round, visit.h, visit.x + 1, visit.walk
+    if tile.GROUP > 1:
+        rounds = tile.GROUP * bands(keys, shape, tile)
+        while (x >= walk.hi) & (at + 1 < rounds):
+            at += 1
+            h, walk = walk_of_round(at, keys, shape, variant, tile)
+            x = walk.lo
+    return Visit(at, h, x, walk)
+
+
+@gluon.jit
+def bands(keys, shape, tile: gl.constexpr):
+    """Of shape.band query tiles each, how many there are."""
+    return gl.cdiv(gl.cdiv(keys.M, tile.B_R), shape.band)
+
+
+@gluon.jit
+def walk_of_round(at, keys, shape, variant, tile: gl.constexpr):
+    """Which head, and its walk in the round's band. Where there are bands, each tile of keys begins with another head,
+    so that few add to a tile of dQ at a time."""
+    count = bands(keys, shape, tile)
+    first = (count - 1 - at // tile.GROUP) * shape.band
+    h = keys.h_k * tile.GROUP + gl.where(count > 1, at + keys.t, at) % tile.GROUP
+    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
+    lo, hi = gl.maximum(walk.lo, first), gl.minimum(walk.hi, first + shape.band)
+    return h, Walk(lo, walk.full_lo, walk.full_hi, hi)
+
+
+@gluon.jit
+def there(visit):
+    """Whether a visit is one."""
+    return visit.x < visit.walk.hi
+
+
+@gluon.jit
+def tile_of(visit, keys, variant):
+    """Its query tile."""
+    return tile_at(variant.visits, list_at(variant.visits, keys.b, visit.h, keys.t), visit.x)
 
 
 @gluon.jit
@@ -64,21 +119,30 @@ def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """What the 64 keys from j0 on see of their tile's walk, if that has PARTS, else all of it."""
+def part_of(visit, keys, j0, variant, tile: gl.constexpr):
+    """The first visit of the 64 keys from j0 on, and their own walk, if tiles have PARTS; else the same."""
     if tile.PARTS:
+        walk = visit.walk
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
-        return Walk(lo, part.full_lo, part.full_hi, gl.where(j0 < keys.N, hi, lo))
+        hi = gl.where(j0 < keys.N, hi, lo)
+        return Visit(visit.round, visit.h, lo, Walk(lo, part.full_lo, part.full_hi, hi))
     else:
-        return walk
+        return visit
 
 
 @gluon.jit
-def place_of(keys, shape, h, m, B_R: gl.constexpr):
-    """Query tile m of head h."""
+def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
+    """Where a visit's query tile is."""
+    h, m = visit.h, tile_of(visit, keys, variant)
     return Place(keys.b, h, keys.b * shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
+
+
+@gluon.jit
+def is_edge(visit):
+    """Whether it needs the mask."""
+    return (visit.x < visit.walk.full_lo) | (visit.x >= visit.walk.full_hi)
 
 
 @gluon.jit

@@ -46,6 +46,8 @@ LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 Box = tuple[list[int], list[int], list[int], Any]
 """Shape, strides, box and layout of a descriptor."""
+MANY_HEADS, BAND = 8, 1024
+"""From how many query heads of a key head on the backward goes by bands, and their queries."""
 
 
 class Descriptor(TensorDescriptor):
@@ -105,8 +107,9 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
-    # 128 queries hardly ever see one half of a tile of keys alone; and with scores, registers are short
-    parts = bool(p.recipe.mask) and back.B_r < back.B_c and not (p.listed or p.recipe.score)
+    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
+    # heads that share keys are one
+    parts = bool(p.recipe.mask) and back.B_r < back.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = backward_kernel.Tile(
         back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, parts, edges, p.recipe.deterministic,
@@ -188,8 +191,7 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
-    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
+    section = side_by_side(p, tiles, D * 8)
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
@@ -199,7 +201,7 @@ def backward_launches(
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
         variant, pl.c, pl.factor,
-        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles),
+        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles, band(p, row.B_r)),
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
@@ -225,6 +227,21 @@ def backward_launches(
         variant = variant._replace(scores=device_values(p, x.extra)[1])
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
     return [*listing, before, main, after, *biases]
+
+
+def side_by_side(p: Problem, tiles: int, bytes_of_row: int) -> int:
+    """How many matrices of keys the backward works on side by side: as many as stay in the cache with what is read and
+    added to again and again, but enough for two tiles a processor, and no small section at the end: it would begin with
+    the longest tiles when others are done."""
+    heads = p.B * p.H_k
+    cached = CACHED_QUERIES // (p.H // p.H_k * p.M * bytes_of_row)
+    return cdiv(heads, max(1, heads // max(1, 2 * processors(p.q.device) // tiles, cached)))
+
+
+def band(p: Problem, B_r: int) -> int:
+    """Query tiles of a band (see keys.py): all, unless many heads share keys. ORDERED tiles wait for each other."""
+    whole = max(1, cdiv(p.M, B_r))
+    return whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic else min(whole, BAND // B_r)
 
 
 @lru_cache(64)
