@@ -81,7 +81,7 @@ WALKS = ("forward", "dkdv", "dq")
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Full, causal ("plain"), rich and listed calls in the target's 16-bit type, and plain ones in fp32."""
+    """Full, causal ("plain"), rich and listed calls in the 16-bit type; plain ones in fp32, "ieee" on FMA units."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -94,6 +94,8 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
+        yield Call("ieee", torch.float32, 64, WALKS)
+        yield Call("ieee", torch.float32, 128, WALKS)
         yield Call("listed", half, 64, (*WALKS, "dbias"))
 
 
@@ -111,6 +113,8 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
             "sink": meta(H, dtype=torch.float32),
             "dropout": 0.1,
         }
+    elif call.variant == "ieee":
+        options |= {"precision": "ieee", "backend": "triton"}
     elif call.variant == "listed":
         bias = tw.Bias(meta(1, H, S, S, dtype=call.dtype))
         options = {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal(), "score": bias, "wanted": True}
