@@ -62,7 +62,10 @@ def load_values(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def weights(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """What multiplies the slices of `load_values`: a thread has four neighbouring columns of P, one for each slice."""
+    """What multiplies the slices of `load_values`: a thread has four neighbouring columns of P, one for each slice.
+
+    Made before other products are, they wait for theirs in shared memory rather than in registers.
+    """
     if on_fma_units(dtype, PRECISION):
         R: tl.constexpr = P.shape[0]
         C: tl.constexpr = P.shape[1]
@@ -76,7 +79,7 @@ def weights(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
         else:
             return (P,)
     else:
-        return (P.to(dtype),)
+        return (P,)
 
 
 @triton.jit

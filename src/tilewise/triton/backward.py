@@ -47,11 +47,10 @@ def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.
 @triton.jit
 def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
     """acc + a b. In fp32 a fresh sum per tile is added by FMA, because matrix units truncate as they sum."""
-    a = weights(a, b[0].dtype, PRECISION)
     if b[0].dtype == tl.float32:
         return tl.fma(product(a, b, PRECISION), one, acc)
     else:
-        return tl.dot(a[0], b[0], acc)
+        return tl.dot(a[0].to(b[0].dtype), b[0], acc)
 
 
 @triton.jit
@@ -72,6 +71,7 @@ def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: 
     P, dS = scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     if STILL == 1:
         P, dS = P.T, dS.T
+    P, dS = weights(P, dtype, PRECISION), weights(dS, dtype, PRECISION)
     q = load_values(Q, place.i0, place.M, MASKED, PRECISION)  # (B_r, d)
     do = load_values(dO, place.i0, place.M, MASKED, PRECISION)  # (B_r, d_v)
     return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
@@ -134,6 +134,7 @@ def dq_step(j0, acc, q, do, logs, sums, K, V, place, variant, unit, one, MASKED:
     _, dS = scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, MASKED, 0)
     if STILL == 1:
         dS = dS.T
+    dS = weights(dS, dtype, PRECISION)
     return accumulate(acc, dS, load_values(K, j0, place.N, MASKED, PRECISION), one, PRECISION)
 
 

@@ -36,7 +36,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
         # matrix units truncate as they sum: a fresh sum per tile, added by FMA, keeps long rows exact
         acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
     else:
-        acc = tl.dot(P[0], v[0], acc * alpha[:, None])  # (B_r, d_v)
+        acc = tl.dot(P[0].to(v[0].dtype), v[0], acc * alpha[:, None])  # (B_r, d_v)
     return acc, m, l
 
 

@@ -74,7 +74,7 @@ DKDV: Table = {
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
-    ("hopper", 4, 64, "ieee"): Tiles(32, 64, 4, 1),
+    ("hopper", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
     ("hopper", 4, 128, "ieee"): Tiles(32, 64, 8, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
