@@ -94,9 +94,10 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
+        yield Call("listed", half, 64, (*WALKS, "dbias"))
+    if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, WALKS)
         yield Call("ieee", torch.float32, 128, WALKS)
-        yield Call("listed", half, 64, (*WALKS, "dbias"))
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
