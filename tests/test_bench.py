@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tilewise import reference
 from tilewise.bench import field, measure, report, results, tables
-from tilewise.bench.accuracy import Inputs, Truth, run_once
+from tilewise.bench.accuracy import Inputs, Truth, _errors, run_once
 from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED, Peer
 from tilewise.bench.results import Row
@@ -139,6 +139,28 @@ def test_the_truth_is_the_specification(dropout):
     for (b, h), exact in zip(truth.heads, truth.exact, strict=True):
         for mine, whole in zip(exact.values(), (o, *grads[:3]), strict=True):
             torch.testing.assert_close(mine, whole[b, :, h : h + 1].transpose(0, 1))
+
+
+@pytest.mark.parametrize(("length", "seed"), [(64, 5), (64, 7), (128, 9), (256, 2)])
+def test_fp32_is_not_judged_by_the_luck_of_one_order(length, seed):
+    case = Case(2, 4, length, 64, "fp32", causal=True)
+    x = Inputs.random(case, CPU, seed)
+    truth = Truth(case, x)
+    lucky = _errors(truth.by_torch, truth.exact)
+    assert all(truth.plain[name] >= lucky[name] for name in lucky)
+    for name in ("standard", "sdpa", "sdpa math", "tilewise tiled"):
+        found = run_once(PEERS[name], PEERS[name].prepare(case, CPU), x)
+        assert truth.judge(found).wrong == ()
+        for tensor in found:
+            far = 4.0 * truth.limit[tensor] * torch.ones_like(found[tensor])
+            assert truth.judge(found | {tensor: found[tensor] + far}).wrong == (tensor,)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_types_are_judged_by_one_order(dtype):
+    case = replace(SMALL, dtype=dtype)
+    truth = Truth(case, Inputs.random(case, CPU))
+    assert truth.plain == _errors(truth.by_torch, truth.exact)
 
 
 @pytest.mark.parametrize("name", ["tilewise", "tilewise tiled"])

@@ -67,6 +67,19 @@ def test_the_truth_of_a_variant_is_the_specification(name):
             torch.testing.assert_close(mine[tensor], whole[tensor], msg=lambda m, t=tensor: f"{t}: {m}")
 
 
+@pytest.mark.parametrize("paper", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_order_and_form_of_plain_torch_is_the_specification(name, paper):
+    truth = Truth(small(name), Inputs.random(small(name), CPU))
+    for head, exact in zip(truth.by_head(torch.float64, 3, paper), truth.exact, strict=True):
+        assert head.keys() == exact.keys()
+        for tensor, orders in head.items():
+            torch.testing.assert_close(orders, exact[tensor].expand(3, *exact[tensor].shape))
+    orders = truth.by_head(torch.float32, 3, paper)[0]["dq"]
+    assert not torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2])
+
+
 def test_every_sequence_and_every_group_is_judged():
     case = small("varlen")
     assert len(case.lengths) == len(CUTS) - 1

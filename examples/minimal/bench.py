@@ -45,15 +45,15 @@ def can_run(stage):
 
 
 def seconds(call, budget=1.0):
-    """The median of as many runs as fit the budget, but for the first, which warms up unless it takes it all."""
-    times, end = [], time.perf_counter() + budget
-    while not times or (time.perf_counter() < end and len(times) < 50):
+    """The median of as many runs as fit the budget, at least one. The run before them compiles and does not count."""
+    times = []
+    while len(times) < 2 or (sum(times[1:]) < budget and len(times) <= 50):
         start = time.perf_counter()
         call()
         if GPU:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times[1:] or times)[len(times[1:]) // 2]
+    return sorted(times[1:])[len(times[1:]) // 2]
 
 
 def limits():

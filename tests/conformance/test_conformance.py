@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 import tilewise as tw
 from tilewise.backend import load
@@ -92,6 +93,22 @@ def test_fresh_memory_is_poisoned():
     like = torch.zeros(3, dtype=torch.bfloat16)
     fresh = (torch.empty(3), torch.empty_like(like), like.new_empty(2), torch.empty_strided((2, 2), (1, 2)))
     assert all(t.isnan().all() for t in fresh)
+
+
+def test_the_rival_computes_what_the_reference_does():
+    device, kernel = ("cuda", SDPBackend.EFFICIENT_ATTENTION) if GPU else ("cpu", SDPBackend.MATH)
+    whole = set()
+    for case in CASES:
+        if case.dtype != torch.float32 or case.size != "tiny":
+            continue
+        call = make(case, device)
+        if not (found := rule.rival(case, call, kernel)):
+            continue
+        true = rule.truth(case, call)
+        assert {name: t.shape for name, t in found.items()} == {name: true[name].shape for name in found}
+        assert max(rule.errors(found, true).values()) < 3e-5, case
+        whole |= {case.name} if len(found) == 4 else {case.strides}
+    assert whole >= {"through o", "length 17", "sliced", "every_second", "size_first", "one_number"}
 
 
 @pytest.mark.skipif(not GPU, reason="without tensor cores bf16x6 is plain fp32")

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,14 @@ def test_runs_alone(stage, tmp_path):
     done = run(MINIMAL / f"{stage}.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_benchmark_counts_no_first_run():
+    naps = iter((0.3, *[0.001] * 60))
+    assert importlib.import_module("bench").seconds(lambda: time.sleep(next(naps)), budget=0.02) < 0.1
+    assert 30 < len(list(naps)) < 60, "runs until the budget is spent"
+    naps = iter((0.0, 0.05))
+    assert importlib.import_module("bench").seconds(lambda: time.sleep(next(naps)), budget=0.0) >= 0.05
 
 
 def test_benchmark_runs(tmp_path):

@@ -15,6 +15,7 @@ import triton
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
 from tilewise.hopper import backend, fp32_backward, fp32_launch
+from tilewise.hopper.tiles import KINDS
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -64,7 +65,7 @@ def main() -> Iterator[dict[str, Any]]:
     """Every row of the table, and every kind of call."""
     use_target("sm_90")
     for D, calls in CALLS.items():
-        for precision in fp32_backward.COUNTS:
+        for precision in KINDS:
             for call in calls:
                 compiled = main_launch(D, precision, call).compile()
                 yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)

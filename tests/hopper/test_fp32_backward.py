@@ -244,7 +244,7 @@ def test_pieces_of_another_precision_are_split_again():
 def test_what_is_kept_takes_little_memory(batch, length, kept):
     q = torch.empty(batch, length, 16, 64, device="meta")
     p, _ = described(q, q, q, precision="fp16x3")
-    assert fp32_launch.planned(p, fp32_launch.current_fp32(p, "fp16x3")).keeps is kept
+    assert fp32_launch.plan(p).keeps is kept
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -49,7 +49,7 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
                 if forward.CORNER and start % pl.forward.B_r == 0:
                     assert not bool(found_tiles[0][:, forward.B_C // 2 :].any()), (M, N, start)
             if not pl.backward_tile.EDGES:
-                own = min(pl.backward.B_c, pl.backward.B_r)  # keys with a walk of their own
+                own = 64 if pl.backward_tile.PARTS else pl.backward.B_c  # keys with a walk of their own
                 flipped = seen[b].flip(0, 1).T  # the first query tile that keys see becomes the last key tile
                 if M % pl.backward.B_r == 0 and N % pl.backward.B_c == 0:
                     for start, found_tiles in tiles(flipped, own, pl.backward.B_r):

@@ -1,11 +1,15 @@
 """Is a result right? At most twice the error of plain torch in the same type, plus two units in the last place.
 
 The truth and plain torch are computed for a few heads only, some hundred queries at a time, so that a check stays
-affordable at 128K tokens.
+affordable at 128K tokens. In fp32 that alone would be luck, twice: a GPU's library splits the long sums of a single
+head, not those of a batch; and where a row sees few keys, the softmax's own gradient errs less than any that computes P
+again. So in fp32 plain torch sums in several orders, which make a batch, and takes its gradients in both forms, as
+tests/conformance/rule.py does, and its worst error counts.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,6 +24,9 @@ NAMES = ("o", "dq", "dk", "dv")
 SINK = "dsink"
 ENTRIES = 1 << 27
 """Scores held at once while computing the truth: 1 GB in fp64."""
+SHUFFLED = {"cuda": ENTRIES, "cpu": ENTRIES >> 4}
+"""Scores of all the orders in which plain torch sums in fp32, 2 to 16: more leave less to luck, but a CPU is slow."""
+LOG2E = math.log2(math.e)
 
 
 class Inputs(NamedTuple):
@@ -55,7 +62,7 @@ class Verdict(NamedTuple):
 
     error: dict[str, float]
     plain: dict[str, float]
-    """Of plain torch in the same type."""
+    """Of plain torch in the same type; see `Truth.plain`."""
     wrong: tuple[str, ...]
 
 
@@ -66,13 +73,26 @@ class Truth:
     def __init__(self, case: Case, x: Inputs) -> None:
         sequences, last = len(case.lengths), case.key_shape[-2] - 1
         everywhere = set(product(range(sequences), (0, last)))
-        self.case = case
+        self.case, self.x = case, x
         self.heads = sorted(everywhere if case.variant else {(0, 0), (sequences - 1, last)})
-        self.exact = self._of(x, torch.float64)
-        self.by_torch = self._of(x, case.type)
-        self.plain = _errors(self.by_torch, self.exact)
+        self.exact = self.by_head(torch.float64)
+        self.by_torch = self.by_head(case.type)
         self.largest = {name: max(float(r[name].abs().max()) for r in self.exact) for name in self.exact[0]}
-        self.limit = {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], case.type) for name in self.plain}
+
+    @cached_property
+    def plain(self) -> dict[str, float]:
+        """The largest errors of plain torch; in fp32 of the worst order of summation and form of the gradients."""
+        found = [self.by_torch]
+        if self.case.type == torch.float32:
+            orders = max(2, min(16, SHUFFLED[self.x.q.device.type] // max(self.case.lengths) ** 2))
+            found += [self.by_head(torch.float32, orders, paper) for paper in (False, True)]
+        errors = [_errors(results, self.exact) for results in found]
+        return {name: max((error[name] for error in errors), key=_nan_first) for name in errors[0]}
+
+    @cached_property
+    def limit(self) -> dict[str, float]:
+        """What every tensor may err."""
+        return {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], self.case.type) for name in self.plain}
 
     def judge(self, results: dict[str, Tensor], share: float = 0.0) -> Verdict:
         """The verdict on o, or on o and every gradient, each as its tensor lies; see `Peer.share`."""
@@ -85,9 +105,10 @@ class Truth:
         """The parts of o, dq, dk, dv and dsink that the truth is known of."""
         return [{name: _part(self.case, t, head) for name, t in results.items()} for head in self.heads]
 
-    def _of(self, x: Inputs, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-        results = [_attend(self.case, x, head, dtype) for head in self.heads]
-        if x.sink is not None:  # one sink serves all sequences
+    def by_head(self, dtype: torch.dtype, orders: int = 0, paper: bool = False) -> list[dict[str, Tensor]]:
+        """What plain torch gives in a type: in one order or in several, by autograd or by the paper's formulas."""
+        results = [_attend(self.case, self.x, head, dtype, orders, paper) for head in self.heads]
+        if self.x.sink is not None:  # one sink serves all sequences
             of = list(zip(results, (h for _, h in self.heads), strict=True))
             sums = {h: torch.stack([r[SINK] for r, other in of if other == h]).sum(0) for _, h in of}
             for result, h in of:
@@ -117,48 +138,105 @@ def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
     return rows[:, heads].transpose(0, 1)
 
 
-def _attend(case: Case, x: Inputs, head: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Attention of one sequence, one head of keys and the queries that it serves, and its gradients, by autograd, a
-    block of queries at a time."""
-    q, k, v, do = (_part(case, t, head).detach().to(dtype) for t in x[:4])  # (heads, length, head size)
-    shared = [k, v] if x.sink is None else [k, v, _part(case, x.sink, head).detach().to(dtype)]
-    for t in shared:
-        t.requires_grad_()
+def _attend(
+    case: Case, x: Inputs, head: tuple[int, int], dtype: torch.dtype, orders: int, paper: bool
+) -> dict[str, Tensor]:
+    """Attention of one sequence, one head of keys and the queries that it serves, and its gradients. With orders, once
+    in each of them; they are the first axis of every result."""
+    parts = [_part(case, t, head).detach().to(dtype) for t in (*x.leaves, x.do)]
+    length, size = parts[0].shape[1:]
+    names = NAMES if x.sink is None else (*NAMES, SINK)
+    if not orders:
+        tokens = torch.arange(length, device=x.q.device)
+        return dict(zip(names, _differentiate(case, head, tokens, parts, paper), strict=True))
+    tokens, entries = (_orders(n, orders, x.q.device) for n in (length, size))
+    batch = [_moved(t.expand(orders, *t.shape), tokens, entries) for t in parts]
+    found = _differentiate(case, head, tokens, batch, paper)
+    return {n: _moved(t, tokens.argsort(), entries.argsort()) for n, t in zip(names, found, strict=True)}
+
+
+def _differentiate(
+    case: Case, head: tuple[int, int], tokens: Tensor, parts: Sequence[Tensor], paper: bool
+) -> list[Tensor]:
+    """o, dq, dk, dv and dsink from q, k, v, sink and do, a block of queries at a time. `tokens` says where each token
+    is in its sequence."""
+    q, k, v, *sink, do = parts
+    shared = [t.requires_grad_() for t in (k, v, *sink)]
     o, dq = torch.empty_like(q), torch.empty_like(q)
-    total = torch.promote_types(dtype, torch.float32)
+    total = torch.promote_types(q.dtype, torch.float32)
     sums = [torch.zeros_like(t, dtype=total) for t in shared]
-    for rows in _blocks(q.shape[1], q.shape[0]):
-        q_rows = q[:, rows].requires_grad_()
-        o_rows = _probabilities(case, q_rows, k, rows.start, head, *shared[2:]) @ v
-        dq_rows, *grads = torch.autograd.grad(o_rows, (q_rows, *shared), do[:, rows])
-        o[:, rows], dq[:, rows] = o_rows.detach(), dq_rows
+    for rows in _blocks(q.shape[-2], q.shape[:-2].numel()):
+        block = _Block(case, head, tokens[..., None, rows, None], tokens[..., None, None, :])
+        through = block.by_paper if paper else block.by_autograd
+        q_rows = q[..., rows, :].requires_grad_()
+        o[..., rows, :], (dq[..., rows, :], *grads) = through(do[..., rows, :], q_rows, *shared)
         for t, grad in zip(sums, grads, strict=True):
             t.add_(grad)
-    names = NAMES if x.sink is None else (*NAMES, SINK)
-    return dict(zip(names, (o, dq, *(t.to(dtype) for t in sums)), strict=True))
+    return [o, dq, *(t.to(q.dtype) for t in sums)]
 
 
-def _probabilities(
-    case: Case, q: Tensor, k: Tensor, first: int, head: tuple[int, int], sink: Tensor | None = None
-) -> Tensor:
-    """P of the queries from `first` on, after scores, mask, sink and dropout: (heads, rows, length)."""
-    S = q @ k.mT * q.shape[-1] ** -0.5
-    i = torch.arange(first, first + q.shape[1], device=q.device)[:, None]
-    j = torch.arange(k.shape[1], device=q.device)[None, :]
-    for score in case.varied.score(case.heads, q.device):
-        mine: Any = score.rebuild(score.plain[1:], tuple(_part(case, t, head) for t in score.tensors))
-        S = mine.apply(S, i, j, 0)
-    for mask in case.mask.parts:
-        S = S.masked_fill(~mask.keep(i, j, 0), -math.inf)
-    if sink is not None:
-        S = torch.cat([S, sink[:, None, None].expand(*S.shape[:2], 1)], -1)
-    P = torch.softmax(S, -1)[..., : k.shape[1]]
-    if case.dropout:
-        b, h = head
-        served = torch.arange(h * len(q), (h + 1) * len(q), device=q.device)[:, None, None]
-        keep = dropout_keep(SEED, b * case.heads + served, i, j, case.dropout)
-        P = P * keep.to(P.dtype) * dropout_rescale(case.dropout)
-    return P
+class _Block(NamedTuple):
+    """Some of the queries that a head of keys serves, in one order of summation or in several."""
+
+    case: Case
+    head: tuple[int, int]
+    i: Tensor
+    """Where the queries are in their sequence: (..., 1, rows, 1)."""
+    j: Tensor
+    """Where the keys are: (..., 1, 1, length)."""
+
+    def by_autograd(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *sink: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """o, and the gradients through the softmax."""
+        o = self._dropped(torch.softmax(self._logits(q, k, *sink), -1)) @ v
+        return o.detach(), torch.autograd.grad(o, (q, k, v, *sink), do)
+
+    def by_paper(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """o, and the gradients as kernels compute them: P from S summed again, the other way round, and from the rows'
+        log-sum-exp, and dS = P * (dP - delta)."""
+        with torch.no_grad():
+            S = self._logits(q, k, *sink)
+            o = self._dropped(torch.softmax(S, -1)) @ v
+            lse, delta = torch.logsumexp(S, -1, keepdim=True), (o * do).sum(-1, keepdim=True)
+        P = torch.exp2(self._logits(q.flip(-1), k.flip(-1), *sink) * LOG2E - lse * LOG2E)
+        again = self._dropped(P) @ v
+        return o, torch.autograd.grad((again, P), (q, k, v, *sink), (do, -delta.expand_as(P)))
+
+    def _logits(self, q: Tensor, k: Tensor, sink: Tensor | None = None) -> Tensor:
+        """S after scores and mask: (..., heads, rows, length), a sink as one key more."""
+        S = q @ k.mT * q.shape[-1] ** -0.5
+        for score in self.case.varied.score(self.case.heads, q.device):
+            mine: Any = score.rebuild(score.plain[1:], tuple(_part(self.case, t, self.head) for t in score.tensors))
+            S = mine.apply(S, self.i, self.j, 0)
+        for mask in self.case.mask.parts:
+            S = S.masked_fill(~mask.keep(self.i, self.j, 0), -math.inf)
+        return S if sink is None else torch.cat([S, sink[..., None, None].expand(*S.shape[:-1], 1)], -1)
+
+    def _dropped(self, P: Tensor) -> Tensor:
+        """P after dropout, without the sink."""
+        P = P[..., : self.j.shape[-1]]
+        if not self.case.dropout:
+            return P
+        b, h = self.head
+        served = torch.arange(h * P.shape[-3], (h + 1) * P.shape[-3], device=P.device)[:, None, None]
+        keep = dropout_keep(SEED, b * self.case.heads + served, self.i, self.j, self.case.dropout)
+        return P * keep.to(P.dtype) * dropout_rescale(self.case.dropout)
+
+
+def _orders(count: int, orders: int, device: torch.device) -> Tensor:
+    """0 to count - 1 in order, and shuffled: (orders, count)."""
+    generator = torch.Generator().manual_seed(count)
+    shuffled = [torch.randperm(count, generator=generator) for _ in range(orders - 1)]
+    return torch.stack([torch.arange(count), *shuffled]).to(device)
+
+
+def _moved(t: Tensor, tokens: Tensor, entries: Tensor) -> Tensor:
+    """Tokens and entries in the order of each, of (orders, heads, length, head size). A sink, (orders, heads), has
+    neither, but is a tensor of its own."""
+    if t.ndim == 2:
+        return t.clone()
+    return t.take_along_dim(tokens[:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
 
 
 def _blocks(length: int, heads: int) -> Iterator[slice]:

@@ -63,10 +63,10 @@ def ratios(runs: Sequence[Sequence[Row]]) -> dict[Line, list[float]]:
 
 
 def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[float, float]:
-    """What 128 rows cost beside their blocks of 128 x 128 scores, in blocks; and how far the two costs are off at most.
+    """What 128 rows cost beside their blocks of 128 x 128 scores, in blocks; and how far the fit is off at most.
 
-    Least squares over the lengths of a grid, by relative error: milliseconds = a blocks + b rows / 128; gives b / a.
-    Rows are those of tiles that stay: queries forward, keys backward. A causal mask leaves n (n + 1) / 2 blocks of n^2.
+    Least squares over a grid, by relative error: milliseconds = a blocks + b rows / 128; gives b / a. Rows are those of
+    tiles that stay: queries forward, keys backward. A causal mask leaves n (n + 1) / 2 blocks of n^2.
     """
     counted, times = [], []
     for row in rows:
@@ -76,9 +76,9 @@ def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[floa
             counted.append([heads * (n * (n + 1) / 2 if case.causal else n * n), heads * n])
             times.append(row.milliseconds)
     scaled = torch.tensor(counted, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
-    (a, b), ones = torch.linalg.lstsq(scaled, torch.ones(len(times), 1, dtype=torch.float64)).solution[:, 0], 1.0
-    off = float((scaled @ torch.stack([a, b]) - ones).abs().max())
-    return float(b / a), off
+    costs = torch.linalg.lstsq(scaled, torch.ones(len(times), 1, dtype=torch.float64)).solution
+    of_block, of_rows = costs[:, 0].tolist()
+    return of_rows / of_block, float((scaled @ costs - 1.0).abs().max())
 
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from ..problem import Grads, Operands, Problem, Saved, Spec
 from ..tile.launch import on_device
 from ..tile.tables import whose
 from . import fp32_launch, launch
-from .tiles import current, current_fp32
+from .tiles import KINDS, current, current_fp32, precision
 
 
 class Hopper:
@@ -41,8 +41,7 @@ class Hopper:
     def tiles(self, problem: Problem) -> str:
         """The two main kernels' tiles."""
         if problem.dtype == torch.float32:
-            name = fp32_launch.precision(problem)
-            row = current_fp32(problem, name)
+            row, name = current_fp32(problem), precision(problem)
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {whose(problem.q.device)}"
         row, back = current(problem)
         sides = "gradient" if back.sides else "keys"
@@ -70,8 +69,8 @@ def _launches(problem: Problem) -> Any:
 def _against_fp32(p: Problem) -> list[str]:
     """What the fp32 kernels leave to the portable ones."""
     against = []
-    if fp32_launch.precision(p) is None:
-        has = " and ".join(fp32_launch.KINDS)
+    if precision(p) is None:
+        has = " and ".join(KINDS)
         against.append(f"it multiplies fp32 in {has}, not in {p.recipe.precision}")
     if max(p.D, p.D_v) > 128:
         against.append(f"its fp32 kernels take head sizes up to 128, got {p.D} and {p.D_v}")

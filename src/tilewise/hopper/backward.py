@@ -1,9 +1,11 @@
 """The backward's main kernel on Hopper. A program owns B_c rows of K and V and walks the query tiles that see them.
 
-load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
-add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA
-two groups    8 warps         the five products: see gradients.py
-roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
+    load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
+    add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA
+    two groups    8 warps         the five products: see gradients.py
+    roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
+
+All of them walk through the same query tiles, which keys.py finds.
 """
 
 from typing import NamedTuple
@@ -12,13 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tile.visits import list_at, tile_at
+from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
 from .channel import Channel, arrive, barriers, expect, stage, wait_before
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
-from .keys import keys_of, next_turn, place_of, walk_of
+from .keys import keys_of, next_turn, place_of, visits_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -33,8 +35,10 @@ class Tile(NamedTuple):
     DO_STAGES: int
     SIDES: bool
     """Whether one group owns dV and the other dK, rather than each half of the keys."""
+    PARTS: bool
+    """Whether each group visits only what its own keys see."""
     EDGES: bool
-    """Whether other query tiles than a key tile's first may need the mask."""
+    """Whether other query tiles than the first may need the mask."""
     ORDERED: bool
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
@@ -96,9 +100,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
             releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
             for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
+                h, lists, walk = visits_of(keys, g, variant, tile)
                 block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
                 for x in range(walk.lo, walk.hi):
                     m = tile_at(variant.visits, lists, x)
@@ -131,9 +133,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             for x in range(walk.lo, walk.hi):
                 place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
                 words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
@@ -166,9 +166,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)

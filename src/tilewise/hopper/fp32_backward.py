@@ -13,9 +13,9 @@ from ..tile.visits import Variant
 from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, PIECE, TINY, Descriptor, processors, vector
+from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, processors, vector
 from .pieces import Split
-from .tiles import padded
+from .tiles import KINDS, Kind, padded, precision
 
 
 class Row(NamedTuple):
@@ -29,17 +29,12 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    (64, 2): Row(128, 2, 2),
-    (64, 3): Row(128, 2, 1),
-    (128, 2): Row(64, 2, 2),
-    (128, 3): Row(64, 1, 1, in_step=True),
+    (64, "fp16x3"): Row(128, 2, 2),
+    (64, "bf16x6"): Row(128, 2, 1),
+    (128, "fp16x3"): Row(64, 2, 2),
+    (128, "bf16x6"): Row(64, 1, 1, in_step=True),
 }
-"""By head size in shared memory and pieces."""
-
-COUNTS = {"fp16x3": 2, "bf16x6": 3}
-"""Pieces of a number."""
-TYPES: dict[int, Any] = {2: (torch.float16, gl.float16), 3: (torch.bfloat16, gl.bfloat16)}
-"""Of pieces, by their count."""
+"""By head size in shared memory and precision."""
 BLOCK = 64
 """Rows of a block of queries: those of one scale, and of row values."""
 
@@ -77,7 +72,7 @@ class Sizes(NamedTuple):
     row: Row
     D: int
     """Columns of a row in scratch."""
-    pieces: int
+    kind: Kind
     query_tiles: int
     """Of a head in scratch; of packed sequences, of all of them."""
     key_tiles: int
@@ -89,35 +84,35 @@ class Sizes(NamedTuple):
 @lru_cache(4096)
 def sizes_of(p: Problem) -> Sizes:
     """The problem's tiles, and what follows from them."""
-    D, pieces = padded(p), COUNTS[p.precision(tuple(COUNTS)) or "bf16x6"]
-    row = ROWS[D, pieces]
+    D, name = padded(p), precision(p) or ""  # asked for only where there is one
+    row = ROWS[D, name]
     if p.recipe.varlen:
         query_tiles, key_tiles = p.q.shape[0] // row.B_r + p.B, p.k.shape[0] // row.B_c + p.B
     else:
         query_tiles, key_tiles = cdiv(p.M, row.B_r), cdiv(p.N, row.B_c)
     batch = 1 if p.recipe.varlen else p.B
-    return Sizes(row, D, pieces, query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles)
+    return Sizes(row, D, KINDS[name], query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles)
 
 
 def empty_keys(p: Problem, device: torch.device) -> Keys:
     """Unwritten."""
     sizes = sizes_of(p)
-    shape = sizes.pieces, sizes.keys, sizes.row.B_c, sizes.D
-    k, v = (torch.empty(shape, dtype=TYPES[sizes.pieces][0], device=device) for _ in range(2))
+    shape = sizes.kind.pieces, sizes.keys, sizes.row.B_c, sizes.D
+    k, v = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
     return Keys(k, v, *(torch.empty(sizes.keys, device=device) for _ in range(3)))
 
 
 def kept_keys(p: Problem, saved: Saved) -> Keys | None:
     """What the forward has kept, unless torch's setting asks for another precision since."""
-    fits = saved.kept and saved.kept[0].dtype == TYPES[sizes_of(p).pieces][0]
+    fits = saved.kept and saved.kept[0].dtype == sizes_of(p).kind.type
     return Keys(*saved.kept) if fits else None
 
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
     """Unwritten, but for what is kept, and turns: nobody's."""
-    _, D, count, *_, queries, _ = sizes_of(p)
+    _, D, kind, *_, queries, _ = sizes_of(p)
     keys = kept or empty_keys(p, device)
-    q, do = (torch.empty((count, queries, BLOCK, D), dtype=keys.k.dtype, device=device) for _ in range(2))
+    q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))
     q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
     scales = Scales(q_undo, do_undo, keys.k_undo, keys.v_undo, do_norm, keys.v_norm, D_top)
     rows = queries * BLOCK
@@ -178,7 +173,7 @@ def preparation(
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """The main kernel's, and before it one that lists tiles or says who adds first, where that is needed."""
-    row, D, count, query_tiles, key_tiles, *_ = sizes_of(p)
+    row, D, kind, query_tiles, key_tiles, *_ = sizes_of(p)
     where, (M, N), group = packed(p, x), lengths(p), p.H // p.H_k
     parts, _, _ = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -188,7 +183,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
     side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
-    cached = CACHED_QUERIES // (group * p.M * D * 4 * (count + 1))
+    cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
     section = max(1, side_by_side, cached)
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
@@ -199,7 +194,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(
-        row.B_r, row.B_c, D, count, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step
     )
     constants = {"tile": tile, "num_warps": 4}
     programs = min(heads * tiles, processors(x.q.device))
@@ -209,6 +204,6 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
 def boxes(t: Tensor) -> Descriptor:
     """Pieces as TMA sees them, (piece, row, column), in boxes of 64 rows of one piece."""
     count, blocks, rows, columns = t.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[count][1])
+    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[t.dtype])
     strides = [blocks * rows * columns, columns, 1]
     return Descriptor(t, [count, blocks * rows, columns], strides, [1, 64, columns], layout)

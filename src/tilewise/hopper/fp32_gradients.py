@@ -28,13 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile.gradients import seen
 from ..tile.rows import origin
 from ..tile.softmax import LOG2E
-from ..tile.visits import list_at, tile_at
+from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
 from .backward import wait_added
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
 from .gradients import hand_over
-from .keys import keys_of, next_turn, place_of, walk_of
+from .keys import keys_of, next_turn, place_of, visits_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -136,9 +136,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 load_pieces(V, first + 64 * c, bar, shared.v, c, PIECES)
             n += 1
             for g in range(GROUP):
-                h = keys.h_k * GROUP + g
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_of(keys, lists, variant, tile)
+                h, lists, walk = visits_of(keys, g, variant, tile)
                 block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
                 for x in range(walk.lo, walk.hi):
                     row = (block0 + tile_at(variant.visits, lists, x)) * B_R
@@ -168,9 +166,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)
@@ -348,9 +344,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
         dv = gl.zeros([64, 64], gl.float32, layout)
         wait(shared.kv.full, n)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             block0 = first_block(packed, keys.b, h, shape.H, keys.q0, shape.blocks, B_R)
             for x in range(walk.lo, walk.hi):
                 m = tile_at(variant.visits, lists, x)

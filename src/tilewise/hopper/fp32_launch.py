@@ -41,21 +41,7 @@ from .launch import (
     processors,
 )
 from .pieces import Split, split
-from .tiles import Fp32Forward, current_fp32, padded
-
-
-class Kind(NamedTuple):
-    """What a precision multiplies in place of fp32 numbers."""
-
-    type: torch.dtype
-    pieces: int
-    """Of a number."""
-    raised: int
-    """P is computed 2^raised times as large, to fill the type's range."""
-
-
-KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
-
+from .tiles import Fp32Forward, Kind, current_fp32
 
 KEPT_SHARE = 256
 """Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
@@ -85,20 +71,16 @@ class Plan(NamedTuple):
     compiled: dict[Any, Any]
 
 
-def precision(p: Problem) -> str | None:
-    """How products are computed; None if the one asked for is not among them."""
-    return p.precision(tuple(KINDS))
-
-
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
     """Tiles and constants of a problem, from the row in use."""
-    return planned(p, current_fp32(p, precision(p)))
+    return planned(p, current_fp32(p))
 
 
 def planned(p: Problem, row: Fp32Forward) -> Plan:
     """The same from any row."""
-    kind, D, group, sizes = KINDS[precision(p) or ""], padded(p), p.H // p.H_k, gradients.sizes_of(p)
+    sizes, group = gradients.sizes_of(p), p.H // p.H_k
+    kind, D = sizes.kind, sizes.D
     in_block = sizes.row.B_c  # keys
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
@@ -123,7 +105,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
 def keeps(p: Problem) -> bool:
     """Whether it is worth its memory that pieces of K and V wait for the backward."""
     sizes = gradients.sizes_of(p)
-    size = 2 * sizes.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
+    size = 2 * sizes.kind.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
     return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
 
 

@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.softmax import probabilities
-from ..tile.visits import Place, list_at, tile_at
+from ..tile.visits import Place, tile_at
 from . import releases
 from .channel import arrive, only, stage, wait
 from .dice import dropped, kept, taken
 from .forward import store_inside, zero_from
-from .keys import keys_of, part_of, place_of, walk_of
+from .keys import keys_of, part_of, place_of, visits_of
 from .queue import ticket
 
 
@@ -232,9 +232,7 @@ def rows_of_keys(
         stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             part = part_of(walk, keys, j0, variant, tile)
             for _ in range(walk.lo, part.lo):
                 y = stand_by(W, y, shared, dq_layout, tile)
@@ -329,9 +327,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             for x in range(walk.lo, walk.hi):
                 place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
                 edge = (x < walk.full_lo) | (x >= walk.full_hi)
@@ -393,9 +389,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, tile)
         for g in range(GROUP):
-            h = keys.h_k * GROUP + g
-            lists = list_at(variant.visits, keys.b, h, keys.t)
-            walk = walk_of(keys, lists, variant, tile)
+            h, lists, walk = visits_of(keys, g, variant, tile)
             for x in range(walk.lo, walk.hi):
                 place = place_of(keys, shape, h, tile_at(variant.visits, lists, x), B_R)
                 zero_queries(place, packed, shared, y, tile)

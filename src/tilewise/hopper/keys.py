@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..tile.rows import rows_of
 from ..tile.schedule import assign
-from ..tile.visits import Place, query_range
+from ..tile.visits import Place, list_at, query_range
 
 
 class Keys(NamedTuple):
@@ -48,9 +48,12 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(keys, lists, variant, tile: gl.constexpr):
-    """The query tiles of a tile of keys."""
-    return walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
+def visits_of(keys, g, variant, tile: gl.constexpr):
+    """The g-th of the query heads that share these keys: which it is, where its list of tiles is, if they are listed,
+    and the walk through its query tiles."""
+    h = keys.h_k * tile.GROUP + g
+    lists = list_at(variant.visits, keys.b, h, keys.t)
+    return h, lists, walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
 
 
 @gluon.jit
@@ -62,9 +65,8 @@ def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """What the 64 keys from j0 on see of their tile's walk; all of it where tiles come from a list, and where they are
-    so long that any 64 keys see almost all."""
-    if variant.visits is None and len(variant.mask) > 0 and tile.B_R == 64:
+    """What the 64 keys from j0 on see of their tile's walk, if that has PARTS, else all of it."""
+    if tile.PARTS:
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)

@@ -105,9 +105,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.turns, edges, corner, row.draw_early, dice, row.split,
     )  # fmt: skip
-    edges = has_edges(p, min(back.B_c, back.B_r), back.B_r) or p.N % back.B_c > 0
+    # 128 queries hardly ever see one half of a tile of keys alone; and with scores, registers are short
+    parts = bool(p.recipe.mask) and back.B_r < back.B_c and not (p.listed or p.recipe.score)
+    edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
     back_tile = backward_kernel.Tile(
-        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, edges, p.recipe.deterministic,
+        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, parts, edges, p.recipe.deterministic,
         p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)

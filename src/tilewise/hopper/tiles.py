@@ -60,6 +60,19 @@ BACKWARD = {
 }
 
 
+class Kind(NamedTuple):
+    """What a precision of fp32 multiplies in place of its numbers."""
+
+    type: torch.dtype
+    pieces: int
+    """Of a number."""
+    raised: int
+    """P is computed 2^raised times as large, to fill the type's range."""
+
+
+KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
+
+
 class Fp32Forward(NamedTuple):
     """One row of the fp32 forward's table; the fields are `fp32_forward.Tile`'s."""
 
@@ -138,9 +151,14 @@ def keys(p: Problem) -> dict[str, Any]:
     return {"forward": forward, "backward": size}
 
 
-def current_fp32(p: Problem, precision: str | None) -> Fp32Forward:
-    """The row for an fp32 problem at a precision. `tilewise tune` does not measure these."""
-    return FP32_FORWARD[padded(p), precision]
+def precision(p: Problem) -> str | None:
+    """How products of fp32 are computed; None if the one asked for is not among KINDS."""
+    return p.precision(tuple(KINDS))
+
+
+def current_fp32(p: Problem) -> Fp32Forward:
+    """The row for an fp32 problem. `tilewise tune` does not measure these."""
+    return FP32_FORWARD[padded(p), precision(p)]
 
 
 def title(key: Any) -> str:
