@@ -34,6 +34,11 @@ def described(q, k, v, **options):
     return describe(x, recipe, longest), x
 
 
+def run(launch):
+    """In the interpreter, which has no next kernel."""
+    launch._replace(constants={**launch.constants, "AHEAD": False}).run()
+
+
 def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
     """The problem, its scratch, and the launch in front of the main kernel's that fills it."""
     p, x = described(q, k, v, **options)
@@ -46,7 +51,7 @@ def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
 def prepared(*given, **options):
     """The problem, and its scratch after the launch in front of the main kernel's."""
     p, scratch, launch = preparation(*given, **options)
-    launch.run()
+    run(launch)
     return p, scratch
 
 
@@ -59,7 +64,7 @@ def kept_by_forward(q, k, v, **options):
     saved = Saved(torch.empty_like(q), torch.empty(1, device=DEVICE))
     counter = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     splitting, _ = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
-    splitting._replace(constants={**splitting.constants, "AHEAD": False}).run()  # the interpreter has no next kernel
+    run(splitting)
     return keys
 
 
@@ -185,7 +190,7 @@ def test_the_forward_keeps_what_the_backward_would_split(precision, size, packed
     _, s, launch = preparation(q, k, v, o, lse, do, lse, **options)  # with a gradient of lse nothing is centred
     for t in (s.k, s.v, s.scales.k, s.scales.v, s.scales.v_norm):
         t.fill_(torch.nan)
-    launch.run()
+    run(launch)
     inside = ~s.scales.v_norm.isnan()  # the forward also writes a block of a sequence without keys
     in_head = {64: 3, 128: 5}[size] if packed else 2 * -(-200 // s.k.shape[2])
     assert inside.sum() == 2 * in_head
@@ -224,7 +229,7 @@ def test_beside_a_sink_no_program_looks_at_kept_keys():
     before = [t.clone() for t in kept]
     _, scratch, launch = preparation(q, k, k, o, lse, o, kept=kept, **options)
     assert launch.programs == 2 * 2, "of queries alone"
-    launch.run()
+    run(launch)
     _, alone = prepared(q, k, k, o, lse, o, **options)
     assert same(kept, before)
     assert same((*scratch[:4], *scratch.scales), (*alone[:4], *alone.scales))

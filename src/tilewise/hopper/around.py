@@ -24,9 +24,12 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride"])
 def prepare(
     O, dO, dL, lse, L, D, dQ, packed, M, H, tiles, stride, d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """L, the lse in base 2; D = rowsum(dO * O) - dL; and zeros in dQ. Past the last row P = exp2(S - L) must vanish."""
+    """L, the lse in base 2; D = rowsum(dO * O) - dL; and zeros in dQ. Past the last row P = exp2(S - L) must vanish.
+    AHEAD: the next kernel may begin, and waits for this one itself."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
@@ -65,8 +68,14 @@ def give_turns(turns, packed, variant, M, N, H, tiles, stride, B_R: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride"])
-def finish(sums, dQ, packed, factor, M, H, tiles, stride, d: tl.constexpr, B_R: tl.constexpr, SIZE: tl.constexpr):
-    """dQ = factor * sums: one piece a program, from register order back to rows."""
+def finish(
+    sums, dQ, packed, factor, M, H, tiles, stride, d: tl.constexpr, B_R: tl.constexpr, SIZE: tl.constexpr,
+    BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """dQ = factor * sums: one piece a program, from register order back to rows. BEHIND: it may begin before the kernel
+    before it has ended."""
+    if BEHIND:
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, _ = rows_of(packed, b, M, 0)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
-from .channel import Channel, arrive, barriers, expect, stage, wait_before
+from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
 from .keys import keys_of, next_turn, place_of, visits_of
@@ -88,6 +88,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     GROUP: gl.constexpr = tile.GROUP
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
+    wait_kernels()  # for L and D
     t = gl.program_id(0)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
@@ -162,6 +163,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
     n = 0
+    wait_kernels()  # for zeros in dQ
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
@@ -252,6 +254,7 @@ def backward(
         bits(B_C, 1, 2) if DICE else None,
     )
     fence_async_shared()
+    let_next_begin()
     if DICE:
         REGISTERS: gl.constexpr = 216 if DICE == 4 else 232
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS

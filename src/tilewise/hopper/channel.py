@@ -79,6 +79,14 @@ def wait_kernels():
 
 
 @gluon.jit
+def let_next_begin():
+    """Once every program has come by, a kernel launched behind this one with `launch_pdl` may begin."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
     """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
     # ids 9 to 11: Triton itself uses those from 0 on

@@ -136,10 +136,12 @@ def prepare_queries(
 def fp32_prepare(
     Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, packed, unit, M, N, H, group, batch, key_tiles, query_tiles, in_all,
     d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEPT: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """One block of ROWS keys, or one of queries. KEPT: the pieces of keys are there; with no programs for them
-    (key_tiles is 0) they are what they should be."""
+    (key_tiles is 0) they are what they should be. AHEAD: as in around.py."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     of_keys = batch * (H // group) * key_tiles
     if program < of_keys:

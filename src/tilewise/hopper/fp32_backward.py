@@ -131,11 +131,12 @@ def launches(
     """
     row, D, _, query_tiles, *_ = sizes_of(p)
     before = preparation(p, pl, x, saved, do, dlse, scratch)
-    main = main_launches(p, pl, x, scratch, grads, counter)
+    *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = scratch.dq, rows(p, grads.q), packed(p, x), p.scale, lengths(p)[0], p.H, tiles, query_tiles
-    after = Launch(finish, p.B * p.H * tiles, arguments, {"d": p.D, "B_R": row.B_r, "SIZE": D}, pl.compiled)
-    return [before, *main, after]
+    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
+    after = Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
+    return [*listing, before, main, after]
 
 
 def preparation(
@@ -164,7 +165,8 @@ def preparation(
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
-        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "num_warps": 8,
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "KEPT": scratch.kept, "AHEAD": True,
+        "num_warps": 8,
     }  # fmt: skip
     if D == 64:
         constants["maxnreg"] = 128  # two programs a processor; at 128 they would keep too much in local memory
@@ -196,7 +198,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     tile = Tile(
         row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step
     )
-    constants = {"tile": tile, "num_warps": 4}
+    constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(x.q.device))
     return [*listing, Launch(fp32_backward, programs, arguments, constants, pl.compiled)]
 

@@ -32,7 +32,18 @@ from ..tile.visits import tile_at
 from . import releases
 from .around import first_block
 from .backward import wait_added
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .channel import (
+    Channel,
+    arrive,
+    barriers,
+    expect,
+    let_next_begin,
+    stage,
+    take_turns,
+    wait,
+    wait_before,
+    wait_kernels,
+)
 from .gradients import hand_over
 from .keys import keys_of, next_turn, place_of, visits_of
 from .queue import draw, hand_on, leave, ticket, tickets
@@ -123,6 +134,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     BLOCKS: gl.constexpr = tile.B_C // 64
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
+    wait_kernels()
     t = gl.program_id(0)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
@@ -162,6 +174,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
     y = 0
     n = 0
+    wait_kernels()
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
@@ -333,6 +346,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
     zero = gl.zeros([64, 64], gl.float32, layout)
     y = 0
     n = 0
+    wait_kernels()  # for scales
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
@@ -439,6 +453,7 @@ def fp32_backward(
         tickets(3),
     )
     fence_async_shared()
+    let_next_begin()
     gl.warp_specialize(
         [
             (half_of_tile, (0, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),

@@ -168,7 +168,8 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """What the main kernel reads of each row; lists of tiles; dK, dV and sums of dQ; dQ."""
+    """Lists of tiles; what the main kernel reads of each row; dK, dV and sums of dQ; dQ. Each of the last two begins
+    while the kernel before it ends."""
     row, D = pl.backward, pl.backward_tile.D
     where = packed(p, x)
     M, N = lengths(p)
@@ -181,7 +182,7 @@ def backward_launches(
     per_program = 4096 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], where, M, p.H, tiles, blocks)
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -205,12 +206,12 @@ def backward_launches(
         order = scratch.turns, where, variant, M, N, p.H, tiles, blocks
         listing = [Launch(give_turns, matrices * tiles, order, constants, pl.compiled)]
     programs = min(heads * tiles, processors(x.q.device))
-    constants = {"tile": pl.backward_tile, "num_warps": 4}
+    constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (scratch.dq, rows(p, grads.q), where, pl.factor, M, p.H, tiles, blocks)
-    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D}
+    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
     after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
 
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
@@ -223,7 +224,7 @@ def backward_launches(
     if any(p.wanted):  # a Triton kernel, so it calls Triton's scores
         variant = variant._replace(scores=device_values(p, x.extra)[1])
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
-    return [before, *listing, main, after, *biases]
+    return [*listing, before, main, after, *biases]
 
 
 @lru_cache(64)
