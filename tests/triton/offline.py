@@ -164,6 +164,9 @@ class Compiled(NamedTuple):
     registers: int
     tensor_memory: int
     """Columns of tensor memory, on chips that have it."""
+    conflicts: int
+    """Right factors of FMA units that lie in shared memory by rows, so that reads of neighbouring columns meet in a
+    bank."""
 
 
 def read(kernel: Any) -> Compiled:
@@ -182,7 +185,15 @@ def read(kernel: Any) -> Compiled:
     loops = innermost_loops(text, matrix if found else otherwise)
     spills = max((len(re.findall(local, body)) for body in loops), default=0)
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
-    return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
+    conflicts = 0 if found else right_factors_by_rows(kernel.asm["ttgir"])
+    return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns, conflicts)
+
+
+def right_factors_by_rows(text: str) -> int:
+    """How many right factors a kernel reads from shared memory in which the inner dimension is the fastest."""
+    orders = dict(re.findall(r"^(#shared\d*) = .*order = \[(\d), \d\]", text, re.MULTILINE))
+    read = re.findall(r"ttg\.local_load .*<\d+x\d+xf32, (#shared\d*), .*#ttg\.dot_op<\{opIdx = 1,", text)
+    return sum(orders[layout] == "0" for layout in read)
 
 
 def read_hopper(kernel: Any) -> dict[str, Any]:

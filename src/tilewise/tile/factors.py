@@ -4,8 +4,9 @@ The compiler keeps in registers what a thread needs of both factors for the whol
 of it at a time. A factor is a tuple of such slices, or of one whole tile.
 
 FMA units also care which way a right factor lies in shared memory: they read four columns of it at a time. Where rows
-are stored as rows, its columns lie in the same banks, and every read takes eight turns. So `load_right` has each thread
-load and join its piece of four neighbouring rows, and stores columns side by side.
+are stored as rows, its columns lie in the same banks, and every read takes eight turns. So `load_right` joins pairs of
+neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two pairs or more:
+with larger groups, many warps would be left with one each.
 """
 
 import triton
@@ -94,16 +95,10 @@ def load_some(X, rows, length, start: tl.constexpr, exists, CHECK: tl.constexpr)
 
 @triton.jit
 def load_columns(X, first, length, start: tl.constexpr, exists, CHECK: tl.constexpr):
-    """The same of a whole block, transposed, with four neighbours side by side.  # (entries, B)"""
-    rows = first + 4 * tl.arange(0, X.at.shape[0] // 4)
-    even = tl.join(
-        load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 2, length, start, exists, CHECK)
-    )
-    odd = tl.join(
-        load_some(X, rows + 1, length, start, exists, CHECK), load_some(X, rows + 3, length, start, exists, CHECK)
-    )
-    columns = tl.permute(tl.join(even, odd), (1, 0, 2, 3))  # (entries, B / 4, 2, 2)
-    return tl.reshape(columns, (exists.shape[1], X.at.shape[0]))
+    """The same of a whole block, transposed, with pairs of rows side by side.  # (entries, B)"""
+    rows = first + 2 * tl.arange(0, X.at.shape[0] // 2)
+    pairs = tl.join(load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 1, length, start, exists, CHECK))
+    return tl.reshape(tl.permute(pairs, (1, 0, 2)), (exists.shape[1], X.at.shape[0]))
 
 
 @triton.jit

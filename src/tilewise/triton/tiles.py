@@ -1,11 +1,11 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
 A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
-One marked "ieee" serves products on FMA units: chosen by what the compiler makes of it, not measured.
+One marked "ieee" serves products on FMA units; Ampere's follow Hopper's where these spill no more.
 Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
-head size 128; the others are the largest that compile for every chip of their kind, by the same rule, within its shared
-memory. tests/triton/test_compile.py holds each row to that. `python -m tilewise tune` measures a card's rows
-beside their neighbours; its times are drawn in docs/performance.md.
+head size 128, and without "ieee" at head size 256; the others are the largest that compile for every chip of their
+kind, by the same rule, within its shared memory. tests/triton/test_compile.py holds each row to that.
+`python -m tilewise tune` measures a card's rows beside their neighbours; its times are drawn in docs/performance.md.
 
 sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are small enough to keep the products out of tensor
 memory: Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel
@@ -42,7 +42,7 @@ FORWARD: Table = {
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
-    ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
+    ("hopper", 4, 128, "ieee"): Tiles(64, 64, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 2, 64): Tiles(128, 64, 8, 4),
     ("blackwell", 4, 64): Tiles(32, 32, 4, 2),
@@ -74,7 +74,7 @@ DKDV: Table = {
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
-    ("hopper", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
+    ("hopper", 4, 64, "ieee"): Tiles(32, 64, 4, 1),
     ("hopper", 4, 128, "ieee"): Tiles(32, 64, 8, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
@@ -103,7 +103,7 @@ DQ: Table = {
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
-    ("hopper", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
+    ("hopper", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
@@ -114,7 +114,7 @@ DQ: Table = {
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
-    ("ampere", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
+    ("ampere", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
