@@ -101,7 +101,7 @@ def faults(target, row, record):
         meant = set()
     if bool(row["matrix"]) != bool(meant) or not set(row["matrix"]) <= meant:
         found.append(f"uses the matrix instructions {row['matrix']}; meant are {sorted(meant)}")
-    if row["variant"] == "ieee" and row["conflicts"]:
+    if row["dtype"] == "float32" and not meant and row["conflicts"]:
         found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
     loops = 1 if row["kernel"] == "dbias" else 2  # with and without a mask
     if row["loops"] != loops:

@@ -97,8 +97,9 @@ def load_some(X, rows, length, start: tl.constexpr, exists, CHECK: tl.constexpr)
 def load_columns(X, first, length, start: tl.constexpr, exists, CHECK: tl.constexpr):
     """The same of a whole block, transposed, with pairs of rows side by side.  # (entries, B)"""
     rows = first + 2 * tl.arange(0, X.at.shape[0] // 2)
-    pairs = tl.join(load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 1, length, start, exists, CHECK))
-    return tl.reshape(tl.permute(pairs, (1, 0, 2)), (exists.shape[1], X.at.shape[0]))
+    even, odd = load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 1, length, start, exists, CHECK)
+    columns = tl.permute(tl.join(even, odd), (1, 0, 2))  # (entries, B / 2, 2)
+    return tl.reshape(columns, (exists.shape[1], X.at.shape[0]))
 
 
 @triton.jit
