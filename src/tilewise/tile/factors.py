@@ -1,7 +1,7 @@
 """The factors of a product, whole for the matrix units, in slices of the inner dimension for the FMA units.
 
-The compiler keeps in registers what a thread needs of both factors for the whole inner dimension, so FMA units get 16
-of it at a time. A factor is a tuple of such slices, or of one whole tile.
+The compiler keeps in registers what a thread needs of both factors for the whole inner dimension, so FMA units get a
+slice of it at a time. A factor is a tuple of such slices, or of one whole tile.
 
 FMA units also care which way a right factor lies in shared memory: they read four columns of it at a time. Where rows
 are stored as rows, its columns lie in the same banks, and every read takes eight turns. So `load_right` joins pairs of
@@ -23,7 +23,7 @@ def on_fma_units(dtype, PRECISION):
 
 @triton.jit
 def load_left(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows as left factor of a sum over entries.  # slices (B, 16)"""
+    """Rows as left factor of a sum over entries.  # slices (B, WIDTH)"""
     if on_fma_units(X.start.dtype.element_ty, PRECISION):
         slices = ()
         rows = first + tl.arange(0, X.at.shape[0])
@@ -36,7 +36,7 @@ def load_left(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_right(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows as columns of the right factor of a sum over entries.  # slices (16, B)"""
+    """Rows as columns of the right factor of a sum over entries.  # slices (WIDTH, B)"""
     if on_fma_units(X.start.dtype.element_ty, PRECISION):
         slices = ()
         for x in tl.static_range(len(X.slices)):
