@@ -62,6 +62,7 @@ FORWARD: Table = {
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 128): Tiles(32, 16, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("other", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
