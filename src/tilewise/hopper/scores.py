@@ -8,23 +8,36 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def logistic(x):
-    """1 / (1 + 2^x) to a few units in the last place. Two numbers share a reciprocal, 1 / a = b / (a b): the special
-    unit, which also computes the softmax's exponentials, is the limit. From 2^60 on the result is as good as 0."""
+    """1 / (1 + 2^x) to a few units in the last place. Four numbers share a reciprocal, as two could by 1 / a =
+    b / (a b): the special unit, which also computes the exponentials of the softmax, is the limit. From 2^30 on the
+    result is as good as 0, and four such factors still fit."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .f32 a, b, r;
-        min.NaN.f32 a, $2, 0f42700000;
-        min.NaN.f32 b, $3, 0f42700000;
+        .reg .f32 a, b, c, d, ab, cd, r;
+        min.NaN.f32 a, $4, 0f41F00000;
+        min.NaN.f32 b, $5, 0f41F00000;
+        min.NaN.f32 c, $6, 0f41F00000;
+        min.NaN.f32 d, $7, 0f41F00000;
         ex2.approx.ftz.f32 a, a;
         ex2.approx.ftz.f32 b, b;
+        ex2.approx.ftz.f32 c, c;
+        ex2.approx.ftz.f32 d, d;
         add.f32 a, a, 0f3F800000;
         add.f32 b, b, 0f3F800000;
-        mul.f32 r, a, b;
+        add.f32 c, c, 0f3F800000;
+        add.f32 d, d, 0f3F800000;
+        mul.f32 ab, a, b;
+        mul.f32 cd, c, d;
+        mul.f32 r, ab, cd;
         rcp.approx.ftz.f32 r, r;
-        mul.f32 $0, r, b;
-        mul.f32 $1, r, a;
+        mul.f32 cd, r, cd;
+        mul.f32 ab, r, ab;
+        mul.f32 $0, cd, b;
+        mul.f32 $1, cd, a;
+        mul.f32 $2, ab, d;
+        mul.f32 $3, ab, c;
         }""",
-        "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2,
+        "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4,
     )  # fmt: skip
 
 
