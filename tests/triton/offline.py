@@ -81,7 +81,7 @@ WALKS = ("forward", "dkdv", "dq")
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Full, causal ("plain"), rich and listed calls in the target's 16-bit type, and plain ones in fp32."""
+    """Full, causal ("plain"), rich and listed calls in the 16-bit type; plain ones in fp32, "ieee" on FMA units."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -95,6 +95,9 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
         yield Call("listed", half, 64, (*WALKS, "dbias"))
+    if target in ("sm_80", "sm_90"):
+        yield Call("ieee", torch.float32, 64, WALKS)
+        yield Call("ieee", torch.float32, 128, WALKS)
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
@@ -111,6 +114,8 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
             "sink": meta(H, dtype=torch.float32),
             "dropout": 0.1,
         }
+    elif call.variant == "ieee":
+        options |= {"precision": "ieee", "backend": "triton"}
     elif call.variant == "listed":
         bias = tw.Bias(meta(1, H, S, S, dtype=call.dtype))
         options = {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal(), "score": bias, "wanted": True}
@@ -159,6 +164,9 @@ class Compiled(NamedTuple):
     registers: int
     tensor_memory: int
     """Columns of tensor memory, on chips that have it."""
+    conflicts: int
+    """Right factors of FMA units that lie in shared memory by rows, so that reads of neighbouring columns meet in a
+    bank."""
 
 
 def read(kernel: Any) -> Compiled:
@@ -177,7 +185,15 @@ def read(kernel: Any) -> Compiled:
     loops = innermost_loops(text, matrix if found else otherwise)
     spills = max((len(re.findall(local, body)) for body in loops), default=0)
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
-    return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns)
+    conflicts = 0 if found else right_factors_by_rows(kernel.asm["ttgir"])
+    return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns, conflicts)
+
+
+def right_factors_by_rows(text: str) -> int:
+    """How many right factors a kernel reads from shared memory in which the inner dimension is the fastest."""
+    orders = dict(re.findall(r"^(#shared\d*) = .*order = \[(\d), \d\]", text, re.MULTILINE))
+    read = re.findall(r"ttg\.local_load .*<\d+x\d+xf32, (#shared\d*), .*#ttg\.dot_op<\{opIdx = 1,", text)
+    return sum(orders[layout] == "0" for layout in read)
 
 
 def read_hopper(kernel: Any) -> dict[str, Any]:

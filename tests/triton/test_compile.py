@@ -97,8 +97,12 @@ def faults(target, row, record):
             found.append(f"uses {row['matrix']}, but multiplies no matrices")
         return found
     meant = BEST.get(target, MATRIX[target]) if is_strict(target, row) else MATRIX[target]
+    if row["variant"] == "ieee":
+        meant = set()
     if bool(row["matrix"]) != bool(meant) or not set(row["matrix"]) <= meant:
         found.append(f"uses the matrix instructions {row['matrix']}; meant are {sorted(meant)}")
+    if row["dtype"] == "float32" and not meant and row["conflicts"]:
+        found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
     loops = 1 if row["kernel"] == "dbias" else 2  # with and without a mask
     if row["loops"] != loops:
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..hopper import releases
 from ..hopper.channel import Channel, barriers, expect, stage, wait
 from ..hopper.forward import exponentials, key_tile, masked, query_tile, walk_of, write
-from ..tile.blocks import block, load_rows, product, store_rows
+from ..tile.blocks import block, dot, load_rows, store_rows
 from ..tile.masks import OPEN, Part, everywhere, visible
 from ..tile.rows import row_values
 from ..tile.schedule import assign
@@ -162,7 +162,7 @@ def keys_outside(
             acc = load_rows(running, i0, M, True)  # (B_r, d_v)
             m = tl.load(m_rows + rows, mask=rows < M, other=float("-inf"))  # (B_r,)
             l = tl.load(l_rows + rows, mask=rows < M, other=0.0)  # (B_r,)
-            S = product(load_rows(queries, i0, M, True), k.T, PRECISION)  # (B_r, B_c)
+            S = dot(load_rows(queries, i0, M, True), k.T, PRECISION)  # (B_r, B_c)
             columns = j * B_C + tl.arange(0, B_C)[None, :]
             if (x < full_lo) | (x >= full_hi) | (j * B_C + B_C > N):
                 seen = visible(variant.mask, b, h, rows[:, None] + (N - M), columns) & (columns < N)

@@ -52,6 +52,11 @@ class Slot(NamedTuple):
         return FORWARD if self.table == "forward" else BACKWARD
 
     @property
+    def precision(self) -> str | None:
+        """What a call asks for that reads the row."""
+        return "ieee" if isinstance(self.key, tuple) and "ieee" in self.key else None
+
+    @property
     def words(self) -> set[str]:
         """Its name's, which --match looks for."""
         return {self.pass_, *self.title.split()}
@@ -60,12 +65,12 @@ class Slot(NamedTuple):
 class Call:
     """A case as a back end takes it, which is named, so that small calls reach it, too."""
 
-    def __init__(self, backend: str, case: Case, x: Inputs) -> None:
+    def __init__(self, backend: str, case: Case, x: Inputs, precision: str | None = None) -> None:
         self.launch, self.tiles = _module(backend, "launch"), _module(backend, "tiles")
         self.x = Operands(x.q.detach(), x.k.detach(), x.v.detach(), ())
         self.do = x.do
         self.seed = torch.full((), SEED, dtype=torch.int64, device=x.q.device) if case.dropout else None
-        self.p = describe(self.x, _recipe(backend, case), (0, 0))
+        self.p = describe(self.x, _recipe(backend, case, precision), (0, 0))
 
     def plan(self, table: str, row: Any) -> Any:
         """The plan with this row in place of the one in use."""
@@ -106,8 +111,10 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
     """Every row that one of the cases reads on this device."""
     found: dict[tuple[str, str, Any], list[Case]] = {}
     for backend in BACKENDS:
-        for case in given:
-            p = _problem(backend, case, device)
+        for case, precision in product(given, (None, "ieee")):
+            if precision and case.dtype != "fp32":
+                continue
+            p = _problem(backend, case, device, precision)
             if not load(backend).why_not(p):
                 for table, key in _module(backend, "tiles").keys(p).items():
                     found.setdefault((backend, table, key), []).append(case)
@@ -122,7 +129,7 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
 def neighbours(slot: Slot, device: torch.device) -> list[Any]:
     """The row in use, then those that its table's neighbourhood holds."""
     tiles = _module(slot.backend, "tiles")
-    row = getattr(tiles.current(_problem(slot.backend, slot.cases[0], device)), slot.table)
+    row = getattr(tiles.current(_problem(slot.backend, slot.cases[0], device, slot.precision)), slot.table)
     return [row, *tiles.neighbours(slot.table, row)]
 
 
@@ -149,7 +156,7 @@ def _measure(slot: Slot, trials: Sequence[Trial], device: torch.device, rounds: 
         _compile(slot, trials, device)
     for case in slot.cases:
         x = Inputs.random(case, device)
-        call = Call(slot.backend, case, x)
+        call = Call(slot.backend, case, x, slot.precision)
         watch(f"{slot.title}: judging, {case}")
         _judge(call, slot, trials, Truth(case, x))
         watch(f"{slot.title}: timing, {case}")
@@ -160,7 +167,7 @@ def _compile(slot: Slot, trials: Sequence[Trial], device: torch.device) -> None:
     """Runs every row once for each kind of case (lengths are in no kernel's key), many at a time: Triton's C++ passes
     and ptxas leave Python's lock to the others."""
     kinds = {(case.causal, case.dropout, case.head_size): case for case in slot.cases}.values()
-    calls = [Call(slot.backend, case, Inputs.random(case, device)) for case in kinds]
+    calls = [Call(slot.backend, case, Inputs.random(case, device), slot.precision) for case in kinds]
 
     def once(job: tuple[Call, Trial]) -> None:
         call, (row, candidate) = job
@@ -248,13 +255,14 @@ def _module(backend: str, name: str) -> Any:
     return importlib.import_module(f"...{backend}.{name}", __name__)
 
 
-def _recipe(backend: str, case: Case) -> Recipe:
-    return Recipe(mask=(("Causal",),) if case.causal else (), dropout=case.dropout, backend=backend)
+def _recipe(backend: str, case: Case, precision: str | None) -> Recipe:
+    mask = (("Causal",),) if case.causal else ()
+    return Recipe(mask=mask, dropout=case.dropout, precision=precision, backend=backend)
 
 
-def _problem(backend: str, case: Case, device: torch.device) -> Problem:
+def _problem(backend: str, case: Case, device: torch.device, precision: str | None = None) -> Problem:
     """A case's problem on a device, without memory for it."""
     q = torch.empty(case.shape, dtype=case.type, device="meta")
-    p = describe_fake(Operands(q, q, q, ()), _recipe(backend, case), (0, 0), target_of(device))
+    p = describe_fake(Operands(q, q, q, ()), _recipe(backend, case, precision), (0, 0), target_of(device))
     spec = p.q._replace(device=device)
     return p._replace(q=spec, k=spec, v=spec, matmul=matmul_setting() if case.dtype == "fp32" else None)

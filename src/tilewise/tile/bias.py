@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .blocks import block, load_row_values, load_rows, product
+from .blocks import block, load_row_values
+from .factors import load_left, load_right, product
 from .gradients import scores_gradient
 from .rows import origin, row_values
 from .visits import Place
@@ -34,16 +35,16 @@ def dbias(
     for x in range(b_each * h_each * r_each * c_each):
         i0, j0 = (t_r + x // c_each % r_each) * B_R, (t_c + x % c_each) * B_C
         h, b = h0 + x // c_each // r_each % h_each, b0 + x // c_each // r_each // h_each
-        q = load_rows(block(Q, b, h, 0, B_R, d), i0, M, True)  # (B_r, d)
-        do = load_rows(block(dO, b, h, 0, B_R, d_v), i0, M, True)  # (B_r, d_v)
-        k = load_rows(block(K, b, h // G, 0, B_C, d), j0, N, True)  # (B_c, d)
-        v = load_rows(block(V, b, h // G, 0, B_C, d_v), j0, N, True)  # (B_c, d_v)
+        q = load_left(block(Q, b, h, 0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
+        do = load_left(block(dO, b, h, 0, B_R, d_v), i0, M, True, PRECISION)  # (B_r, d_v)
+        k = load_right(block(K, b, h // G, 0, B_C, d), j0, N, True, PRECISION)  # (d, B_c)
+        v = load_right(block(V, b, h // G, 0, B_C, d_v), j0, N, True, PRECISION)  # (d_v, B_c)
         logs = load_row_values(row_values(L, None, b, h, H, 0, stride), i0, B_R, M, float("inf"), True)
         sums = load_row_values(row_values(D, None, b, h, H, 0, stride), i0, B_R, M, 0.0, True)
-        S = product(q, k.T, PRECISION)  # (B_r, B_c)
-        dP = product(do, v.T, PRECISION)  # (B_r, B_c)
+        S = product(q, k, PRECISION)  # (B_r, B_c)
+        dP = product(do, v, PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)
-        EXACT: tl.constexpr = q.dtype == tl.float32
+        EXACT: tl.constexpr = q[0].dtype == tl.float32
         logs, sums = logs[:, None], sums[:, None]
         acc += scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
     if ONE_ROW:

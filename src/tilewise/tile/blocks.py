@@ -1,4 +1,4 @@
-"""Loading, storing and multiplying blocks of rows."""
+"""Loading and storing blocks of rows, and one product on the units that PRECISION names."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,19 @@ import triton.language as tl
 
 from .rows import origin
 
+INNER = tl.constexpr(16)
+"""The least inner dimension that tl.dot takes."""
+
 
 class Block(NamedTuple):
-    """A block of rows that walks along an operand: its first address, its rows' offsets and which entries exist."""
+    """A block of rows that walks along an operand: its first address, its rows' offsets, which entries exist, and
+    which do in each slice of them."""
 
     start: object
     at: object
     row: object
     exists: object
+    slices: tuple
 
 
 @triton.jit
@@ -28,7 +33,15 @@ def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
     exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away
     if d < BLOCK:
         exists = (entries < d)[None, :]
-    return Block(origin(X, b, h, first), at, X.row, exists)
+    # with narrower slices there is less to load than there are threads, and the compiler keeps them all in registers
+    WIDTH: tl.constexpr = max(INNER, BLOCK // 8)
+    slices = ()
+    for start in tl.static_range(0, d, WIDTH):
+        slice = tl.full([1, WIDTH], 1, tl.int1)
+        if d < start + WIDTH:
+            slice = (start + tl.arange(0, WIDTH) < d)[None, :]
+        slices += (slice,)
+    return Block(origin(X, b, h, first), at, X.row, exists, slices)
 
 
 @triton.jit
@@ -59,7 +72,7 @@ def store_rows(X, first, length, x):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
+def dot(a, b, PRECISION: tl.constexpr):
     """a b, in fp32. "tf32" rounds its operands first: the matrix unit would cut them off."""
     if PRECISION == "tf32":
         return tl.dot(round_to_tf32(a), round_to_tf32(b), input_precision=PRECISION)

@@ -8,7 +8,7 @@ from ..problem import Grads, Operands, Problem, Saved, Spec, empty_parts
 from ..tile.launch import on_device
 from ..tile.tables import whose
 from . import launch
-from .tiles import AMPERE, HOPPER, OTHER, current
+from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
@@ -25,8 +25,8 @@ class Portable:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in ("sm_70", "sm_72", "sm_75"):
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
-        if not against and problem.dtype == torch.float32 and launch.precision(problem) is None:
-            has = ", ".join(launch.precisions(problem.target))
+        if not against and problem.dtype == torch.float32 and precision(problem) is None:
+            has = ", ".join(precisions(problem.target))
             against.append(f"precision {problem.recipe.precision!r} is not available on {problem.target}; it has {has}")
         return against
 
@@ -37,7 +37,7 @@ class Portable:
             for name, t in current(problem)._asdict().items()
         ]
         if problem.dtype == torch.float32:
-            parts.append(f"products in {launch.precision(problem)}")
+            parts.append(f"products in {precision(problem)}")
         return "; ".join((*parts, whose(problem.q.device)))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
@@ -60,9 +60,10 @@ class Portable:
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """The call in fp32: the interpreter does not multiply bf16."""
+    """The call in fp32: the interpreter does not multiply bf16. 16-bit types take the way of the matrix units."""
     q, k, v = (t.float() for t in x[:3])
-    return p._replace(q=Spec.of(q), k=Spec.of(k), v=Spec.of(v)), Operands(q, k, v, x.extra)
+    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
+    return p._replace(q=Spec.of(q), k=Spec.of(k), v=Spec.of(v), recipe=recipe), Operands(q, k, v, x.extra)
 
 
 def _against_target(problem: Problem) -> list[str]:

@@ -6,7 +6,8 @@ S and P are computed again from lse (Dao et al. 2022, algorithm 4); no kernel ad
 import triton
 import triton.language as tl
 
-from ..tile.blocks import block, load_row_values, load_rows, product, store_rows
+from ..tile.blocks import block, load_row_values, load_rows, store_rows
+from ..tile.factors import load_passing, load_still, load_values, meet, product, still_axis, weights
 from ..tile.gradients import scores_gradient
 from ..tile.rows import pitch, row_values, rows_of
 from ..tile.schedule import assign
@@ -46,25 +47,33 @@ def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.
 @triton.jit
 def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
     """acc + a b. In fp32 a fresh sum per tile is added by FMA, because matrix units truncate as they sum."""
-    if b.dtype == tl.float32:
+    if b[0].dtype == tl.float32:
         return tl.fma(product(a, b, PRECISION), one, acc)
     else:
-        return tl.dot(a.to(b.dtype), b, acc)
+        return tl.dot(a[0].to(b[0].dtype), b[0], acc)
 
 
 @triton.jit
 def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One query tile's share of dK and dV, with S transposed: (B_c, B_r)."""
+    """One query tile's share of dK and dV, with S transposed: (B_c, B_r), on FMA units (B_r, B_c)."""
     B_R: tl.constexpr = Q.at.shape[0]
-    q = load_rows(Q, place.i0, place.M, MASKED)  # (B_r, d)
-    do = load_rows(dO, place.i0, place.M, MASKED)  # (B_r, d_v)
+    B_C: tl.constexpr = dk.shape[0]
+    dtype: tl.constexpr = Q.start.dtype.element_ty
+    STILL: tl.constexpr = still_axis(dtype, PRECISION)
+    q = load_passing(Q, place.i0, place.M, MASKED, PRECISION)
+    do = load_passing(dO, place.i0, place.M, MASKED, PRECISION)
     logs = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: no row past the end
     sums = load_row_values(D, place.i0, B_R, place.M, 0.0, MASKED)
-    S = product(k, q.T, PRECISION)  # (B_c, B_r)
-    dP = product(v, do.T, PRECISION)  # (B_c, B_r)
-    i, j = tl.arange(0, B_R)[None, :], tl.arange(0, k.shape[0])[:, None]
-    EXACT: tl.constexpr = q.dtype == tl.float32
-    P, dS = scores_gradient(S, dP, logs[None, :], sums[None, :], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
+    S, dP = meet(k, q, PRECISION), meet(v, do, PRECISION)
+    i, j = tl.expand_dims(tl.arange(0, B_R), STILL), tl.expand_dims(tl.arange(0, B_C), 1 - STILL)
+    logs, sums = tl.expand_dims(logs, STILL), tl.expand_dims(sums, STILL)
+    EXACT: tl.constexpr = dtype == tl.float32
+    P, dS = scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, MASKED, 0)
+    if STILL == 1:
+        P, dS = P.T, dS.T
+    P, dS = weights(P, dtype, PRECISION), weights(dS, dtype, PRECISION)
+    q = load_values(Q, place.i0, place.M, MASKED, PRECISION)  # (B_r, d)
+    do = load_values(dO, place.i0, place.M, MASKED, PRECISION)  # (B_r, d_v)
     return accumulate(dk, dS, q, one, PRECISION), accumulate(dv, P, do, one, PRECISION)
 
 
@@ -83,9 +92,9 @@ def dkdv(
     j0 = t * B_C
     if j0 >= N:
         return
-    k = load_rows(block(K, b, h_k, k0, B_C, d), j0, N, True)  # (B_c, d)
-    v = load_rows(block(V, b, h_k, k0, B_C, d_v), j0, N, True)  # (B_c, d_v)
-    dk, dv = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
+    keys, values = block(K, b, h_k, k0, B_C, d), block(V, b, h_k, k0, B_C, d_v)
+    k, v = load_still(keys, j0, N, PRECISION), load_still(values, j0, N, PRECISION)
+    dk, dv = tl.zeros(keys.at.shape, tl.float32), tl.zeros(values.at.shape, tl.float32)
     for g in range(G):
         h = h_k * G + g
         queries, gradients = block(Q, b, h, q0, B_R, d), block(dO, b, h, q0, B_R, d_v)
@@ -112,14 +121,21 @@ def dkdv(
 @triton.jit
 def dq_step(j0, acc, q, do, logs, sums, K, V, place, variant, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile's share of dQ."""
-    k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
-    v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
-    S = product(q, k.T, PRECISION)  # (B_r, B_c)
-    dP = product(do, v.T, PRECISION)  # (B_r, B_c)
-    i, j = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
-    EXACT: tl.constexpr = q.dtype == tl.float32
-    _, dS = scores_gradient(S, dP, logs[:, None], sums[:, None], place, variant, unit, i, j0, j, EXACT, MASKED, 0)
-    return accumulate(acc, dS, k, one, PRECISION)
+    B_R: tl.constexpr = acc.shape[0]
+    B_C: tl.constexpr = K.at.shape[0]
+    dtype: tl.constexpr = K.start.dtype.element_ty
+    STILL: tl.constexpr = still_axis(dtype, PRECISION)
+    k = load_passing(K, j0, place.N, MASKED, PRECISION)
+    v = load_passing(V, j0, place.N, MASKED, PRECISION)
+    S, dP = meet(q, k, PRECISION), meet(do, v, PRECISION)
+    i, j = tl.expand_dims(tl.arange(0, B_R), 1 - STILL), tl.expand_dims(tl.arange(0, B_C), STILL)
+    logs, sums = tl.expand_dims(logs, 1 - STILL), tl.expand_dims(sums, 1 - STILL)
+    EXACT: tl.constexpr = dtype == tl.float32
+    _, dS = scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, MASKED, 0)
+    if STILL == 1:
+        dS = dS.T
+    dS = weights(dS, dtype, PRECISION)
+    return accumulate(acc, dS, load_values(K, j0, place.N, MASKED, PRECISION), one, PRECISION)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -137,12 +153,13 @@ def dq(
     if i0 >= M:
         return
     place = Place(b, h, matrix, i0, M, N, N - M)
-    q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
-    do = load_rows(block(dO, b, h, q0, B_R, d_v), i0, M, True)  # (B_r, d_v)
+    queries = block(Q, b, h, q0, B_R, d)
+    q = load_still(queries, i0, M, PRECISION)
+    do = load_still(block(dO, b, h, q0, B_R, d_v), i0, M, PRECISION)
     logs = load_row_values(row_values(L, packed, b, h, H, q0, stride), i0, B_R, M, float("inf"), True)
     sums = load_row_values(row_values(D, packed, b, h, H, q0, stride), i0, B_R, M, 0.0, True)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
-    acc = tl.zeros(q.shape, tl.float32)
+    acc = tl.zeros(queries.at.shape, tl.float32)
     lists = list_at(variant.visits, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..tile.blocks import block, load_rows, product, store_rows
+from ..tile.blocks import block, store_rows
 from ..tile.dropout import kept
+from ..tile.factors import load_left, load_right, load_values, product, weights
 from ..tile.masks import visible
 from ..tile.rows import row_values, rows_of
 from ..tile.schedule import assign
@@ -16,11 +17,10 @@ from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
 @triton.jit
 def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
-    B_R: tl.constexpr = q.shape[0]
+    B_R: tl.constexpr = acc.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
-    k = load_rows(K, j0, place.N, MASKED)  # (B_c, d)
-    S = product(q, k.T, PRECISION)  # (B_r, B_c)
+    S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
     i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
     columns = j0 + tl.arange(0, B_C)[None, :]
     S = through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
@@ -30,12 +30,13 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
         P *= kept(variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
-    v = load_rows(V, j0, place.N, MASKED)  # (B_c, d_v)
-    if v.dtype == tl.float32:
+    v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
+    P = weights(P, v[0].dtype, PRECISION)
+    if v[0].dtype == tl.float32:
         # matrix units truncate as they sum: a fresh sum per tile, added by FMA, keeps long rows exact
         acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
     else:
-        acc = tl.dot(P.to(v.dtype), v, acc * alpha[:, None])  # (B_r, d_v)
+        acc = tl.dot(P[0].to(v[0].dtype), v[0], acc * alpha[:, None])  # (B_r, d_v)
     return acc, m, l
 
 
@@ -55,7 +56,7 @@ def forward(
     if i0 >= M:
         return
     place = Place(b, h, matrix, i0, M, N, N - M)
-    q = load_rows(block(Q, b, h, q0, B_R, d), i0, M, True)  # (B_r, d)
+    q = load_left(block(Q, b, h, q0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
     out = block(O, b, h, q0, B_R, d_v)
     acc = tl.zeros(out.at.shape, tl.float32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import PRECISIONS, Grads, Operands, Problem, Saved
+from ..problem import Grads, Operands, Problem, Saved
 from ..reference import sink_gradient
 from ..tile.launch import (
     Launch,
@@ -29,7 +29,7 @@ from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as kernels
 from .forward import forward as forward_kernel
-from .tiles import Rows, Tiles, current
+from .tiles import Rows, Tiles, current, precision
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
@@ -78,22 +78,6 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
     return Plan(*chosen, c, unit, factor, section, p.listed, constants, values, {})
-
-
-def precision(p: Problem) -> str | None:
-    """How tl.dot multiplies fp32; None if no way honours the request, or if the type is not fp32."""
-    if p.dtype != torch.float32:
-        return None
-    return "ieee" if p.target == "cpu" else p.precision(precisions(p.target))
-
-
-def precisions(target: str) -> tuple[str, ...]:
-    """What tl.dot offers on a chip. The interpreter ("cpu") computes in plain fp32, which honours every name."""
-    if target in ("sm_70", "sm_72", "sm_75"):
-        return ("ieee",)
-    if target.startswith("gfx"):
-        return ("ieee", "bf16x6", "bf16x3")
-    return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:

@@ -1,10 +1,11 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
 A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
+One marked "ieee" serves products on FMA units; Ampere's follow Hopper's where these spill no more.
 Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
-head size 128; the others are the largest that compile for every chip of their kind, by the same rule, within its shared
-memory. tests/triton/test_compile.py holds each row to that. `python -m tilewise tune` measures a card's rows
-beside their neighbours; its times are drawn in docs/performance.md.
+head size 128, and without "ieee" at head size 256; the others are the largest that compile for every chip of their
+kind, by the same rule, within its shared memory. tests/triton/test_compile.py holds each row to that.
+`python -m tilewise tune` measures a card's rows beside their neighbours; its times are drawn in docs/performance.md.
 
 sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are small enough to keep the products out of tensor
 memory: Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import Problem
+from ..problem import PRECISIONS, Problem
 from ..tile.tables import in_use
 
 
@@ -40,6 +41,9 @@ FORWARD: Table = {
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 32, 4, 2),
+    ("hopper", 4, 64, "ieee"): Tiles(64, 64, 8, 1),
+    ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
+    ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 2, 64): Tiles(128, 64, 8, 4),
     ("blackwell", 4, 64): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
@@ -50,11 +54,15 @@ FORWARD: Table = {
     ("ampere", 4, 64): Tiles(128, 32, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
+    ("ampere", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
+    ("ampere", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
+    ("ampere", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("other", 2, 128): Tiles(64, 32, 4, 1),
     ("other", 2, 256): Tiles(32, 32, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 128): Tiles(32, 16, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("other", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
@@ -67,6 +75,9 @@ DKDV: Table = {
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
+    ("hopper", 4, 64, "ieee"): Tiles(32, 64, 8, 1),
+    ("hopper", 4, 128, "ieee"): Tiles(32, 64, 8, 1),
+    ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(32, 64, 4, 2),
@@ -74,10 +85,14 @@ DKDV: Table = {
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
+    ("ampere", 4, 64, "ieee"): Tiles(32, 64, 4, 1),
+    ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
+    ("ampere", 4, 256, "ieee"): Tiles(16, 32, 8, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("other", 4, 128, "ieee"): Tiles(16, 32, 4, 1),
     ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
@@ -89,6 +104,9 @@ DQ: Table = {
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
+    ("hopper", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
+    ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
+    ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 3),
@@ -97,10 +115,13 @@ DQ: Table = {
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
+    ("ampere", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
+    ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
+    ("other", 4, 128, "ieee"): Tiles(32, 16, 4, 1),
     ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
@@ -120,6 +141,28 @@ def chips(target: str) -> tuple[str, ...]:
     if target in BLACKWELL:
         return ("blackwell", "hopper")
     return ("hopper",) if target in HOPPER else ("ampere",) if target in AMPERE else ("other",)
+
+
+def precision(p: Problem) -> str | None:
+    """How fp32 is multiplied; None if no way honours the request, or if the type is not fp32.
+
+    The interpreter ("cpu") computes in plain fp32, which honours every name. It takes the kernels' way for FMA units,
+    but for "tf32x3" that for matrix units.
+    """
+    if p.dtype != torch.float32:
+        return None
+    if p.target == "cpu":
+        return "tf32x3" if p.recipe.precision == "tf32x3" else "ieee"
+    return p.precision(precisions(p.target))
+
+
+def precisions(target: str) -> tuple[str, ...]:
+    """What tl.dot offers on a chip."""
+    if target in ("sm_70", "sm_72", "sm_75"):
+        return ("ieee",)
+    if target.startswith("gfx"):
+        return ("ieee", "bf16x6", "bf16x3")
+    return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
 
 
 class Rows(NamedTuple):
@@ -143,13 +186,15 @@ def keys(p: Problem) -> dict[str, Any]:
 
 def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     """The key of a table for a problem: the smallest head size that holds its own."""
-    rich = p.recipe.score or p.recipe.dropout > 0.0
+    kinds, special = chips(p.target), "rich" if p.recipe.score or p.recipe.dropout > 0.0 else ""
+    if precision(p) == "ieee":
+        kinds, special = kinds[-1:], "ieee"  # a Blackwell chip has rows of its own for its matrix units alone
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
-        for kind in chips(p.target):
+        for kind in kinds:
             row = (kind, entry_bytes, size)
-            if row in table and max(p.D, p.D_v) <= size:
-                return (*row, "rich") if rich and (*row, "rich") in table else row
+            if max(p.D, p.D_v) <= size and (found := [key for key in ((*row, special), row) if key in table]):
+                return found[0]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
 
 
