@@ -13,7 +13,7 @@ from ..tile.visits import Variant
 from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import PIECE, TINY, TYPES, Descriptor, band, processors, side_by_side, vector
+from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, band, processors, vector
 from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 
@@ -199,7 +199,9 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    section = side_by_side(p, tiles, D * 4 * (kind.pieces + 1))
+    cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
+    # two tiles a processor, and no small section at the end: it would begin with the longest tiles when others are done
+    section = cdiv(heads, max(1, heads // max(1, 2 * processors(x.q.device) // tiles, cached)))
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),

@@ -191,7 +191,8 @@ def backward_launches(
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    section = side_by_side(p, tiles, D * 8)
+    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
+    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
@@ -227,15 +228,6 @@ def backward_launches(
         variant = variant._replace(scores=device_values(p, x.extra)[1])
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
     return [*listing, before, main, after, *biases]
-
-
-def side_by_side(p: Problem, tiles: int, bytes_of_row: int) -> int:
-    """How many matrices of keys the backward works on side by side: as many as stay in the cache with what is read and
-    added to again and again, but enough for two tiles a processor, and no small section at the end: it would begin with
-    the longest tiles when others are done."""
-    heads = p.B * p.H_k
-    cached = CACHED_QUERIES // (p.H // p.H_k * p.M * bytes_of_row)
-    return cdiv(heads, max(1, heads // max(1, 2 * processors(p.q.device) // tiles, cached)))
 
 
 def band(p: Problem, B_r: int) -> int:
