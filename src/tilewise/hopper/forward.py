@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.masks import visible
+from ..tile.masks import key_range_of, visible
 from ..tile.rows import origin, row_values, rows_of
 from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, row_max
@@ -265,7 +265,11 @@ def scored(S, place, row0, j0, variant):
 def masked(S, place, row0, j0, variant):
     """The logits where the mask shows them, else -inf."""
     i, columns = indices(S, place, row0, j0)
-    seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
+    if variant.visits is None:  # one comparison for both ends: before the first key, the difference wraps around
+        lo, hi = key_range_of(variant.mask, place.b, i, place.N)
+        seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
+    else:
+        seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
     return gl.where(seen, S, float("-inf"))
 
 

@@ -38,15 +38,20 @@ def visible(mask, b, h, i, j):
 
 
 @triton.jit
+def key_range_of(mask, b, i, N):
+    """The keys [lo, hi) that row i (or each of rows i) sees, where every part of the mask is an interval."""
+    lo, hi = 0, N
+    for p in tl.static_range(len(mask)):
+        part_lo, part_hi = mask[p].keys(b, i, *mask[p].captured)
+        lo, hi = tl.maximum(lo, part_lo), tl.minimum(hi, part_hi)
+    return lo, hi
+
+
+@triton.jit
 def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
     """Key tiles that rows first..last visit: (lo, full_lo, full_hi, hi); between the middle two nothing is masked."""
-    lo, hi = 0, N
-    full_lo, full_hi = 0, N
-    for p in tl.static_range(len(mask)):
-        a_lo, a_hi = mask[p].keys(b, first, *mask[p].captured)
-        z_lo, z_hi = mask[p].keys(b, last, *mask[p].captured)
-        lo, hi = tl.maximum(lo, a_lo), tl.minimum(hi, z_hi)
-        full_lo, full_hi = tl.maximum(full_lo, z_lo), tl.minimum(full_hi, a_hi)
+    lo, full_hi = key_range_of(mask, b, first, N)
+    full_lo, hi = key_range_of(mask, b, last, N)
     return to_tiles(lo, hi, full_lo, full_hi, B_C)
 
 
