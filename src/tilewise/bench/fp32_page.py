@@ -176,7 +176,7 @@ dS has no bound that is known before, but one that follows from its factors. It 
     abs(dS) <= max norm(V_j) max norm(dO_i) + max abs(delta_i)
 
 ```python
-down, up = power_above(v_norm * gl.load(scales.do_norm + block0 + m) + gl.load(scales.D + block0 + m))
+down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales.D + block))
 ```
 
 The price: in a tile whose entries differ by more than 2^15, small ones keep fewer bits ([how
