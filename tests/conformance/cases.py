@@ -472,6 +472,10 @@ def _numbers() -> Iterator[Case]:
             yield Case(f"{values}, GQA", values=values, D=8, H=4, loss="o")
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
+    units = {"precision": "ieee", "H": 4}  # in Triton's interpreter these alone take the kernels' way for FMA units
+    yield Case("precision ieee, GQA, alibi, bias, sink", **units, score=(alibi(), bias("HMN")), sink=fp32)
+    yield Case("precision ieee, varlen, GQA, D_v", **units, lengths=PACKED_DIFFERENT, D_v=40, mask=causal)
+    yield Case("precision ieee, dropout, window", **units, dropout=0.2, mask=both(causal, window(9, 0)), D=40)
     for name in ("full", "causal", "dense"):
         yield Case(f"deterministic {name}", deterministic=True, mask=MASKS.get(name, lambda d: tw.Full()), M=64, N=64)
     yield Case("deterministic GQA bf16", deterministic=True, H=4, dtype=bf16, M=64, N=64, mask=causal)

@@ -37,7 +37,7 @@ class Portable:
             for name, t in current(problem)._asdict().items()
         ]
         if problem.dtype == torch.float32:
-            parts.append(f"products in {precision(problem)}")
+            parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         return "; ".join((*parts, whose(problem.q.device)))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
