@@ -15,11 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from . import releases
-from .around import first_block
 from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
-from .keys import first_visit, keys_of, next_turn, next_visit, place_of, there, tile_of
+from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -104,7 +103,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
             while there(visit):
                 m = tile_of(visit, keys, variant)
                 at = [b, visit.h, keys.q0 + m * B_R, 0]
-                row = (first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m) * B_R
+                row = query_block(visit, keys, shape, packed, variant, tile) * B_R
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
                 releases.load(Q, at, bar, stage(shared.q.memory, y))
@@ -157,7 +156,6 @@ def wait_added():
 @gluon.jit
 def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come, or in turn."""
-    B_R: gl.constexpr = tile.B_R
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
@@ -168,8 +166,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
         keys = keys_of(t, shape, packed, tile)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
-            m = tile_of(visit, keys, variant)
-            block = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, B_R) + m
+            block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
                     pass
@@ -187,7 +184,8 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
                 y += 1
             if tile.ORDERED:
                 wait_added()
-                gl.atomic_xchg(turns + block, next_turn(keys, m, variant, tile), sem="relaxed")
+                turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
+                gl.atomic_xchg(turns + block, turn, sem="relaxed")
             visit = next_visit(visit, keys, shape, variant, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)

@@ -1,4 +1,5 @@
-"""Launches of the fp32 backward on Hopper: preparation, the main kernel and what turns sums into dQ."""
+"""Launches of the fp32 backward on Hopper: preparation, the main kernel and what turns sums into dQ. And what both
+ways share: the pieces of K and V, which the forward makes and keeps."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ..tile.visits import Variant
 from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, band, processors, vector
+from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, band, evenly, processors, vector
 from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 
@@ -127,7 +128,8 @@ def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Operands in pieces, and row values, of K and V only what is not kept; lists of tiles; dK, dV and sums of dQ; dQ.
+    """K and V in pieces, unless they are kept; lists of tiles; Q and dO in pieces, and row values; dK, dV and sums of
+    dQ; dQ.
 
     Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
     """
@@ -200,8 +202,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
     cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
-    # two tiles a processor, and no small section at the end: it would begin with the longest tiles when others are done
-    section = cdiv(heads, max(1, heads // max(1, 2 * processors(x.q.device) // tiles, cached)))
+    section = evenly(heads, max(1, 2 * processors(x.q.device) // tiles, cached))  # two tiles a processor, or more
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),

@@ -44,7 +44,7 @@ from .channel import (
     wait_kernels,
 )
 from .gradients import hand_over
-from .keys import first_visit, is_edge, keys_of, next_turn, next_visit, place_of, there, tile_of
+from .keys import first_visit, is_edge, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw, hand_on, leave, ticket, tickets
 
 
@@ -124,13 +124,6 @@ def block_of(keys, shape, packed, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     GROUP: gl.constexpr = tile.GROUP
     return first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C) + keys.t
-
-
-@gluon.jit
-def query_block(visit, keys, shape, packed, variant, tile: gl.constexpr):
-    """Which tile of all queries in memory a visit's is."""
-    first = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, tile.B_R)
-    return first + tile_of(visit, keys, variant)
 
 
 @gluon.jit

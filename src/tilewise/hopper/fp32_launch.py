@@ -37,6 +37,7 @@ from .launch import (
     box,
     by_row,
     counter,
+    evenly,
     has_edges,
     processors,
 )
@@ -83,7 +84,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
-    section = cdiv(heads, max(1, heads // least)) if p.recipe.mask else 1
+    section = evenly(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
         2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c),
         row.split, kind.raised,

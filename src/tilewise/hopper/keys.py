@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from ..tile.rows import rows_of
 from ..tile.schedule import assign
 from ..tile.visits import Place, list_at, query_range, tile_at
+from .around import first_block
 
 
 class Keys(NamedTuple):
@@ -59,8 +60,9 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def first_visit(keys, shape, variant, tile: gl.constexpr):
-    """Of the walks of all query heads that share these keys. They go by rounds: a band of query tiles, the last band
-    first, and in it one head after the other, so that what programs side by side read stays in the cache."""
+    """The first visit of these keys. The walks of all query heads that share them are one, which goes by rounds: a band
+    of query tiles, the last band first, and in it one head after the other, so that what programs side by side read
+    stays in the cache."""
     if tile.GROUP == 1:
         walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h_k, keys.t), variant, tile.B_R, tile.B_C)
         return Visit(0, keys.h_k, walk.lo, walk)
@@ -70,7 +72,7 @@ def first_visit(keys, shape, variant, tile: gl.constexpr):
 
 @gluon.jit
 def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
-    """The one after it; past the last, one that is not there."""
+    """The visit after this one; past the last, one that is not there."""
     at, h, x, walk = visit.round, visit.h, visit.x + 1, visit.walk
     if tile.GROUP > 1:
         rounds = tile.GROUP * bands(keys, shape, tile)
@@ -83,7 +85,7 @@ def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
 
 @gluon.jit
 def bands(keys, shape, tile: gl.constexpr):
-    """Of shape.band query tiles each, how many there are."""
+    """How many bands a walk has, of shape.band query tiles each."""
     return gl.cdiv(gl.cdiv(keys.M, tile.B_R), shape.band)
 
 
@@ -107,8 +109,15 @@ def there(visit):
 
 @gluon.jit
 def tile_of(visit, keys, variant):
-    """Its query tile."""
+    """A visit's query tile."""
     return tile_at(variant.visits, list_at(variant.visits, keys.b, visit.h, keys.t), visit.x)
+
+
+@gluon.jit
+def query_block(visit, keys, shape, packed, variant, tile: gl.constexpr):
+    """Which tile of all queries in memory that is, where every sequence begins with a tile of its own."""
+    first = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, tile.B_R)
+    return first + tile_of(visit, keys, variant)
 
 
 @gluon.jit
@@ -141,7 +150,7 @@ def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
 
 @gluon.jit
 def is_edge(visit):
-    """Whether it needs the mask."""
+    """Whether a visit needs the mask."""
     return (visit.x < visit.walk.full_lo) | (visit.x >= visit.walk.full_hi)
 
 

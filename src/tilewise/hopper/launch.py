@@ -230,6 +230,12 @@ def backward_launches(
     return [*listing, before, main, after, *biases]
 
 
+def evenly(heads: int, least: int) -> int:
+    """How many matrices to work on side by side: `least` or more, always the same number. A few left over for the end
+    would begin with their longest tiles when others are done."""
+    return cdiv(heads, max(1, heads // least))
+
+
 def band(p: Problem, B_r: int) -> int:
     """Query tiles of a band (see keys.py): all, unless many heads share keys. ORDERED tiles wait for each other."""
     whole = max(1, cdiv(p.M, B_r))
