@@ -60,10 +60,9 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0])
-def test_the_scale_of_gradients_is_left_to_their_sums(scale):
+def test_the_exponent_or_the_first_score_takes_the_scale(scale):
     wanted = 64**-0.5 if scale is None else scale
-    alone = launched(256, 256, 64, scale=scale)
-    assert alone.factor == wanted
-    assert alone.c == pytest.approx(wanted * LOG2E.value)
-    scored = launched(256, 256, 64, scale=scale, score=tw.SoftCap(5.0))
-    assert (scored.factor, scored.c) == (wanted, LOG2E.value), "the first score multiplies logits by the scale"
+    assert launched(256, 256, 64, scale=scale).c == pytest.approx(wanted * LOG2E.value)
+    scored = launched(256, 256, 64, scale=scale, score=[tw.SoftCap(5.0), tw.SoftCap(4.0)])
+    assert scored.values is not None
+    assert ([score.unit for score in scored.values[1]], scored.c) == ([wanted, 1.0], LOG2E.value)

@@ -46,11 +46,11 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
 
 @gluon.jit
 def gradient(P, dP, sums, S, place, j0, variant):
-    """dS of a transposed tile: the gradient with respect to Q K^T."""
+    """dS of a transposed tile: the gradient with respect to the scaled logits."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
-    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 1 if len(variant.scores) > 0 else 0)
+    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 0)
 
 
 @gluon.jit

@@ -66,8 +66,6 @@ class Plan(NamedTuple):
     backward_tile: Any
     c: float
     """Logits times c are in base 2."""
-    factor: float
-    """What the sums of dS K and dS^T Q are multiplied by."""
     boxes: tuple[Box, ...]
     """Of q, k, v and o in the forward, and of q, k and v in the backward."""
     programs: int
@@ -129,7 +127,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
     return Plan(
-        row, tile, back, back_tile, natural * LOG2E.value, p.scale, boxes,
+        row, tile, back, back_tile, natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
@@ -201,7 +199,7 @@ def backward_launches(
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
-        variant, pl.c, pl.factor,
+        variant, pl.c, p.scale,
         backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles, band(p, row.B_r)),
     )  # fmt: skip
     if p.recipe.deterministic:
@@ -213,7 +211,7 @@ def backward_launches(
     main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
-    arguments = (scratch.dq, rows(p, grads.q), where, pl.factor, M, p.H, tiles, blocks)
+    arguments = (scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, blocks)
     constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
     after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
 

@@ -7,56 +7,58 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def logistic(x):
-    """1 / (1 + 2^x) to a few units in the last place. Four numbers share a reciprocal, as two could by 1 / a =
-    b / (a b): the special unit, which also computes the exponentials of the softmax, is the limit. From 2^30 on the
-    result is as good as 0, and four such factors still fit."""
+def saturated(x, cap):
+    """cap tanh(x ln 2 / 2) = cap - 2 cap / (1 + 2^x). Four numbers share a reciprocal, as two could by 1 / a =
+    b / (a b): the special unit, which also computes the exponentials of the softmax, is slow. From 2^30 on tanh is as
+    good as 1, and four such factors still fit. It cancels near 0: cap 2^-23 is lost, far below what 16-bit inputs
+    carry."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .f32 a, b, c, d, ab, cd, r;
-        min.NaN.f32 a, $4, 0f41F00000;
-        min.NaN.f32 b, $5, 0f41F00000;
-        min.NaN.f32 c, $6, 0f41F00000;
-        min.NaN.f32 d, $7, 0f41F00000;
+        .reg .f32 a, b, c, d, ab, cd, r, twice;
+        min.NaN.f32 a, $4, 30.0;
+        min.NaN.f32 b, $5, 30.0;
+        min.NaN.f32 c, $6, 30.0;
+        min.NaN.f32 d, $7, 30.0;
         ex2.approx.ftz.f32 a, a;
         ex2.approx.ftz.f32 b, b;
         ex2.approx.ftz.f32 c, c;
         ex2.approx.ftz.f32 d, d;
-        add.f32 a, a, 0f3F800000;
-        add.f32 b, b, 0f3F800000;
-        add.f32 c, c, 0f3F800000;
-        add.f32 d, d, 0f3F800000;
+        add.f32 a, a, 1.0;
+        add.f32 b, b, 1.0;
+        add.f32 c, c, 1.0;
+        add.f32 d, d, 1.0;
         mul.f32 ab, a, b;
         mul.f32 cd, c, d;
         mul.f32 r, ab, cd;
         rcp.approx.ftz.f32 r, r;
+        mul.f32 twice, $8, -2.0;
+        mul.f32 r, r, twice;
         mul.f32 cd, r, cd;
         mul.f32 ab, r, ab;
-        mul.f32 $0, cd, b;
-        mul.f32 $1, cd, a;
-        mul.f32 $2, ab, d;
-        mul.f32 $3, ab, c;
+        fma.rn.f32 $0, cd, b, $8;
+        fma.rn.f32 $1, cd, a, $8;
+        fma.rn.f32 $2, ab, d, $8;
+        fma.rn.f32 $3, ab, c, $8;
         }""",
-        "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4,
+        "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x, cap], dtype=gl.float32, is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def softcap_fn(S, b, h, i, j, cap):
-    """cap tanh(S / cap), where tanh x = 1 - 2 / (1 + exp 2x). It cancels near 0: cap 2^-23 is lost, far below what
-    16-bit inputs carry."""
-    return cap - 2.0 * cap * logistic(S * (2.8853900817779268 / cap))
+def softcap_fn(S, unit, b, h, i, j, cap):
+    """cap tanh(S unit / cap)."""
+    return saturated(S * (2.8853900817779268 * unit / cap), cap)
 
 
 @gluon.jit
-def softcap_grad(dS, S, b, h, i, j, cap):
-    """1 - tanh^2 = 4 r (1 - r)."""
-    r = logistic(S * (2.8853900817779268 / cap))
-    return dS * (4.0 * (r - r * r))
+def softcap_grad(dS, S, unit, b, h, i, j, cap):
+    """1 - tanh^2."""
+    t = softcap_fn(S, unit, b, h, i, j, cap) * (1.0 / cap)
+    return dS * (1.0 - t * t)
 
 
 @triton.jit
-def alibi_fn(S, b, h, i, j, slopes, batch, head):
-    """S - slope |i - j|: exact to 16M tokens in fp32, where positions become numbers once a row and once a column."""
+def alibi_fn(S, unit, b, h, i, j, slopes, batch, head):
+    """S unit - slope |i - j|: exact to 16M tokens in fp32, where positions become numbers once a row and column."""
     slope = tl.load(slopes + b * batch + h * head).to(tl.float32)
-    return S - slope * tl.abs(i.to(tl.float32) - j.to(tl.float32))
+    return S * unit - slope * tl.abs(i.to(tl.float32) - j.to(tl.float32))

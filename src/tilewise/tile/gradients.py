@@ -27,7 +27,7 @@ def seen(place, variant, i, j0, j):
 
 @triton.jit
 def logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP: tl.constexpr):
-    """dS of the logits that entered score STOP; dP after dropout, S = Q K^T."""
+    """dS of the logits that entered score STOP, once in its unit; dP after dropout, S = Q K^T."""
     rows = place.i0 + i + place.shift
     return back(variant.scores, P * (dP - D), S, place.b, place.h, rows, j0 + j, STOP)
 

@@ -108,9 +108,7 @@ def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tup
     """The mask's parts and the scores as kernel arguments, and the sink. A back end may have scores of its `own`."""
     mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask])
-    changes = tuple([_score_part(p, change, own) for change in score])
-    if changes:
-        changes = (scores.Part(DEVICE_SCORES.scale_fn, DEVICE_SCORES.scale_grad, (p.scale,)), *changes)
+    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])
     return parts, changes, sink
 
 
@@ -122,10 +120,10 @@ def _mask_part(p: Problem, mask: Any) -> masks.Part:
     return masks.Part(keep, keys, queries, _captured(p, mask))
 
 
-def _score_part(p: Problem, score: Any, own: Any) -> scores.Part:
+def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
     names = f"{score.device}_fn", f"{score.device}_grad"
     fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-    return scores.Part(fn, grad, _captured(p, score))
+    return scores.Part(fn, grad, unit, _captured(p, score))
 
 
 def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
@@ -214,10 +212,9 @@ def bias_launches(
             *given, Rows(grad, steps[0], steps[2], steps[1]), variant,
             unit, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each, stride,
         )  # fmt: skip
-        which = position + 1  # entry 0 of the kernel's scores is the scale
-        flags = {"WHICH": which, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1}
+        flags = {"WHICH": position, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1}
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
-        at = key, which, grad.data_ptr() % 16
+        at = key, position, grad.data_ptr() % 16
         yield Launch(dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
 
 

@@ -1,7 +1,7 @@
 """Device side of score.py. Each score is a pair.
 
-fn(S, b, h, i, j, *captured)            the logits that leave
-grad(dS, S, b, h, i, j, *captured)      the gradient with respect to S, the logits that entered
+fn(S, unit, b, h, i, j, *captured)        the logits that leave; S unit are those that entered
+grad(dS, S, unit, b, h, i, j, *captured)  the gradient with respect to S unit
 """
 
 from typing import NamedTuple
@@ -15,6 +15,8 @@ class Part(NamedTuple):
 
     fn: tl.constexpr
     grad: tl.constexpr
+    unit: object
+    """The softmax scale for the first score, which S enters as it is; 1 for those after it."""
     captured: tuple
 
 
@@ -22,29 +24,18 @@ class Part(NamedTuple):
 def through(scores, S, b, h, i, j, COUNT: tl.constexpr):
     """The logits after the first COUNT scores."""
     for p in tl.static_range(COUNT):
-        S = scores[p].fn(S, b, h, i, j, *scores[p].captured)
+        S = scores[p].fn(S, scores[p].unit, b, h, i, j, *scores[p].captured)
     return S
 
 
 @triton.jit
 def back(scores, dS, S, b, h, i, j, STOP: tl.constexpr):
     """The gradient of the logits that entered score STOP, from that of the last; S entered the first."""
-    for p in tl.static_range(len(scores) - STOP):
-        S_in = through(scores, S, b, h, i, j, len(scores) - 1 - p)
-        dS = scores[len(scores) - 1 - p].grad(dS, S_in, b, h, i, j, *scores[len(scores) - 1 - p].captured)
+    for n in tl.static_range(len(scores) - STOP):
+        LAST: tl.constexpr = len(scores) - 1 - n
+        S_in = through(scores, S, b, h, i, j, LAST)
+        dS = scores[LAST].grad(dS, S_in, scores[LAST].unit, b, h, i, j, *scores[LAST].captured)
     return dS
-
-
-@triton.jit
-def scale_fn(S, b, h, i, j, scale):
-    """The softmax scale, where scores follow; otherwise it is folded into the exponent."""
-    return S * scale
-
-
-@triton.jit
-def scale_grad(dS, S, b, h, i, j, scale):
-    """d(S scale)/dS."""
-    return dS * scale
 
 
 @triton.jit
@@ -60,40 +51,40 @@ def tanh(x):
 
 
 @triton.jit
-def softcap_fn(S, b, h, i, j, cap):
-    """cap tanh(S / cap)."""
-    return cap * tanh(S / cap)
+def softcap_fn(S, unit, b, h, i, j, cap):
+    """cap tanh(S unit / cap)."""
+    return cap * tanh(S * unit / cap)
 
 
 @triton.jit
-def softcap_grad(dS, S, b, h, i, j, cap):
+def softcap_grad(dS, S, unit, b, h, i, j, cap):
     """1 - tanh^2."""
-    t = tanh(S / cap)
+    t = tanh(S * unit / cap)
     return dS * (1.0 - t * t)
 
 
 @triton.jit
-def alibi_fn(S, b, h, i, j, slopes, batch, head):
-    """S - slope |i - j|."""
+def alibi_fn(S, unit, b, h, i, j, slopes, batch, head):
+    """S unit - slope |i - j|."""
     slope = tl.load(slopes + b * batch + h * head).to(tl.float32)
-    return S - slope * tl.abs(i - j).to(tl.float32)
+    return S * unit - slope * tl.abs(i - j).to(tl.float32)
 
 
 @triton.jit
-def alibi_grad(dS, S, b, h, i, j, slopes, batch, head):
+def alibi_grad(dS, S, unit, b, h, i, j, slopes, batch, head):
     """The slope does not depend on S."""
     return dS
 
 
 @triton.jit
-def bias_fn(S, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
-    """S + bias."""
+def bias_fn(S, unit, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+    """S unit + bias."""
     row = i - (N - M)
     at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
-    return S + tl.load(bias + at, mask=(row >= 0) & (row < M) & (j < N), other=0.0).to(tl.float32)
+    return S * unit + tl.load(bias + at, mask=(row >= 0) & (row < M) & (j < N), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def bias_grad(dS, S, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+def bias_grad(dS, S, unit, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
     """The bias does not depend on S."""
     return dS

@@ -47,8 +47,6 @@ class Plan(NamedTuple):
     """Logits times c are in base 2, the forward's unit."""
     unit: float
     """Logits times this are in the backward's unit: base 2, or natural log for fp32."""
-    factor: float
-    """What the sums of dS K and dS^T Q are multiplied by."""
     section: int
     listed: bool
     """Whether the mask is no interval, so that tiles are listed first."""
@@ -73,11 +71,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
     # scores want scaled logits; without them the scale goes into the exponent. A scale of 0 stays above it, so that
     # -inf * c is -inf; exp2(tiny) is 1 all the same.
-    natural, factor = (1.0, 1.0) if p.recipe.score else (max(p.scale, TINY), p.scale)
+    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, c, unit, factor, section, p.listed, constants, values, {})
+    return Plan(*chosen, c, unit, section, p.listed, constants, values, {})
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -152,14 +150,14 @@ def backward_launches(
     lists, listing = visits(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    sizes = (pl.unit, pl.factor, 1.0, M, N, p.H_k, heads, pl.section, tiles)
+    sizes = (pl.unit, p.scale, 1.0, M, N, p.H_k, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
 
     lists, listing = visits(p, pl, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
-    sizes = (pl.unit, pl.factor, 1.0, M, N, p.H, heads, pl.section, tiles)
+    sizes = (pl.unit, p.scale, 1.0, M, N, p.H, heads, pl.section, tiles)
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
