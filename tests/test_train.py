@@ -13,10 +13,10 @@ from tilewise.bench import contexts, report, trainings
 from tilewise.bench.results import Row, environment
 from tilewise.bench.suites import BOTH, SUITES
 from tilewise.bench.trainings import Contest, Trial
-from tilewise.cli import contest
+from tilewise.cli import contest, trainer
 from tilewise.cli.app import app
 from tilewise.cli.contest import CONTENDERS
-from tilewise.cli.gpt import GPT, batches, in_order, library_text, read_tokens
+from tilewise.cli.gpt import GPT, batches, in_order, library_text, move, read_tokens
 from tilewise.cli.page import write_page
 from tilewise.cli.pictures import training
 from tilewise.cli.train import NAMES, Comparison
@@ -172,14 +172,17 @@ def test_gpt2_trains_with_every_attention_that_is_there(tmp_path):
         f"--tokens={tokens}", f"--validation={tokens}", "--seeds=2", f"--json={file}", f"--plot={picture}",
         f"--results={tmp_path / 'results'}",
         "--attention=standard", "--attention=tilewise ieee", "--attention=sdpa efficient",
+        "--attention=standard moved",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "not trained: sdpa efficient: needs a GPU" in result.stdout
     assert "Seeds alone spread" in result.stdout
     summary = json.loads(file.read_text())
     trials = {(t["attention"], t["seed"]): t for t in summary["trials"]}
-    assert set(trials) == {(name, seed) for name in ("standard", "tilewise ieee", "sdpa efficient") for seed in (0, 1)}
+    names = "standard", "tilewise ieee", "sdpa efficient", "standard moved"
+    assert set(trials) == {(name, seed) for name in names for seed in (0, 1)}
     for seed in (0, 1):
+        assert trials["standard moved", seed]["losses"] == pytest.approx(trials["standard", seed]["losses"], abs=1e-5)
         ours, standard = trials["tilewise ieee", seed], trials["standard", seed]
         assert ours["losses"] == pytest.approx(standard["losses"], abs=1e-5)
         assert len(ours["losses"]) == len(ours["seconds"]) == 3
@@ -193,6 +196,8 @@ def test_gpt2_trains_with_every_attention_that_is_there(tmp_path):
     assert "a training yet" not in page
     assert "### Training GPT-2 124M, 2 x 16 tokens" in page
     assert "reading t.bin, 2 seeds" in page
+    assert "one rounding away" in page
+    assert "| last loss, less standard attention's | seed 0 | seed 1 |" in page
     assert "| tilewise ieee |" in page
     assert "- Not trained: sdpa efficient: needs a GPU, this is a cpu" in page
     (drawn,) = (tmp_path / "docs/images").glob("*-training-0.png")
@@ -243,6 +248,27 @@ def test_a_contest_without_a_training_is_a_failure(tmp_path):
     assert "training-0.png" not in page
 
 
+def test_a_moved_model_is_one_rounding_away():
+    def made():
+        torch.manual_seed(0)
+        return GPT(1, 2, 8, 16, lambda qkv: qkv[:, :, 0])
+
+    model = made()
+    move(model, seed=0)
+    for weight, moved in zip(made().parameters(), model.parameters(), strict=True):
+        up, down = (torch.nextafter(weight, torch.tensor(side)) for side in (torch.inf, -torch.inf))
+        assert bool(((moved == up) | (moved == down)).all())
+        assert weight.numel() < 100 or bool((moved == up).any() and (moved == down).any())
+
+
+@pytest.mark.parametrize(("name", "seeds"), [("standard", []), ("standard moved", [3])])
+def test_a_training_is_moved_by_its_name(monkeypatch, name, seeds):
+    moved = []
+    monkeypatch.setattr(trainer, "move", lambda model, seed: moved.append(seed))
+    assert len(list(train(replace(SMALL, steps=1, seed=3), name))) == 2
+    assert moved == seeds
+
+
 def test_contests_are_told_in_numbers(tmp_path):
     def trial(name, seed, change, step_s):
         end = {"attention_s": 0.25 * step_s, "peak_bytes": 2e9, "time_s": 1.0}
@@ -257,6 +283,9 @@ def test_contests_are_told_in_numbers(tmp_path):
         "all, 1.0e-03 at the end.",
         "Seeds alone spread standard attention's last loss from 3.0000 to 4.0000.",
     ]
+    assert found.by_seed() == [
+        ["last loss, less standard attention's", "seed 0", "seed 1"], ["tilewise tf32", "+0.0010", "+0.0010"]
+    ]  # fmt: skip
     assert found.reasons() == ["tilewise fp16x3: not here"]
     trainings.picture(found, tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 5000
@@ -317,7 +346,7 @@ def test_a_contest_can_be_saved_in_parts(tmp_path):
         (["--model=gpt3"], "model must be one of small, gpt2-124m"),
         (["--precision=bf16"], "precision must be fp32"),
         (["--seeds=3"], "are for --model gpt2-124m"),
-        (["--model=gpt2-124m", "--attention=mine"], "choose from standard, sdpa efficient"),
+        (["--model=gpt2-124m", "--attention=mine"], "choose from standard, standard moved, sdpa efficient"),
         (["--matmul=low"], "matmul must be one of"),
     ],
 )

@@ -20,6 +20,10 @@ PART = "training"
 EARLY = 10
 """Steps in which two correct trainings cannot have drifted far apart yet."""
 FP32_EPSILON = 2.0**-23
+MOVED = (
+    " *Moved*: every weight begins one rounding away, up or down by chance; how far that ends from the same training "
+    "unmoved is what chance does to a last loss, whatever the attention."
+)
 
 
 @dataclass
@@ -80,12 +84,24 @@ class Contest:
             f"{s['layers']} layers, width {s['width']}, {s['steps']} steps of AdamW at {s['learning_rate']:g}, reading "
             f"{text}, {seeds} seed{'s' * (seeds > 1)}{how}; medians over steps, "
             "means over seeds. *Of it* is the time of attention alone at the model's shapes, forward and backward, for "
-            "all layers, over the time of a step."
+            "all layers, over the time of a step." + MOVED * any(name.endswith("moved") for name in self.finished)
         )
 
     def lines(self) -> list[list[str]]:
         """A line of COLUMNS for each attention that trained."""
         return [self._line(name) for name in self.finished]
+
+    def by_seed(self) -> list[list[str]]:
+        """A head, and for each attention how far it ends from standard attention; none where there is one seed."""
+        standard = {trial.seed: trial.losses[-1] for trial in self.of(STANDARD)}
+        if len(standard) < 2:
+            return []
+        lines = [["last loss, less standard attention's", *(f"seed {seed}" for seed in standard)]]
+        for name in self.finished:
+            last = {trial.seed: trial.losses[-1] for trial in self.of(name)}
+            cells = [f"{last[seed] - of:+.4f}" if seed in last else "-" for seed, of in standard.items()]
+            lines += [] if name == STANDARD else [[name, *cells]]
+        return lines
 
     def reasons(self) -> list[str]:
         """Who did not train, and why."""
@@ -164,6 +180,10 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
         lines += [f"### Training {name}\n", origin(run["environment"], run["partial"]) + "\n", found.origin() + "\n"]
         marks = ["---", *["---:"] * (len(COLUMNS) - 1)]
         lines += ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, marks, *found.lines())]
+        if by_seed := found.by_seed():
+            head, *rest = by_seed
+            marks = ["---", *["---:"] * (len(head) - 1)]
+            lines += ["", *("| " + " | ".join(cells) + " |" for cells in (head, marks, *rest))]
         if found.finished:
             picture(found, path)
             lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from ..bench.peers import PEERS
 from ..bench.trainings import COLUMNS, Contest, Trial
 from .console import log_loss, out, progress, table
-from .trainer import Settings, TrainingError, train_apart
+from .trainer import MOVED, Settings, TrainingError, peer_of, train_apart
 
-CONTENDERS = ("standard", "sdpa efficient", "tilewise ieee", "tilewise bf16x6", "tilewise fp16x3", "tilewise tf32")
+CONTENDERS = (
+    "standard", f"standard{MOVED}", "sdpa efficient", "tilewise ieee", "tilewise bf16x6", "tilewise fp16x3", "tilewise tf32",
+)  # fmt: skip
 
 
 def known(names: Sequence[str]) -> list[str]:
@@ -40,7 +41,7 @@ def contest(
 
 def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
     trial = Trial(name, settings.seed)
-    trial.why = PEERS[name].why_not(settings.case, torch.device(settings.device))
+    trial.why = peer_of(name).why_not(settings.case, torch.device(settings.device))
     try:
         for line in () if trial.why else train_apart(settings, name):
             if "loss" not in line:
@@ -59,6 +60,9 @@ def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
 def show(found: Contest) -> None:
     """A table, what the losses say, and who did not train."""
     table("Training: medians over steps, means over seeds", COLUMNS, found.lines())
+    if by_seed := found.by_seed():
+        head, *rest = by_seed
+        table("Ends", head, rest)
     for line in found.sentences():
         out.print(line, markup=False, soft_wrap=True)
     for line in found.reasons():

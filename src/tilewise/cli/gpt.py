@@ -58,6 +58,15 @@ class GPT(nn.Module):
         return cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
+@torch.no_grad()
+def move(model: nn.Module, seed: int) -> None:
+    """Takes every weight to its neighbour among fp32 numbers, up or down by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        up = torch.rand(weight.shape, generator=generator) < 0.5
+        weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf)))
+
+
 def library_text() -> Tensor:
     """The standard library's own modules, in the order of their paths, as uint8."""
     root = Path(sysconfig.get_path("stdlib"))
