@@ -256,20 +256,22 @@ def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):
 
 def test_ratios_are_taken_among_rows_of_one_case_and_pass():
     rows = measured_rows(SUITES["llmc"].cases, ours=2.0, standard=8.0)
-    (grid,) = tables.grids(rows, tables.in_its_unit(tables.SPEEDUP, rows))
-    assert grid.lines == {"tilewise": ["4.00"] * 4, "standard": ["1.00"] * 4}
+    grids = tables.grids(rows, tables.in_its_unit(tables.SPEEDUP, rows))
+    assert [grid.lines for grid in grids] == [{"tilewise": ["4.00"] * n, "standard": ["1.00"] * n} for n in (4, 3)]
     assert tables.grids(rows, tables.in_its_unit(tables.OVER_EFFICIENT, rows)) == []
 
 
 def test_the_llmc_suite_is_told_as_its_source_tells_it(tmp_path):
     shapes = [(c.batch, c.heads, c.head_size, c.causal, c.dtype) for c in SUITES["llmc"].cases]
-    assert set(shapes) == {(4, 12, 64, True, "fp32")}
-    assert {1024, 2048, 4096} <= {case.length for case in SUITES["llmc"].cases}
+    assert set(shapes) == {(4, 12, 64, True, "fp32"), (4, 12, 128, True, "fp32")}
+    for head_size in (64, 128):
+        assert {1024, 2048, 4096} <= {case.length for case in SUITES["llmc"].cases if case.head_size == head_size}
     rows = measured_rows(SUITES["llmc"].cases)
     for row in rows:
         row.pass_, row.implementation = FORWARD, row.implementation.replace("tilewise", "tilewise fp16x3")
-    (line,) = tables.headlines("llmc", rows)
-    assert line.startswith("tilewise fp16x3, forward, against standard: 4.00x at 256, 4.00x at 1024")
+    of_64, of_128 = tables.headlines("llmc", rows)
+    assert of_64.startswith("tilewise fp16x3, head size 64, forward, against standard: 4.00x at 256, 4.00x at 1024")
+    assert of_128.startswith("tilewise fp16x3, head size 128, forward, against standard: 4.00x at 1024, 4.00x at 2048")
     results.merge(tmp_path / "results/card.json", "llmc", rows, results.environment(CPU), partial=False)
     report.write(tmp_path / "results", tmp_path / "docs")
     page = (tmp_path / "docs/fp32.md").read_text()

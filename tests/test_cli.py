@@ -124,7 +124,7 @@ def test_the_llmc_suite_runs_on_a_cpu_too(monkeypatch, tmp_path):
     result = call("bench", "--suite", "llmc", "--device", "cpu", "--quick", "--plot", str(tmp_path / "b.png"))
     assert result.exit_code == 0, result.output
     assert "times as fast as standard attention" in result.stdout
-    assert "tilewise ieee, forward, against standard" in result.stdout
+    assert "tilewise ieee, head size 64, forward, against standard" in result.stdout
     assert "tilewise tf32: the CPU computes in plain fp32" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"b-llmc-speedup.png", "b-llmc-rate.png"}
 

@@ -153,7 +153,8 @@ def _variants() -> tuple[Case, ...]:
 
 
 def _llmc() -> tuple[Case, ...]:
-    return tuple(Case(4, 12, length, 64, "fp32", causal=True) for length in (256, 1024, 2048, 4096))
+    of_source = tuple(Case(4, 12, length, 64, "fp32", causal=True) for length in (256, 1024, 2048, 4096))
+    return of_source + tuple(replace(case, head_size=128) for case in of_source if case.length >= 1024)
 
 
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
@@ -180,7 +181,7 @@ SUITES = {
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
         ),
         Suite(
-            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal", _llmc(), (FORWARD, BACKWARD),
+            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128", _llmc(), (FORWARD, BACKWARD),
             (*PRECISE, "sdpa efficient", "standard", "standard tf32"), 7, 8192, (256, 1024),
             tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
         ),

@@ -296,12 +296,13 @@ def _cpu(rows: Sequence[Row]) -> list[str]:
 def _llmc(rows: Sequence[Row]) -> list[str]:
     lines = []
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
-        for pass_ in (FORWARD, BACKWARD):
+        for size, pass_ in _unique((row.of.head_size, row.pass_) for row in rows):
+            mine = [row for row in rows if (row.of.head_size, row.pass_) == (size, pass_)]
             for peer in (EFFICIENT, STANDARD):
-                found = ratios(rows, peer, lambda row: row.milliseconds, ours)
-                each = [f"{r:.2f}x at {row.of.length}" for row, r in found.items() if row.pass_ == pass_]
+                found = ratios(mine, peer, lambda row: row.milliseconds, ours)
+                each = [f"{r:.2f}x at {row.of.length}" for row, r in found.items()]
                 if each:
-                    lines.append(f"{ours}, {pass_}, against {peer}: {', '.join(each)} tokens.")
+                    lines.append(f"{ours}, head size {size}, {pass_}, against {peer}: {', '.join(each)} tokens.")
     return lines
 
 

@@ -12,7 +12,8 @@ from .console import log_loss, out, progress, table
 from .trainer import MOVED, Settings, TrainingError, peer_of, train_apart
 
 CONTENDERS = (
-    "standard", f"standard{MOVED}", "sdpa efficient", "tilewise ieee", "tilewise bf16x6", "tilewise fp16x3", "tilewise tf32",
+    "standard", f"standard{MOVED}", "sdpa efficient",
+    "tilewise ieee", "tilewise bf16x6", "tilewise fp16x3", "tilewise tf32",
 )  # fmt: skip
 
 
