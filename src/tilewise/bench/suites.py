@@ -181,7 +181,8 @@ SUITES = {
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
         ),
         Suite(
-            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128", _llmc(), (FORWARD, BACKWARD),
+            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128",
+            _llmc(), (FORWARD, BACKWARD),
             (*PRECISE, "sdpa efficient", "standard", "standard tf32"), 7, 8192, (256, 1024),
             tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
         ),
