@@ -50,6 +50,8 @@ class Tile(NamedTuple):
     KV_STAGES: int
     Q_APART: bool
     """Whether Q has memory of its own, so that the next tile's can come early, or that of its pieces."""
+    HELD: int
+    """Pieces of Q in registers, the first ones, which most products read: shared memory serves few columns slowly."""
     TURNS: bool
     EDGES: bool
     SPLIT: int
@@ -209,6 +211,15 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 
 @gluon.jit
+def left_sides(pieces, layout: gl.constexpr, HELD: gl.constexpr):
+    """Pieces of a tile of Q, the first HELD of them in registers."""
+    found = ()
+    for n in gl.static_range(len(pieces)):
+        found = found + ((pieces[n].load(gl.DotOperandLayout(0, layout, 2)) if n < HELD else pieces[n]),)
+    return found
+
+
+@gluon.jit
 def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
     """Splits the queries of tile n; what turns their logits into base 2."""
     wait(shared.q.full, n)
@@ -290,9 +301,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([64, B_C], gl.float32, s_layout)
     zero_o = gl.zeros([64, D], gl.float32, o_layout)
-    q = ()
+    stored = ()
     for i in gl.static_range(PIECES):
-        q = q + (shared.pieces.index(slot(W, i)),)
+        stored = stored + (shared.pieces.index(slot(W, i)),)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     if tile.TURNS and W == 1:
@@ -315,6 +326,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         j = key_tile(variant, lists, walk, x)
         if not tile.Q_APART:
             unit = unit_of(c, shared, n, W, row_layout, tile)
+        q = left_sides(stored, s_layout, tile.HELD)
         undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
         S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)

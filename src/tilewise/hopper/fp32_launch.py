@@ -86,8 +86,8 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
     section = evenly(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.turns, has_edges(p, 64, row.B_c),
-        row.split, kind.raised,
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.held, row.turns,
+        has_edges(p, 64, row.B_c), row.split, kind.raised,
     )  # fmt: skip
     shape = kernels.Shape(
         *lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, sizes.key_tiles, sizes.keys * in_block
