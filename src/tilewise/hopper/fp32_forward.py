@@ -51,7 +51,12 @@ class Tile(NamedTuple):
     Q_APART: bool
     """Whether Q has memory of its own, so that the next tile's can come early, or that of its pieces."""
     HELD: int
-    """Pieces of Q in registers, the first ones, which most products read: shared memory serves few columns slowly."""
+    """Pieces of Q in registers, the first ones, which most products read."""
+    PAIRED: bool
+    """Of three pieces: whether the first two of a key tile stand side by side in one product. An instruction reads its
+    rows of Q again from shared memory, which for 32 columns takes longer than it multiplies."""
+    ANEW: bool
+    """Whether addresses of Q's pieces are computed for every key tile, rather than kept in registers."""
     TURNS: bool
     EDGES: bool
     SPLIT: int
@@ -83,6 +88,8 @@ class Keys(NamedTuple):
 
     pieces: object
     undo: object
+    pair: object = None
+    """Of K if it is PAIRED: a descriptor of the first two pieces, in one box."""
 
 
 class Shared(NamedTuple):
@@ -111,10 +118,14 @@ def first_tile(place, k0, packed, shape, tile: gl.constexpr):
 @gluon.jit
 def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
     """Key tile j as use y."""
-    bar = expect(channel.full, y, X.block_type.nbytes * PIECES)
-    for n in gl.static_range(PIECES):
-        at = stage(channel.memory, y * PIECES + n)
-        releases.load(X, [n * rows + j * X.block_shape[0], 0], bar, at)
+    bar = expect(channel.full, y, X.pieces.block_type.nbytes * PIECES)
+    PAIR: gl.constexpr = 0 if X.pair is None else 2
+    if PAIR:
+        releases.load(X.pair, [0, j * X.pieces.block_shape[0], 0], bar, stage(channel.memory[0], y))
+    memory = channel.memory[1] if PAIR else channel.memory
+    for n in gl.static_range(PAIR, PIECES):
+        at = stage(memory, y * (PIECES - PAIR) + n - PAIR)
+        releases.load(X.pieces, [n * rows + j * X.pieces.block_shape[0], 0], bar, at)
 
 
 @gluon.jit
@@ -152,12 +163,12 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 wait_before(shared.k.empty, y)
                 if x < count:
                     j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
-                    load_pieces(K.pieces, shared.k, y, j, shape.rows, PIECES)
+                    load_pieces(K, shared.k, y, j, shape.rows, PIECES)
                 if not tile.Q_APART:
                     if x == 0:  # behind K, which need not wait for the queries before
                         load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
                 if x > 0:
-                    load_pieces(V.pieces, shared.v, y - 1, j_before, shape.rows, PIECES)
+                    load_pieces(V, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
                     t = draw(counter)
                 j_before = j
@@ -191,6 +202,41 @@ def product(a, b, zero, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def paired_product(q, channel, y, zero, tile: gl.constexpr):
+    """Starts S of key tile y in two parts: smallest products, and all others with the first two pieces side by side."""
+    B_C: gl.constexpr = tile.B_C
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * B_C, 16])
+    pair, rest = channel.memory
+    pair, last = stage(pair, y).reshape([2 * B_C, tile.D]), stage(rest, y)
+    low = warpgroup_mma(q[2], pair.slice(0, B_C, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    low = warpgroup_mma(q[0], last.permute((1, 0)), low, is_async=True)
+    zeros = gl.zeros([64, 2 * B_C], gl.float32, layout)
+    both = warpgroup_mma(q[1], pair.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return low, warpgroup_mma(q[0], pair.permute((1, 0)), both, is_async=True)
+
+
+@gluon.jit
+def begin_logits(q, channel, y, zero, tile: gl.constexpr):
+    """Starts S of key tile y, in as many parts as it takes."""
+    PIECES: gl.constexpr = tile.PIECES
+    if tile.PAIRED:
+        return paired_product(q, channel, y, zero, tile)
+    else:
+        return (product(q, pieces_of(channel, y, True, PIECES), zero, PIECES),)
+
+
+@gluon.jit
+def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
+    """S, once no more products are under way than the LATER ones."""
+    if tile.PAIRED:
+        S, both = warpgroup_mma_wait(LATER, parts)
+        first, second = gl.split(both.reshape([64, 2, tile.B_C]).permute((0, 2, 1)))  # moves nothing
+        return S + gl.convert_layout(second, S.type.layout) + gl.convert_layout(first, S.type.layout)
+    else:
+        return warpgroup_mma_wait(LATER, parts)
+
+
+@gluon.jit
 def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
     """64 rows of Q to their pieces in shared memory; what undoes each row's scale."""
     PIECES: gl.constexpr = tile.PIECES
@@ -211,11 +257,23 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 
 @gluon.jit
-def left_sides(pieces, layout: gl.constexpr, HELD: gl.constexpr):
-    """Pieces of a tile of Q, the first HELD of them in registers."""
+def held_pieces(pieces, W: gl.constexpr, layout: gl.constexpr, HELD: gl.constexpr):
+    """The first pieces of a tile of Q, in registers."""
     found = ()
-    for n in gl.static_range(len(pieces)):
-        found = found + ((pieces[n].load(gl.DotOperandLayout(0, layout, 2)) if n < HELD else pieces[n]),)
+    for n in gl.static_range(HELD):
+        found = found + (pieces.index(slot(W, n)).load(gl.DotOperandLayout(0, layout, 2)),)
+    return found
+
+
+@gluon.jit
+def left_sides(held, pieces, y, W: gl.constexpr, tile: gl.constexpr):
+    """A tile of Q for products with key tile y: pieces in registers, and the others in shared memory."""
+    PIECES: gl.constexpr = tile.PIECES
+    HELD: gl.constexpr = tile.HELD
+    found = held
+    for n in gl.static_range(HELD, PIECES):
+        at = slot(W, n)
+        found = found + (pieces.index(at + (y >> 31) if tile.ANEW else at),)  # 0, as in `only`
     return found
 
 
@@ -301,9 +359,6 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([64, B_C], gl.float32, s_layout)
     zero_o = gl.zeros([64, D], gl.float32, o_layout)
-    stored = ()
-    for i in gl.static_range(PIECES):
-        stored = stored + (shared.pieces.index(slot(W, i)),)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     if tile.TURNS and W == 1:
@@ -326,11 +381,11 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         j = key_tile(variant, lists, walk, x)
         if not tile.Q_APART:
             unit = unit_of(c, shared, n, W, row_layout, tile)
-        q = left_sides(stored, s_layout, tile.HELD)
+        held = held_pieces(shared.pieces, W, s_layout, tile.HELD)
         undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
-        S = product(q, pieces_of(shared.k, y, True, PIECES), zero, PIECES)
-        S = warpgroup_mma_wait(0, [S])
+        q = left_sides(held, shared.pieces, y, W, tile)
+        S = end_logits(begin_logits(q, shared.k, y, zero, tile), 0, tile)
         arrive(shared.k.empty, y)
         unit_j = to_base_2(unit, undo_k)
         if (x < part.full_lo) | (x >= part.full_hi):
@@ -348,12 +403,13 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
             wait(shared.k.full, y + 1)
             if tile.TURNS:
                 take_turns("sync", W)
-            S_next = product(q, pieces_of(shared.k, y + 1, True, PIECES), zero, PIECES)
+            q = left_sides(held, shared.pieces, y, W, tile)
+            S_next = begin_logits(q, shared.k, y + 1, zero, tile)
             wait(shared.v.full, y)
             o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
             if tile.TURNS:
                 take_turns("arrive", 1 - W)
-            S_new = warpgroup_mma_wait(PRODUCTS, [S_next])
+            S_new = end_logits(S_next, PRODUCTS, tile)
             unit_j = to_base_2(unit, undo_k)
             if tile.EDGES:
                 if (x < part.full_lo) | (x >= part.full_hi):
@@ -389,7 +445,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
 # lengths, and what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_forward(
-    Q, K, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
+    Q, K, K_pair, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """O and L of every tile of queries. c turns logits into base 2."""
@@ -399,7 +455,7 @@ def fp32_forward(
     PIECES: gl.constexpr = tile.PIECES
     STAGES: gl.constexpr = tile.KV_STAGES
     dtype: gl.constexpr = K.dtype
-    keys, values = Keys(K, K_undo), Keys(V, V_undo)  # as arguments, descriptors must stand alone
+    keys, values = Keys(K, K_undo, K_pair), Keys(V, V_undo)  # as arguments, descriptors must stand alone
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     pieces = gl.allocate_shared_memory(dtype, [WARPGROUPS * PIECES, 64, D], rows)
     if tile.Q_APART:
@@ -407,14 +463,17 @@ def fp32_forward(
     else:
         q = releases.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
     done = barriers(STAGES, WARPGROUPS)
+    if tile.PAIRED:
+        k = (
+            gl.allocate_shared_memory(dtype, [STAGES, 2, B_C, D], K_pair.layout),
+            gl.allocate_shared_memory(dtype, [STAGES * (PIECES - 2), B_C, D], K.layout),
+        )
+    else:
+        k = gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.layout)
     shared = Shared(
         Channel(q, barriers(1, 1), barriers(1, WARPGROUPS)),
         pieces,
-        Channel(
-            gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], K.layout),
-            barriers(STAGES, 1),
-            done,
-        ),
+        Channel(k, barriers(STAGES, 1), done),
         Channel(
             gl.allocate_shared_memory(dtype, [STAGES * PIECES, B_C, D], V.layout),
             barriers(STAGES, 1),

@@ -86,7 +86,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
     section = evenly(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.held, row.turns,
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.held, row.paired, row.anew, row.turns,
         has_edges(p, 64, row.B_c), row.split, kind.raised,
     )  # fmt: skip
     shape = kernels.Shape(
@@ -120,9 +120,11 @@ def forward_launches(
     parts, _, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
+    B_c = pl.forward.B_c
+    k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
-        Descriptor(x.q, *pl.q), *[boxes(t, pl.forward.B_c) for t in keys[:2]], *scales, rows(p, saved.o), saved.lse,
-        counter, packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
+        Descriptor(x.q, *pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
+        packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)
     return [*listing, gradients.splitting(p, pl, x, keys), attend]
@@ -135,10 +137,23 @@ def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     return Descriptor(pieces, [count * blocks * rows, size], [size, 1], [B_c, size], layout)
 
 
+def pairs(pieces: Tensor, B_c: int) -> Descriptor:
+    """The same, in boxes of a tile's rows in two pieces."""
+    count, blocks, rows, size = pieces.shape
+    layout = pair_layout(B_c, size, pieces.dtype)
+    return Descriptor(pieces, [count, blocks * rows, size], [blocks * rows * size, size, 1], [2, B_c, size], layout)
+
+
 @lru_cache(64)
 def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     """How a key tile lies in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], TYPES[dtype])
+
+
+@lru_cache(64)
+def pair_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How two pieces of a key tile lie there, the second below the first."""
+    return gl.NVMMASharedLayout.get_default_for([2, rows, columns], TYPES[dtype])
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:

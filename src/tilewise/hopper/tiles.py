@@ -79,10 +79,12 @@ class Fp32Forward(NamedTuple):
     B_c: int
     kv_stages: int
     q_apart: bool
-    held: int
     turns: bool
     split: int
     registers: int
+    held: int = 0
+    paired: bool = False
+    anew: bool = False
 
     @property
     def B_r(self) -> int:  # noqa: N802
@@ -91,10 +93,10 @@ class Fp32Forward(NamedTuple):
 
 
 FP32_FORWARD: dict[Any, Fp32Forward] = {
-    (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, held=0, turns=True, split=1, registers=240),
-    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, held=0, turns=False, split=1, registers=240),
-    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, held=0, turns=True, split=1, registers=240),
-    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, held=0, turns=False, split=0, registers=240),
+    (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
+    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=False, split=1, registers=240),
+    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=True, split=1, registers=240),
+    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240, paired=True, anew=True),
 }
 
 
