@@ -50,13 +50,9 @@ class Tile(NamedTuple):
     KV_STAGES: int
     Q_APART: bool
     """Whether Q has memory of its own, so that the next tile's can come early, or that of its pieces."""
-    HELD: int
-    """Pieces of Q in registers, the first ones, which most products read."""
     PAIRED: bool
     """Of three pieces: whether the first two of a key tile stand side by side in one product. An instruction reads its
     rows of Q again from shared memory, which for 32 columns takes longer than it multiplies."""
-    ANEW: bool
-    """Whether addresses of Q's pieces are computed for every key tile, rather than kept in registers."""
     TURNS: bool
     EDGES: bool
     SPLIT: int
@@ -257,23 +253,14 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 
 @gluon.jit
-def held_pieces(pieces, W: gl.constexpr, layout: gl.constexpr, HELD: gl.constexpr):
-    """The first pieces of a tile of Q, in registers."""
-    found = ()
-    for n in gl.static_range(HELD):
-        found = found + (pieces.index(slot(W, n)).load(gl.DotOperandLayout(0, layout, 2)),)
-    return found
-
-
-@gluon.jit
-def left_sides(held, pieces, y, W: gl.constexpr, tile: gl.constexpr):
-    """A tile of Q for products with key tile y: pieces in registers, and the others in shared memory."""
+def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
+    """A tile of Q for products with key tile y. y >> 31 is 0, which ptxas cannot know: it computes addresses of pieces
+    for every key tile, where it would keep them in registers that are short."""
     PIECES: gl.constexpr = tile.PIECES
-    HELD: gl.constexpr = tile.HELD
-    found = held
-    for n in gl.static_range(HELD, PIECES):
+    found = ()
+    for n in gl.static_range(PIECES):
         at = slot(W, n)
-        found = found + (pieces.index(at + (y >> 31) if tile.ANEW else at),)  # 0, as in `only`
+        found = found + (pieces.index(at + (y >> 31)),)
     return found
 
 
@@ -381,10 +368,9 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         j = key_tile(variant, lists, walk, x)
         if not tile.Q_APART:
             unit = unit_of(c, shared, n, W, row_layout, tile)
-        held = held_pieces(shared.pieces, W, s_layout, tile.HELD)
         undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
         wait(shared.k.full, y)
-        q = left_sides(held, shared.pieces, y, W, tile)
+        q = left_sides(shared.pieces, y, W, tile)
         S = end_logits(begin_logits(q, shared.k, y, zero, tile), 0, tile)
         arrive(shared.k.empty, y)
         unit_j = to_base_2(unit, undo_k)
@@ -403,7 +389,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
             wait(shared.k.full, y + 1)
             if tile.TURNS:
                 take_turns("sync", W)
-            q = left_sides(held, shared.pieces, y, W, tile)
+            q = left_sides(shared.pieces, y, W, tile)
             S_next = begin_logits(q, shared.k, y + 1, zero, tile)
             wait(shared.v.full, y)
             o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)

@@ -86,7 +86,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
     section = evenly(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.held, row.paired, row.anew, row.turns,
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.paired, row.turns,
         has_edges(p, 64, row.B_c), row.split, kind.raised,
     )  # fmt: skip
     shape = kernels.Shape(

@@ -82,9 +82,7 @@ class Fp32Forward(NamedTuple):
     turns: bool
     split: int
     registers: int
-    held: int = 0
     paired: bool = False
-    anew: bool = False
 
     @property
     def B_r(self) -> int:  # noqa: N802
@@ -96,7 +94,7 @@ FP32_FORWARD: dict[Any, Fp32Forward] = {
     (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
     (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=False, split=1, registers=240),
     (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=True, split=1, registers=240),
-    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240, paired=True, anew=True),
+    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240, paired=True),
 }
 
 
