@@ -21,10 +21,22 @@ class Part(NamedTuple):
 
 
 @triton.jit
+def applied(score, S, b, h, i, j):
+    """The logits that leave one score."""
+    return score.fn(S, score.unit, b, h, i, j, *score.captured)
+
+
+@triton.jit
+def pulled(score, dS, S, b, h, i, j):
+    """The gradient of what entered it."""
+    return score.grad(dS, S, score.unit, b, h, i, j, *score.captured)
+
+
+@triton.jit
 def through(scores, S, b, h, i, j, COUNT: tl.constexpr):
     """The logits after the first COUNT scores."""
     for p in tl.static_range(COUNT):
-        S = scores[p].fn(S, scores[p].unit, b, h, i, j, *scores[p].captured)
+        S = applied(scores[p], S, b, h, i, j)
     return S
 
 
@@ -32,9 +44,8 @@ def through(scores, S, b, h, i, j, COUNT: tl.constexpr):
 def back(scores, dS, S, b, h, i, j, STOP: tl.constexpr):
     """The gradient of the logits that entered score STOP, from that of the last; S entered the first."""
     for n in tl.static_range(len(scores) - STOP):
-        LAST: tl.constexpr = len(scores) - 1 - n
-        S_in = through(scores, S, b, h, i, j, LAST)
-        dS = scores[LAST].grad(dS, S_in, scores[LAST].unit, b, h, i, j, *scores[LAST].captured)
+        S_in = through(scores, S, b, h, i, j, len(scores) - 1 - n)
+        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, b, h, i, j)
     return dS
 
 
