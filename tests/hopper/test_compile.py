@@ -24,6 +24,8 @@ MEANT = {
     "fp32_backward": ["UTMALDG", "UTMAREDG"],
 }
 """How kernels move memory by TMA: loads, stores, additions."""
+SIDE_BY_SIDE = 1024
+"""Bytes within which all barriers of a kernel lie, if each has memory of its own; tiles are larger."""
 RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 
@@ -59,6 +61,8 @@ def faults(row, record):
         found.append(f"uses the matrix instructions {row['matrix']}; meant is HGMMA")
     if row["tma"] != MEANT[row["kernel"]]:
         found.append(f"moves memory by {row['tma']}; meant are {MEANT[row['kernel']]}")
+    if not row["barriers"] or row["barriers"][-1] - row["barriers"][0] > SIDE_BY_SIDE:
+        found.append(f"has barriers at {row['barriers']}: one that nobody waits for shares its memory with a tile")
     if not row["alone"]:
         found.append("has a descriptor inside a tuple, which cannot be launched")
     if name(row) not in record:

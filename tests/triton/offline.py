@@ -205,7 +205,13 @@ def read_hopper(kernel: Any) -> dict[str, Any]:
         "tma": [kind for kind in ("UTMALDG", "UTMASTG", "UTMAREDG") if kind in text],
         # Triton compiles a descriptor inside a tuple, but cannot launch it
         "alone": len(outside) == len(kernel.metadata.tensordesc_meta),
+        "barriers": barriers(kernel.asm["llir"]),
     }
+
+
+def barriers(llir: str) -> list[int]:
+    """Where a kernel's barriers lie in shared memory, in bytes."""
+    return sorted({int(at) for at in re.findall(r"mbarrier\.init[^\n]*global_smem, i\d+ (\d+)", llir)})
 
 
 def sass(cubin: bytes) -> str:

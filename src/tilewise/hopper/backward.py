@@ -222,10 +222,10 @@ def backward(
     if tile.SIDES:
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
-    else:
+        p_full = barriers(1, 1)
+    else:  # no P; a barrier that nobody used would lose its memory to K, which hardware then still takes for a barrier
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
-        p_memory = ds_memory
-    p_full = barriers(1, 1)
+        p_memory, p_full = ds_memory, ds_full
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
     shared = Shared(
