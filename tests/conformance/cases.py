@@ -507,6 +507,14 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large bias of one row", B=2, M=500, N=500, score=(bias("N"),))
     yield replace(a, name="large dropout", B=2, M=400, N=500, dropout=0.1, mask=causal)
     yield replace(a, name="large dropout bf16", M=700, N=700, dropout=0.25, dtype=bf16)
+    for D in (128, 256):
+        yield replace(a, name=f"large dropout D {D}", D=D, M=300, N=300, dropout=0.1, dtype=bf16, mask=causal)
+        yield replace(
+            a, name=f"large scores D {D}", D=D, M=300, N=300, score=(softcap(), alibi()), dtype=bf16, mask=causal
+        )
+    # more tiles than a card has processors, so that programs work on several
+    yield replace(a, name="large many matrices", B=20, H=8, H_k=8, M=260, N=260, dtype=bf16, mask=causal)
+    yield replace(a, name="large many matrices D 128", B=20, H=8, H_k=4, D=128, M=260, N=260, dtype=bf16, mask=causal)
     yield replace(a, name="large varlen", lengths=((300, 300), (0, 0), (700, 700), (65, 65)), mask=causal)
     yield replace(
         a, name="large varlen bf16 M != N", lengths=((300, 500), (1, 700), (200, 60)), dtype=bf16, mask=causal
