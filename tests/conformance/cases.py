@@ -513,8 +513,8 @@ def _large() -> Iterator[Case]:
             a, name=f"large scores D {D}", D=D, M=300, N=300, score=(softcap(), alibi()), dtype=bf16, mask=causal
         )
     # more tiles than a card has processors, so that programs work on several
-    yield replace(a, name="large many matrices", B=20, H=8, H_k=8, M=260, N=260, dtype=bf16, mask=causal)
-    yield replace(a, name="large many matrices D 128", B=20, H=8, H_k=4, D=128, M=260, N=260, dtype=bf16, mask=causal)
+    yield replace(a, name="large many matrices", B=10, H=8, H_k=8, M=260, N=260, dtype=bf16, mask=causal)
+    yield replace(a, name="large many matrices D 128", B=10, H=8, H_k=8, D=128, M=260, N=260, dtype=bf16, mask=causal)
     yield replace(a, name="large varlen", lengths=((300, 300), (0, 0), (700, 700), (65, 65)), mask=causal)
     yield replace(
         a, name="large varlen bf16 M != N", lengths=((300, 500), (1, 700), (200, 60)), dtype=bf16, mask=causal
