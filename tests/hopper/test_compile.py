@@ -98,6 +98,15 @@ def test_the_fp32_backward_compiles_well(release):
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
 
+def test_a_barrier_among_tiles_is_a_fault():
+    row = {"kernel": "backward", "D": 128, "call": "x", "shared": 1, "matrix": ["HGMMA"], "tma": MEANT["backward"]}
+    row |= {"alone": True, "spills": 0, "waits": [0]}
+    record = {"backward 128 x": {"spills": 0, "waits": 0}}
+    assert faults(row | {"barriers": [206464, 206472]}, record) == []
+    for barriers in ([32768, 206464], []):
+        assert "barriers" in " ".join(faults(row | {"barriers": barriers}, record))
+
+
 def measure():
     """Writes the record, for every Triton there is."""
     record = {}

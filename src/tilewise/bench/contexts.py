@@ -10,7 +10,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .plots import COLOURS, STYLE
-from .tables import length_label
+from .tables import length_label, markdown
 from .trainings import COLUMNS, Contest
 
 SAME = ("batch", "layers", "heads", "width", "vocabulary", "matmul", "deterministic")
@@ -86,10 +86,9 @@ def section(contests: Sequence[Contest], stem: Path) -> list[str]:
         path = stem.with_name(f"{stem.name}-contexts-{number}.png")
         picture(group, path)
         head, *rows = table(group)
-        marks = ["---", "---", *["---:"] * len(group)]
         batch = next(iter(group.values())).settings["batch"]
         lines += [f"### Training by context length, batch {batch}\n"]
         lines += [f"![Time, attention's share and memory by context length](images/{path.name})\n"]
-        lines += ["| " + " | ".join(cells) + " |" for cells in (head, marks, *rows)]
+        lines += markdown(head, rows, numbers_from=2)
         lines += [""]
     return lines

@@ -331,5 +331,11 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
 }
 
 
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], numbers_from: int = 1) -> list[str]:
+    """A table's lines; columns from `numbers_from` on are aligned right."""
+    marks = ["---"] * numbers_from + ["---:"] * (len(head) - numbers_from)
+    return ["| " + " | ".join(cells) + " |" for cells in (head, marks, *lines)]
+
+
 def _unique(items: Iterable) -> list:
     return list(dict.fromkeys(items))

@@ -13,14 +13,16 @@ import matplotlib.pyplot as plt
 
 from .plots import COLOURS, STYLE
 from .results import load, merge
-from .tables import STANDARD
+from .tables import STANDARD, markdown
 
 PART = "training"
 """Of a results file."""
 EARLY = 10
 """Steps in which two correct trainings cannot have drifted far apart yet."""
 FP32_EPSILON = 2.0**-23
-MOVED = (
+MOVED = " moved"
+"""Behind an attention's name: its training begins with every weight one rounding away."""
+ABOUT_MOVED = (
     " *Moved*: every weight begins one rounding away, up or down by chance; how far that ends from the same training "
     "unmoved is what chance does to a last loss, whatever the attention."
 )
@@ -84,7 +86,7 @@ class Contest:
             f"{s['layers']} layers, width {s['width']}, {s['steps']} steps of AdamW at {s['learning_rate']:g}, reading "
             f"{text}, {seeds} seed{'s' * (seeds > 1)}{how}; medians over steps, "
             "means over seeds. *Of it* is the time of attention alone at the model's shapes, forward and backward, for "
-            "all layers, over the time of a step." + MOVED * any(name.endswith("moved") for name in self.finished)
+            "all layers, over the time of a step." + ABOUT_MOVED * any(name.endswith(MOVED) for name in self.finished)
         )
 
     def lines(self) -> list[list[str]]:
@@ -178,12 +180,9 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
         lines += [f"### Training {name}\n", origin(run["environment"], run["partial"]) + "\n", found.origin() + "\n"]
-        marks = ["---", *["---:"] * (len(COLUMNS) - 1)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, marks, *found.lines())]
+        lines += markdown(COLUMNS, found.lines())
         if by_seed := found.by_seed():
-            head, *rest = by_seed
-            marks = ["---", *["---:"] * (len(head) - 1)]
-            lines += ["", *("| " + " | ".join(cells) + " |" for cells in (head, marks, *rest))]
+            lines += ["", *markdown(by_seed[0], by_seed[1:])]
         if found.finished:
             picture(found, path)
             lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..bench.trainings import COLUMNS, Contest, Trial
+from ..bench.peers import PEERS
+from ..bench.trainings import COLUMNS, MOVED, Contest, Trial
 from .console import log_loss, out, progress, table
-from .trainer import MOVED, Settings, TrainingError, peer_of, train_apart
+from .trainer import Settings, TrainingError, train_apart
 
 CONTENDERS = (
     "standard", f"standard{MOVED}", "sdpa efficient",
@@ -42,7 +43,7 @@ def contest(
 
 def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
     trial = Trial(name, settings.seed)
-    trial.why = peer_of(name).why_not(settings.case, torch.device(settings.device))
+    trial.why = PEERS[name.removesuffix(MOVED)].why_not(settings.case, torch.device(settings.device))
     try:
         for line in () if trial.why else train_apart(settings, name):
             if "loss" not in line:

@@ -20,14 +20,12 @@ from torch import Tensor
 import tilewise as tw
 
 from ..bench.measure import Resident, pace, sample, spread, synchronize
-from ..bench.peers import PEERS, Peer
+from ..bench.peers import PEERS
 from ..bench.suites import Case
 from ..bench.tables import OURS, is_ours
+from ..bench.trainings import MOVED
 from .gpt import GPT, Attend, batches, in_order, library_text, move, read_tokens
 
-MOVED = " moved"
-"""Behind an attention's name: its training begins with every weight one rounding away. How far it ends from the same
-training unmoved is what chance does, where a training is not steady."""
 SAMPLES = 5
 SIZES = ("steps", "context", "batch", "layers", "heads", "width", "vocabulary", "learning_rate", "warm_up_steps")
 MATMUL = ("highest", "high")
@@ -95,18 +93,13 @@ class Settings:
         return Case(self.batch, self.heads, self.context, self.width // self.heads, "fp32", causal=True)
 
 
-def peer_of(name: str) -> Peer:
-    """Who computes it."""
-    return PEERS[name.removesuffix(MOVED)]
-
-
 def attend_with(name: str, settings: Settings) -> Attend:
     """Causal attention of qkv by "tilewise", by tilewise in a precision ("tilewise bf16x6"), or by another peer."""
     if is_ours(name):
         precision = name.removeprefix(OURS).strip() or None
         options = {"mask": tw.Causal(), "precision": precision, "deterministic": settings.deterministic}
         return lambda qkv: tw.attention_qkvpacked(qkv, **options)
-    attend = peer_of(name).prepare(settings.case, torch.device(settings.device))
+    attend = PEERS[name].prepare(settings.case, torch.device(settings.device))
     return lambda qkv: attend(*qkv.unbind(2))
 
 
@@ -142,8 +135,9 @@ def train_apart(settings: Settings, attention: str) -> Iterator[dict[str, float]
 def train(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
     """What the process prints, line by line."""
     _set_torch(settings)
-    with peer_of(attention).context():
-        yield from _train(settings, attend_with(attention, settings), attention.endswith(MOVED))
+    name = attention.removesuffix(MOVED)
+    with PEERS[name].context():
+        yield from _train(settings, attend_with(name, settings), moved=name != attention)
 
 
 def _train(settings: Settings, attend: Attend, moved: bool) -> Iterator[dict[str, float]]:

@@ -223,7 +223,7 @@ def backward(
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_full = barriers(1, 1)
-    else:  # no P; a barrier that nobody used would lose its memory to K, which hardware then still takes for a barrier
+    else:  # nobody hands over P; the compiler would give the memory of a barrier without use to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)

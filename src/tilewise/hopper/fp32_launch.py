@@ -133,27 +133,22 @@ def forward_launches(
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Pieces as TMA sees them: row after row, in boxes of a tile."""
     count, blocks, rows, size = pieces.shape
-    layout = tile_layout(B_c, size, pieces.dtype)
-    return Descriptor(pieces, [count * blocks * rows, size], [size, 1], [B_c, size], layout)
+    box = B_c, size
+    return Descriptor(pieces, [count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype))
 
 
 def pairs(pieces: Tensor, B_c: int) -> Descriptor:
-    """The same, in boxes of a tile's rows in two pieces."""
+    """The same, in boxes of a tile in two pieces, the second below the first."""
     count, blocks, rows, size = pieces.shape
-    layout = pair_layout(B_c, size, pieces.dtype)
-    return Descriptor(pieces, [count, blocks * rows, size], [blocks * rows * size, size, 1], [2, B_c, size], layout)
+    box = 2, B_c, size
+    shape, strides = [count, blocks * rows, size], [blocks * rows * size, size, 1]
+    return Descriptor(pieces, shape, strides, list(box), tile_layout(box, pieces.dtype))
 
 
 @lru_cache(64)
-def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a key tile lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], TYPES[dtype])
-
-
-@lru_cache(64)
-def pair_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How two pieces of a key tile lie there, the second below the first."""
-    return gl.NVMMASharedLayout.get_default_for([2, rows, columns], TYPES[dtype])
+def tile_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a box lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), TYPES[dtype])
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
