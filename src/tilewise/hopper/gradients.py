@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..tile.gradients import logits, logits_gradient, seen
+from ..tile.masks import query_range_of
 from ..tile.softmax import probabilities
-from ..tile.visits import Place
 from . import releases
 from .channel import arrive, only, stage, wait
-from .dice import dropped, kept, taken
+from .dice import by_thread, dropped, kept, taken
 from .forward import store_inside, zero_from
 from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
 from .queue import ticket
@@ -39,9 +39,29 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
     P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
     if edge:
         if len(variant.scores) > 0:
-            place = Place(place.b, place.h, place.matrix, place.i0 + (y >> 31), place.M, place.N, place.shift)
-        P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+            j0 += y >> 31
+        shown = inside(S, place, j0, variant) if variant.visits is None else seen(place, variant, i, j0, j)
+        P = gl.where(shown, P, 0.0)
     return P
+
+
+@gluon.jit
+def inside(S, place, j0, variant):
+    """Which queries of a transposed tile are in the interval that sees a key. Indices go by thread: a column is then a
+    number of the thread's plus a constant, else ptxas keeps each of them in a register."""
+    layout: gl.constexpr = by_thread(S).type.layout
+    entries: gl.constexpr = gl.SliceLayout(2, layout)
+    blocks: gl.constexpr = gl.SliceLayout(3, layout)
+    j = j0 + gl.arange(0, S.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, blocks)))[:, None, None, None]
+    block = gl.arange(0, S.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, blocks)))[None, :, None, None]
+    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, blocks)))[None, None, :, None]
+    entry = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, entries)))[None, None, None, :]
+    lo, hi = query_range_of(variant.mask, place.b, j, place.M, place.shift)
+    count = gl.where(j < place.N, gl.maximum(hi - lo, 0), 0)
+    # one comparison for both ends: before the first query, the difference wraps around
+    after = 8 * block + entry - (lo - place.i0 - 2 * thread)
+    shown = after.to(gl.uint32) < count.to(gl.uint32)
+    return gl.convert_layout(shown.reshape(S.shape), S.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -48,6 +48,16 @@ def key_range_of(mask, b, i, N):
 
 
 @triton.jit
+def query_range_of(mask, b, j, M, shift):
+    """The rows [lo, hi) of 0..M that see key j (or each of keys j), the same way; `shift` = N - M brings rows back."""
+    lo, hi = 0, M
+    for p in tl.static_range(len(mask)):
+        part_lo, part_hi = mask[p].queries(b, j, *mask[p].captured)
+        lo, hi = tl.maximum(lo, part_lo - shift), tl.minimum(hi, part_hi - shift)
+    return lo, hi
+
+
+@triton.jit
 def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
     """Key tiles that rows first..last visit: (lo, full_lo, full_hi, hi); between the middle two nothing is masked."""
     lo, full_hi = key_range_of(mask, b, first, N)
@@ -57,14 +67,9 @@ def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
 
 @triton.jit
 def query_tiles(mask, b, first, last, M, shift, B_R: tl.constexpr):
-    """Query tiles that see any of the keys first..last, the same way; `shift` = N - M brings rows back to 0..M."""
-    lo, hi = 0, M
-    full_lo, full_hi = 0, M
-    for p in tl.static_range(len(mask)):
-        a_lo, a_hi = mask[p].queries(b, first, *mask[p].captured)
-        z_lo, z_hi = mask[p].queries(b, last, *mask[p].captured)
-        lo, hi = tl.maximum(lo, a_lo - shift), tl.minimum(hi, z_hi - shift)
-        full_lo, full_hi = tl.maximum(full_lo, z_lo - shift), tl.minimum(full_hi, a_hi - shift)
+    """Query tiles that see any of the keys first..last, the same way."""
+    lo, full_hi = query_range_of(mask, b, first, M, shift)
+    full_lo, hi = query_range_of(mask, b, last, M, shift)
     return to_tiles(lo, hi, full_lo, full_hi, B_R)
 
 
