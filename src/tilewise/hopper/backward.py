@@ -68,7 +68,7 @@ class Shared(NamedTuple):
     k: object
     v: object
     kv: object
-    """`full` and `empty` of both."""
+    """`full` of both, `empty` of K, which the last dQ needs."""
     q: object
     logs: object
     do: object
@@ -79,6 +79,8 @@ class Shared(NamedTuple):
     drawn: object
     bits: object
     """Dropout's, or None."""
+    v_empty: object
+    """V's own. It stands last: where barriers lie, decides what ptxas spills."""
 
 
 @gluon.jit
@@ -94,10 +96,11 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
-            wait_before(shared.kv.empty, n)
+            wait_before(shared.v_empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
             releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
+            wait_before(shared.kv.empty, n)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
             n += 1
             visit = first_visit(keys, shape, variant, tile)
             while there(visit):
@@ -249,6 +252,7 @@ def backward(
         Channel(p_memory, p_full, p_full),
         tickets(4 if DICE else 3),
         bits(B_C, 1, 2) if DICE else None,
+        barriers(1, 2),
     )
     fence_async_shared()
     let_next_begin()

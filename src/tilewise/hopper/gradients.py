@@ -255,7 +255,8 @@ def rows_of_keys(
         left_out = first.walk.hi - visit.walk.hi
         for _ in range(first.x, visit.x):
             y = stand_by(W, y, shared, dq_layout, tile)
-        if there(visit):
+        any_seen = there(visit)
+        if any_seen:
             place = place_of(visit, keys, shape, variant, B_R)
             dv_next, ds = row_block(W, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
@@ -287,6 +288,8 @@ def rows_of_keys(
                 arrive(shared.q.empty, y + 1)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
+        arrive(shared.v_empty, 0)
+        if any_seen:
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
             hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
@@ -375,6 +378,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
+        arrive(shared.v_empty, 0)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
@@ -437,6 +441,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
+        arrive(shared.v_empty, 0)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
         store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
