@@ -9,6 +9,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
+from tilewise.tile.masks import key_range_of, query_range_of
 from tilewise.tile.visits import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton import launch
 from tilewise.triton.tiles import FORWARD, Tiles
@@ -44,6 +45,18 @@ def ranges(out, variant, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
     t = tl.program_id(0)
     lo, _, _, hi = key_range(variant, 0, Place(0, 0, 0, t * B_R, M, N, N - M), B_R, B_C)
     tl.store(out + t, hi - lo)
+
+
+@triton.jit
+def intervals(of_rows, of_keys, mask, M, N, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Marks what lies between the ends of each row's keys, and of each key's rows."""
+    b = tl.program_id(0)
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
+    at, inside = b * M * N + i * N + j, (i < M) & (j < N)
+    lo, hi = key_range_of(mask, b, i + (N - M), N)
+    tl.store(of_rows + at, (lo <= j) & (j < hi), mask=inside)
+    lo, hi = query_range_of(mask, b, j, M, N - M)
+    tl.store(of_keys + at, (lo <= i) & (i < hi), mask=inside)
 
 
 def describe(mask, B, H, M, N):
@@ -127,6 +140,11 @@ CASES += [
 ]
 
 
+INTERVALS = [
+    (shape, names) for shape, names in CASES if all(part.interval for n in names for part in masks(2, 2, 1, 1)[n].parts)
+]
+
+
 def make(shape, names):
     """The intersection of the named masks, and its sizes."""
     M, N = SHAPES[shape]
@@ -159,6 +177,20 @@ def test_a_kernel_visits_the_tiles_with_an_entry_and_no_others(shape, names):
         assert torch.equal(marks == FULL, every & some & whole), "full, if and only if every entry is seen"
     if not spare:
         assert torch.equal(forward != NEVER, backward != NEVER), "the backward's visits are the transpose"
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), INTERVALS, ids=lambda given: given if isinstance(given, str) else "&".join(given)
+)
+def test_an_interval_holds_what_is_seen_and_nothing_else(shape, names):
+    mask, (B, H, M, N) = make(shape, names)
+    p, x = describe(mask, B, H, M, N)
+    parts, _, _ = launch.device_values(p, x.extra)
+    of_rows, of_keys = torch.zeros(2, B, M, N, dtype=torch.bool)
+    intervals[(B,)](of_rows, of_keys, parts, M, N, triton.next_power_of_2(M), triton.next_power_of_2(N))
+    dense = mask.dense(M, N).expand(B, H, M, N)[:, 0]
+    assert torch.equal(of_rows, dense)
+    assert torch.equal(of_keys, dense)
 
 
 def test_the_tiles_of_a_mask_add_up_to_it():
