@@ -21,16 +21,16 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
         return h * stride + q0 // B_R + b  # each sequence wastes less than one block
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride"])
+@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "zeroed"])
 def prepare(
-    O, dO, dL, lse, L, D, dQ, packed, M, H, tiles, stride, d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
+    O, dO, dL, lse, L, D, dQ, ready, packed, M, H, tiles, stride, group, zeroed, d_v: tl.constexpr, B_R: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """L, the lse in base 2; D = rowsum(dO * O) - dL; and zeros in dQ. Past the last row P = exp2(S - L) must vanish.
-    AHEAD: the next kernel may begin, and waits for this one itself."""
+    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready`, and in dQ of the first `zeroed` matrices. Past
+    the last row P = exp2(S - L) must vanish. AHEAD: the next kernel may begin, and waits for this one itself."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what the next kernel begins with is in the cache then
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
@@ -49,8 +49,10 @@ def prepare(
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
     tl.store(L + first + rows, for_backward(logs, False))
     tl.store(D + first + rows, sums)
-    zeros = tl.zeros([ROWS, SIZE], tl.float32)
-    tl.store(dQ + first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :], zeros)
+    if ready is not None:
+        tl.store(ready + (b * H + h) // group, 0, mask=t == 0)
+    at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
+    tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])
@@ -76,7 +78,7 @@ def finish(
     before it has ended."""
     if BEHIND:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what came last is still in the cache
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, _ = rows_of(packed, b, M, 0)
     PIECES: tl.constexpr = SIZE // 64

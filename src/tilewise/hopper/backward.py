@@ -1,7 +1,8 @@
 """The backward's main kernel on Hopper. A program owns B_c rows of K and V and walks the query tiles that see them.
 
     load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
-    add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA
+    add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
+                                  zeros that tiles of keys drawn later will add to
     two groups    8 warps         the five products: see gradients.py
     roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
 
@@ -14,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..tile.schedule import assign
 from . import releases
 from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
 from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
-from .queue import draw, hand_on, leave, ticket, tickets
+from .queue import draw_in_turn, hand_on, leave, ticket, tickets
 
 
 class Tile(NamedTuple):
@@ -60,6 +62,8 @@ class Shape(NamedTuple):
     tiles: object
     band: object
     """Query tiles of a band; see `keys.first_visit`."""
+    ahead: object
+    """How many tiles of keys later the dQ is added to that a tile writes zeros for; the kernel before did the first."""
 
 
 class Shared(NamedTuple):
@@ -81,6 +85,8 @@ class Shared(NamedTuple):
     """Dropout's, or None."""
     v_empty: object
     """V's own. It stands last: where barriers lie, decides what ptxas spills."""
+    zeros: object
+    """A box of them."""
 
 
 @gluon.jit
@@ -89,8 +95,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     B_R: gl.constexpr = tile.B_R
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
+    t = draw_in_turn(counter)
     wait_kernels()  # for L and D
-    t = gl.program_id(0)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         if keys.j0 < keys.N:  # packed sequences may end before
@@ -117,7 +123,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-        t = draw(counter)
+        t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
 
@@ -157,7 +163,27 @@ def wait_added():
 
 
 @gluon.jit
-def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
+def zero_ahead(zeros, ready, memory, t, shape, tile: gl.constexpr):
+    """A share of the zeros for keys drawn later: they are still in the cache when they are added to. Then until all
+    shares of this tile's own are there, which were written by tiles drawn before it."""
+    BOX: gl.constexpr = zeros.block_type.shape[0]
+    BOXES: gl.constexpr = tile.D * tile.B_R // (256 * BOX)  # of a query tile
+    count = tile.GROUP * shape.blocks * BOXES
+    if t + shape.ahead < shape.tiles * shape.heads:
+        matrix, share = assign(t + shape.ahead, shape.tiles, shape.heads, shape.section)
+        each = gl.cdiv(count, shape.tiles)
+        for n in range(share * each, gl.minimum((share + 1) * each, count)):
+            releases.store(zeros, [(matrix * count + n) * BOX, 0], memory)
+        wait_added()
+        gl.atomic_add(ready + matrix, 1, sem="release")
+    matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
+    if matrix * shape.tiles >= shape.ahead:
+        while gl.atomic_add(ready + matrix, 0, sem="acquire") != shape.tiles:
+            pass
+
+
+@gluon.jit
+def add_dq(dQ, zeros, ready, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come, or in turn."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
@@ -166,6 +192,8 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
     wait_kernels()  # for zeros in dQ
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
+        if ready is not None:
+            zero_ahead(zeros, ready, shared.zeros, t, shape, tile)
         keys = keys_of(t, shape, packed, tile)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
@@ -205,9 +233,17 @@ def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, vari
         side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile)
 
 
+@gluon.jit
+def zero_box(zeros):
+    """Zeros in shared memory, to be stored by TMA."""
+    shape: gl.constexpr = zeros.block_type.shape
+    value = gl.zeros(shape, gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+    return gl.allocate_shared_memory(gl.float32, shape, zeros.layout, value)
+
+
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
+    Q, K, V, dO, L, D, dQ, zeros, ready, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
     tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
@@ -253,6 +289,7 @@ def backward(
         tickets(4 if DICE else 3),
         bits(B_C, 1, 2) if DICE else None,
         barriers(1, 2),
+        None if ready is None else zero_box(zeros),
     )
     fence_async_shared()
     let_next_begin()
@@ -265,7 +302,7 @@ def backward(
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, zeros, ready, turns, shared, shape, packed, variant, tile)),
             ],
             [4, DICE, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
@@ -275,7 +312,7 @@ def backward(
                 (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, zeros, ready, turns, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

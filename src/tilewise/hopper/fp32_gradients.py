@@ -45,7 +45,7 @@ from .channel import (
 )
 from .gradients import hand_over
 from .keys import first_visit, is_edge, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
-from .queue import draw, hand_on, leave, ticket, tickets
+from .queue import draw_in_turn, hand_on, leave, ticket, tickets
 
 
 class Tile(NamedTuple):
@@ -134,8 +134,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     BLOCKS: gl.constexpr = tile.B_C // 64
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
+    t = draw_in_turn(counter)
     wait_kernels()
-    t = gl.program_id(0)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         if keys.j0 < keys.N:  # packed sequences may end before
@@ -160,7 +160,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-        t = draw(counter)
+        t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
 

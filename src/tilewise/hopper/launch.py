@@ -85,6 +85,9 @@ class Scratch(NamedTuple):
     dq: Tensor
     turns: Tensor | None
     """For deterministic gradients, per block: the key tile that may add to it."""
+    ready: Tensor | None
+    """Per matrix of keys: shares of zeros that are in its dQ. None where they are all written before: for packed
+    sequences, and for tiles with sides, where ptxas would spill."""
 
 
 @lru_cache(4096)
@@ -180,33 +183,43 @@ def backward_launches(
     parts, changes, _ = pl.values or device_values(p, x.extra, scores)
     blocks, matrices = row_blocks(p, row.B_r), p.B * p.H
 
+    group, key_tiles, heads = p.H // p.H_k, cdiv(p.N, row.B_c), p.B * p.H_k
+    side_by_side = processors(x.q.device) // key_tiles  # no fewer, or some would wait for work at the end
+    section = max(1, side_by_side, CACHED_QUERIES // (group * p.M * D * 8))
+    early = cdiv(processors(x.q.device), section * key_tiles) * section  # matrices of keys, enough for every program
+
     per_program = 4096 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], where, M, p.H, tiles, blocks)
+    zeroed = matrices if scratch.ready is None else early * group
+    arguments = (
+        rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, where, M, p.H, tiles, blocks, group,
+        zeroed,
+    )  # fmt: skip
     constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
-    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
-    side_by_side = processors(x.q.device) // tiles  # no fewer, or some would wait for work at the end
-    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * D * 8))
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
-    pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    sums = scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1]
+    pieces = Descriptor(*sums, [16, 256], PIECE)
+    zeros = None if scratch.ready is None else Descriptor(*sums, [8, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, zeros, scratch.ready, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
         variant, pl.c, p.scale,
-        backward_kernel.Shape(M, N, p.D, p.D_v, p.H, blocks, heads, section, tiles, band(p, row.B_r)),
+        backward_kernel.Shape(
+            M, N, p.D, p.D_v, p.H, blocks, heads, section, key_tiles, band(p, row.B_r), early * key_tiles
+        ),
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
-        order = scratch.turns, where, variant, M, N, p.H, tiles, blocks
-        listing = [Launch(give_turns, matrices * tiles, order, constants, pl.compiled)]
-    programs = min(heads * tiles, processors(x.q.device))
+        order = scratch.turns, where, variant, M, N, p.H, key_tiles, blocks
+        listing = [Launch(give_turns, matrices * key_tiles, order, constants, pl.compiled)]
+    programs = min(heads * key_tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
@@ -251,13 +264,15 @@ def row_blocks(p: Problem, B_r: int) -> int:
     return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
 
 
-def empty_scratch(p: Problem, B_r: int, device: torch.device) -> Scratch:
+def empty_scratch(p: Problem, row: Backward, device: torch.device) -> Scratch:
     """Unwritten, but for turns: nobody's."""
+    B_r = row.B_r
     blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
     sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
     turns = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    return Scratch(logs, delta, dq, turns)
+    ready = None if p.recipe.varlen or row.sides else torch.empty(p.B * p.H_k, dtype=torch.int32, device=device)
+    return Scratch(logs, delta, dq, turns, ready)
 
 
 def vector(t: Tensor, size: int) -> Descriptor:
@@ -295,7 +310,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward.B_r, x.q.device)
+    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):

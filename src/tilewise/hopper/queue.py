@@ -15,8 +15,15 @@ def tickets(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def draw(counter):
-    """The next tile. Programs begin with the tile of their own number."""
+    """The next tile, where programs begin with the tile of their own number."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1)
+
+
+@gluon.jit
+def draw_in_turn(counter):
+    """The next tile, where programs draw their first, too: tiles before it are with programs that run, so that one may
+    wait for them."""
+    return gl.atomic_add(counter, 1)
 
 
 @gluon.jit
