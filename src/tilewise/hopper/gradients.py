@@ -255,8 +255,7 @@ def rows_of_keys(
         left_out = first.walk.hi - visit.walk.hi
         for _ in range(first.x, visit.x):
             y = stand_by(W, y, shared, dq_layout, tile)
-        any_seen = there(visit)
-        if any_seen:
+        if there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
             dv_next, ds = row_block(W, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
@@ -288,12 +287,13 @@ def rows_of_keys(
                 arrive(shared.q.empty, y + 1)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-        arrive(shared.v_empty, 0)
-        if any_seen:
+            arrive(shared.v_empty, 0)
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
             hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
+        else:
+            arrive(shared.v_empty, 0)
         for _ in range(left_out):
             y = stand_by(W, y, shared, dq_layout, tile)
         arrive(shared.kv.empty, 0)
