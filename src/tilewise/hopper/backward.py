@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     band: object
     """Query tiles of a band; see `keys.first_visit`."""
     ahead: object
-    """How many tiles of keys later the dQ is added to that a tile writes zeros for; the kernel before did the first."""
+    """A tile of keys writes zeros for the one drawn so many tiles later; the kernel before wrote those of the first."""
 
 
 class Shared(NamedTuple):
@@ -164,13 +164,13 @@ def wait_added():
 
 @gluon.jit
 def zero_ahead(zeros, ready, memory, t, shape, tile: gl.constexpr):
-    """A share of the zeros for keys drawn later: they are still in the cache when they are added to. Then until all
-    shares of this tile's own are there, which were written by tiles drawn before it."""
+    """Writes a share of the zeros in dQ of a matrix drawn later: they are still in the cache when they are added to.
+    Then waits until all of this tile's own matrix are there, which tiles drawn before it wrote."""
     BOX: gl.constexpr = zeros.block_type.shape[0]
     BOXES: gl.constexpr = tile.D * tile.B_R // (256 * BOX)  # of a query tile
     count = tile.GROUP * shape.blocks * BOXES
     if t + shape.ahead < shape.tiles * shape.heads:
-        matrix, share = assign(t + shape.ahead, shape.tiles, shape.heads, shape.section)
+        matrix, share = assign(t + shape.ahead, shape.tiles, shape.heads, shape.section)  # as many shares as tiles
         each = gl.cdiv(count, shape.tiles)
         for n in range(share * each, gl.minimum((share + 1) * each, count)):
             releases.store(zeros, [(matrix * count + n) * BOX, 0], memory)
