@@ -21,7 +21,7 @@ from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, w
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
 from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
-from .queue import draw_in_turn, hand_on, leave, ticket, tickets
+from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
 
 
 class Tile(NamedTuple):
@@ -31,6 +31,8 @@ class Tile(NamedTuple):
     B_C: int
     D: int
     """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    K_STAGES: int
+    """Two: the next K and V come once V has been read for the last time; else once K has."""
     Q_STAGES: int
     DO_STAGES: int
     SIDES: bool
@@ -83,10 +85,6 @@ class Shared(NamedTuple):
     drawn: object
     bits: object
     """Dropout's, or None."""
-    v_empty: object
-    """V's own. It stands last: where barriers lie, decides what ptxas spills."""
-    zeros: object
-    """A box of them."""
 
 
 @gluon.jit
@@ -102,11 +100,10 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
         if keys.j0 < keys.N:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
-            wait_before(shared.v_empty, n)
-            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             wait_before(shared.kv.empty, n)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.k.index(0))
+            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
+            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
+            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
             visit = first_visit(keys, shape, variant, tile)
             while there(visit):
@@ -123,6 +120,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
+        elif not tile.ORDERED:  # nor are there any until the next section
+            skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
         t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
@@ -163,27 +162,37 @@ def wait_added():
 
 
 @gluon.jit
-def zero_ahead(zeros, ready, memory, t, shape, tile: gl.constexpr):
+def fence_async_global():
+    """Between plain stores and TMA's sums in memory."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
     """Writes a share of the zeros in dQ of a matrix drawn later: they are still in the cache when they are added to.
     Then waits until all of this tile's own matrix are there, which tiles drawn before it wrote."""
-    BOX: gl.constexpr = zeros.block_type.shape[0]
-    BOXES: gl.constexpr = tile.D * tile.B_R // (256 * BOX)  # of a query tile
-    count = tile.GROUP * shape.blocks * BOXES
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    zero = gl.zeros([1024], gl.float32, layout)
+    count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
     if t + shape.ahead < shape.tiles * shape.heads:
         matrix, share = assign(t + shape.ahead, shape.tiles, shape.heads, shape.section)  # as many shares as tiles
         each = gl.cdiv(count, shape.tiles)
         for n in range(share * each, gl.minimum((share + 1) * each, count)):
-            releases.store(zeros, [(matrix * count + n) * BOX, 0], memory)
-        wait_added()
+            gl.store(sums + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
+        fence_async_global()
+        releases.barrier()
         gl.atomic_add(ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
     if matrix * shape.tiles >= shape.ahead:
         while gl.atomic_add(ready + matrix, 0, sem="acquire") != shape.tiles:
             pass
+        fence_async_global()
 
 
 @gluon.jit
-def add_dq(dQ, zeros, ready, turns, shared, shape, packed, variant, tile: gl.constexpr):
+def add_dq(dQ, sums, ready, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come, or in turn."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
@@ -193,7 +202,7 @@ def add_dq(dQ, zeros, ready, turns, shared, shape, packed, variant, tile: gl.con
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         if ready is not None:
-            zero_ahead(zeros, ready, shared.zeros, t, shape, tile)
+            zero_ahead(sums, ready, t, shape, tile)
         keys = keys_of(t, shape, packed, tile)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
@@ -233,23 +242,16 @@ def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, vari
         side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile)
 
 
-@gluon.jit
-def zero_box(zeros):
-    """Zeros in shared memory, to be stored by TMA."""
-    shape: gl.constexpr = zeros.block_type.shape
-    value = gl.zeros(shape, gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-    return gl.allocate_shared_memory(gl.float32, shape, zeros.layout, value)
-
-
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, zeros, ready, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
+    Q, K, V, dO, L, D, dQ, sums, ready, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
     tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     SIZE: gl.constexpr = tile.D
+    K_STAGES: gl.constexpr = tile.K_STAGES
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DO_STAGES: gl.constexpr = tile.DO_STAGES
     DICE: gl.constexpr = tile.DICE
@@ -265,7 +267,7 @@ def backward(
     else:  # nobody hands over P; the compiler would give the memory of a barrier without use to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
-    k = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], K.layout)
+    k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, B_C, SIZE], K.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
     shared = Shared(
         k,
@@ -288,8 +290,6 @@ def backward(
         Channel(p_memory, p_full, p_full),
         tickets(4 if DICE else 3),
         bits(B_C, 1, 2) if DICE else None,
-        barriers(1, 2),
-        None if ready is None else zero_box(zeros),
     )
     fence_async_shared()
     let_next_begin()
@@ -302,7 +302,7 @@ def backward(
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, zeros, ready, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, sums, ready, turns, shared, shape, packed, variant, tile)),
             ],
             [4, DICE, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
@@ -312,7 +312,7 @@ def backward(
                 (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, zeros, ready, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, sums, ready, turns, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

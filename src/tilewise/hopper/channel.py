@@ -65,10 +65,11 @@ def stage(memory, n):
 
 
 @gluon.jit
-def only(memory, n):
-    """The one stage there is, by a number that is always 0 but that ptxas cannot know: it would keep every address that
-    a product of it takes from loop to loop, in registers that it does not have."""
-    return memory.index(n >> 31)
+def held(memory, n, y):
+    """The stage of use n, which lasts for a whole loop of uses y of others. y >> 31 is 0, but ptxas cannot know that:
+    it would keep every address that a product of it takes from loop to loop, in registers that it does not have."""
+    STAGES: gl.constexpr = memory.shape[0]
+    return memory.index(n % STAGES + (y >> 31))
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.masks import query_range_of
 from ..tile.softmax import probabilities
 from . import releases
-from .channel import arrive, only, stage, wait
+from .channel import arrive, held, stage, wait
 from .dice import by_thread, dropped, kept, taken
 from .forward import store_inside, zero_from
 from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
@@ -90,13 +90,13 @@ def rounded(P, dtype: gl.constexpr):
 
 
 @gluon.jit
-def zero_keys(keys, packed, shared, tile: gl.constexpr):
+def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
     """The keys past the end of a packed sequence are another's."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     if packed is not None:
         if keys.j0 + B_C > keys.N:
-            zero_from(shared.k.index(0).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(stage(shared.k, n).reshape([B_C, D]), keys.N - keys.j0)
             zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
 
 
@@ -114,7 +114,7 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 
 @gluon.jit
-def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
+def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
     """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
@@ -126,8 +126,8 @@ def row_block(W: gl.constexpr, y, dv, place, j0, edge, shared, packed, variant, 
     zero_queries(place, packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = only(shared.k, y).reshape([tile.B_C, D])
-    v = only(shared.v, y).reshape([tile.B_C, D])
+    k = held(shared.k, n, y).reshape([tile.B_C, D])
+    v = held(shared.v, 0, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
@@ -169,7 +169,7 @@ def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def stand_by(W: gl.constexpr, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
     """Use y of a tile that none of group W's keys sees: zeros as its dS, and its piece of dQ. Gives the next use."""
     B_R: gl.constexpr = tile.B_R
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
@@ -183,7 +183,7 @@ def stand_by(W: gl.constexpr, y, shared, dq_layout: gl.constexpr, tile: gl.const
     fence_async_shared()
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
-    k = only(shared.k, y).reshape([tile.B_C, tile.D])
+    k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
     hand_over(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
     return y + 1
 
@@ -236,6 +236,7 @@ def rows_of_keys(
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     EDGES: gl.constexpr = tile.EDGES
+    K_STAGES: gl.constexpr = tile.K_STAGES
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -249,15 +250,15 @@ def rows_of_keys(
         dv = gl.zeros([64, D], gl.float32, acc)
         wait(shared.kv.full, n)
         stored()  # the gradients of the keys before, meanwhile
-        zero_keys(keys, packed, shared, tile)
+        zero_keys(keys, packed, shared, n, tile)
         first = first_visit(keys, shape, variant, tile)
         visit = part_of(first, keys, j0, variant, tile)
         left_out = first.walk.hi - visit.walk.hi
         for _ in range(first.x, visit.x):
-            y = stand_by(W, y, shared, dq_layout, tile)
+            y = stand_by(W, n, y, shared, dq_layout, tile)
         if there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
-            dv_next, ds = row_block(W, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
+            dv_next, ds = row_block(W, n, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
@@ -271,12 +272,12 @@ def rows_of_keys(
             while there(visit):
                 place_x = place_of(visit, keys, shape, variant, B_R)
                 edge_x = EDGES & is_edge(visit)
-                dv_next, ds = row_block(W, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
+                dv_next, ds = row_block(W, n, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
                 # both halves of the dS before are there, and both groups are done with the one before that
                 wait(shared.ds.full, y)
                 stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
                 fence_async_shared()
-                dq = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+                dq = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
                 q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
                 dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
@@ -287,16 +288,18 @@ def rows_of_keys(
                 arrive(shared.q.empty, y + 1)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-            arrive(shared.v_empty, 0)
+            if K_STAGES > 1:  # this tile's K stays until the next one's is read
+                arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
-            dq_last = dq_piece(stage(shared.ds.memory, y), only(shared.k, y).reshape([B_C, D]), W, dq_layout)
+            dq_last = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
             hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
-        else:
-            arrive(shared.v_empty, 0)
+        elif K_STAGES > 1:
+            arrive(shared.kv.empty, 0)
         for _ in range(left_out):
-            y = stand_by(W, y, shared, dq_layout, tile)
-        arrive(shared.kv.empty, 0)
+            y = stand_by(W, n, y, shared, dq_layout, tile)
+        if K_STAGES == 1:
+            arrive(shared.kv.empty, 0)
         buffer = shared.dq.memory.index(W)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if variant.dropout is not None:
@@ -347,7 +350,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
         keys = keys_of(t, shape, packed, tile)
         dv = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        zero_keys(keys, packed, shared, tile)
+        zero_keys(keys, packed, shared, n, tile)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
@@ -378,7 +381,6 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
-        arrive(shared.v_empty, 0)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
@@ -409,7 +411,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
         keys = keys_of(t, shape, packed, tile)
         dk = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        zero_keys(keys, packed, shared, tile)
+        zero_keys(keys, packed, shared, n, tile)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
@@ -441,7 +443,6 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
-        arrive(shared.v_empty, 0)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
         store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))

@@ -64,6 +64,7 @@ class Plan(NamedTuple):
     forward_tile: Any
     backward: Backward
     backward_tile: Any
+    backward_shape: backward_kernel.Shape
     c: float
     """Logits times c are in base 2."""
     boxes: tuple[Box, ...]
@@ -112,9 +113,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     # heads that share keys are one
     parts = bool(p.recipe.mask) and back.B_r < back.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
+    # a second K, where there is room; in the long walks of heads that share keys it gains nothing
+    k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or back.sides) else 1
     back_tile = backward_kernel.Tile(
-        back.B_r, back.B_c, padded(p), back.q_stages, back.do_stages, back.sides, parts, edges, p.recipe.deterministic,
-        p.H // p.H_k, dice_warps(p, 128),
+        back.B_r, back.B_c, padded(p), k_stages, back.q_stages, back.do_stages, back.sides, parts, edges,
+        p.recipe.deterministic, p.H // p.H_k, dice_warps(p, 128),
     )  # fmt: skip
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -130,7 +133,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
     return Plan(
-        row, tile, back, back_tile, natural * LOG2E.value, boxes,
+        row, tile, back, back_tile, backward_shape(p, back), natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
     )  # fmt: skip
@@ -181,21 +184,18 @@ def backward_launches(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.values or device_values(p, x.extra, scores)
-    blocks, matrices = row_blocks(p, row.B_r), p.B * p.H
+    matrices, group, shape = p.B * p.H, p.H // p.H_k, pl.backward_shape
+    blocks, key_tiles = shape.blocks, shape.tiles
+    bands = shape.band < cdiv(p.M, row.B_r)
 
-    group, key_tiles, heads = p.H // p.H_k, cdiv(p.N, row.B_c), p.B * p.H_k
-    side_by_side = processors(x.q.device) // key_tiles  # no fewer, or some would wait for work at the end
-    section = max(1, side_by_side, CACHED_QUERIES // (group * p.M * D * 8))
-    early = cdiv(processors(x.q.device), section * key_tiles) * section  # matrices of keys, enough for every program
-
-    per_program = 4096 // D
+    per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    zeroed = matrices if scratch.ready is None else early * group
+    zeroed = matrices if scratch.ready is None else shape.ahead // key_tiles * group
     arguments = (
         rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, where, M, p.H, tiles, blocks, group,
         zeroed,
     )  # fmt: skip
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True}
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True, "BANDS": bands}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -206,26 +206,22 @@ def backward_launches(
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     sums = scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1]
     pieces = Descriptor(*sums, [16, 256], PIECE)
-    zeros = None if scratch.ready is None else Descriptor(*sums, [8, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, zeros, scratch.ready, dK, dV,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
-        variant, pl.c, p.scale,
-        backward_kernel.Shape(
-            M, N, p.D, p.D_v, p.H, blocks, heads, section, key_tiles, band(p, row.B_r), early * key_tiles
-        ),
+        variant, pl.c, p.scale, shape,
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
         order = scratch.turns, where, variant, M, N, p.H, key_tiles, blocks
         listing = [Launch(give_turns, matrices * key_tiles, order, constants, pl.compiled)]
-    programs = min(heads * key_tiles, processors(x.q.device))
+    programs = min(shape.heads * key_tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, blocks)
-    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
+    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "BANDS": bands, "launch_pdl": True}
     after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
 
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
@@ -239,6 +235,19 @@ def backward_launches(
         variant = variant._replace(scores=device_values(p, x.extra)[1])
     biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
     return [*listing, before, main, after, *biases]
+
+
+def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
+    """The backward's counts, and how many matrices run side by side."""
+    tiles, everywhere = cdiv(p.N, row.B_c), processors(p.q.device)
+    side_by_side = everywhere // tiles  # no fewer, or some would wait for work at the end
+    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * padded(p) * 8))
+    while p.recipe.varlen and p.H_k % section:  # of one sequence
+        section -= 1
+    ahead = cdiv(everywhere, section * tiles) * section * tiles  # whole matrices, a tile for every program
+    return backward_kernel.Shape(
+        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H_k, section, tiles, band(p, row.B_r), ahead
+    )
 
 
 def evenly(heads: int, least: int) -> int:

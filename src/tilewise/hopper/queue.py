@@ -27,6 +27,12 @@ def draw_in_turn(counter):
 
 
 @gluon.jit
+def skip_to(counter, t):
+    """Tiles before t are not drawn any more."""
+    gl.atomic_max(counter, t)
+
+
+@gluon.jit
 def hand_on(drawn, t, n):
     """Tile t as ticket n; the last ticket of all is past the end."""
     wait_before(drawn.empty, n)
