@@ -22,30 +22,23 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
 
 
 @triton.jit
-def place(tiles, H, BANDS: tl.constexpr):
-    """Rows t of head h of batch entry b, for a program. What the main kernel reads first is written last, and what it
-    wrote last is read first: both are in the cache. That kernel goes from the first matrix to the last, or with BANDS
-    from the last rows of all to the first."""
-    program = tl.program_id(0)
-    if BANDS:
-        matrices = tl.num_programs(0) // tiles
-        t, matrix = program // matrices, program % matrices
-    else:
-        program = tl.num_programs(0) - 1 - program
-        t, matrix = program % tiles, program // tiles
-    return t, matrix % H, matrix // H
+def last_first(tiles, H):
+    """(t, h, b): rows t of head h of batch entry b, for a program. The main kernel begins with the first matrix: what
+    it reads first is prepared last, and what it wrote last is read first, while they are in the cache."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return program % tiles, program // tiles % H, program // tiles // H
 
 
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "zeroed"])
 def prepare(
     O, dO, dL, lse, L, D, dQ, ready, packed, M, H, tiles, stride, group, zeroed, d_v: tl.constexpr, B_R: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False, BANDS: tl.constexpr = False,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready`, and in dQ of the first `zeroed` matrices. Past
     the last row P = exp2(S - L) must vanish. AHEAD: the next kernel may begin, and waits for this one itself."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-    t, h, b = place(tiles, H, BANDS)
+    t, h, b = last_first(tiles, H)
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
     if t * ROWS >= tl.cdiv(M, B_R) * B_R:
@@ -86,13 +79,13 @@ def give_turns(turns, packed, variant, M, N, H, tiles, stride, B_R: tl.constexpr
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride"])
 def finish(
     sums, dQ, packed, factor, M, H, tiles, stride, d: tl.constexpr, B_R: tl.constexpr, SIZE: tl.constexpr,
-    BEHIND: tl.constexpr = False, BANDS: tl.constexpr = False,
+    BEHIND: tl.constexpr = False,
 ):  # fmt: skip
     """dQ = factor * sums: one piece a program, from register order back to rows. BEHIND: it may begin before the kernel
     before it has ended."""
     if BEHIND:
         tl.extra.cuda.gdc_wait()
-    t, h, b = place(tiles, H, BANDS)
+    t, h, b = last_first(tiles, H)
     q0, M, _, _ = rows_of(packed, b, M, 0)
     PIECES: tl.constexpr = SIZE // 64
     row, column = t // PIECES * 64, t % PIECES * 64

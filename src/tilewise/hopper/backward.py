@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     D: int
     """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
     K_STAGES: int
-    """Two: the next K and V come once V has been read for the last time; else once K has."""
+    """With two, the next K and V come once V has been read for the last time; with one, once K has."""
     Q_STAGES: int
     DO_STAGES: int
     SIDES: bool
@@ -45,6 +45,8 @@ class Tile(NamedTuple):
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
     """Query heads of a key head."""
+    DV_FIRST: bool
+    """Whether dV's product begins before the one of dP is waited for."""
     DICE: int
     """Warps that roll dropout's dice; without dropout 0."""
 
@@ -74,7 +76,7 @@ class Shared(NamedTuple):
     k: object
     v: object
     kv: object
-    """`full` of both, `empty` of K, which the last dQ needs."""
+    """Barriers of both; see `Tile.K_STAGES`."""
     q: object
     logs: object
     do: object

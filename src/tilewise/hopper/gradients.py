@@ -144,8 +144,11 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     else:
         p16 = P.to(dtype)
     p = gl.convert_layout(dropped(p16, words, variant), p_layout)
-    dP = warpgroup_mma_wait(0, [dP])
+    if not tile.DV_FIRST:
+        dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
+    if tile.DV_FIRST:
+        dP = warpgroup_mma_wait(1, [dP])
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
     if variant.dropout is not None:
@@ -288,7 +291,7 @@ def rows_of_keys(
                 arrive(shared.q.empty, y + 1)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
-            if K_STAGES > 1:  # this tile's K stays until the next one's is read
+            if K_STAGES > 1:  # V is free, and the next K has a stage of its own
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)

@@ -113,11 +113,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     # heads that share keys are one
     parts = bool(p.recipe.mask) and back.B_r < back.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
-    # a second K, where there is room; in the long walks of heads that share keys it gains nothing
+    # a second K where there is room; not in the long walks of heads that share keys, which are no faster with it
     k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or back.sides) else 1
+    # faster where a loop carries the mask of many heads' walks, slower elsewhere
+    dv_first = edges and p.H > p.H_k and padded(p) == 128 and not (p.recipe.dropout or p.recipe.score)
     back_tile = backward_kernel.Tile(
         back.B_r, back.B_c, padded(p), k_stages, back.q_stages, back.do_stages, back.sides, parts, edges,
-        p.recipe.deterministic, p.H // p.H_k, dice_warps(p, 128),
+        p.recipe.deterministic, p.H // p.H_k, dv_first, dice_warps(p, 128),
     )  # fmt: skip
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -186,7 +188,6 @@ def backward_launches(
     parts, changes, _ = pl.values or device_values(p, x.extra, scores)
     matrices, group, shape = p.B * p.H, p.H // p.H_k, pl.backward_shape
     blocks, key_tiles = shape.blocks, shape.tiles
-    bands = shape.band < cdiv(p.M, row.B_r)
 
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
@@ -195,7 +196,7 @@ def backward_launches(
         rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, where, M, p.H, tiles, blocks, group,
         zeroed,
     )  # fmt: skip
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True, "BANDS": bands}
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -204,8 +205,7 @@ def backward_launches(
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
-    sums = scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1]
-    pieces = Descriptor(*sums, [16, 256], PIECE)
+    pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, dK, dV,
         *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
@@ -221,7 +221,7 @@ def backward_launches(
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, blocks)
-    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "BANDS": bands, "launch_pdl": True}
+    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
     after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
 
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
