@@ -492,6 +492,8 @@ def _large() -> Iterator[Case]:
         yield replace(a, name=f"large {name} D 128 causal", dtype=dtype, M=512, N=700, D=128, mask=causal)
         yield replace(a, name=f"large {name} D 256", dtype=dtype, M=300, N=400, D=256)
         yield replace(a, name=f"large {name} GQA", dtype=dtype, M=500, N=500, H=6, mask=causal)
+    yield replace(a, name="large GQA D 128", dtype=bf16, M=600, N=600, H=8, H_k=2, D=128, mask=causal)
+    yield replace(a, name="large GQA D 128 bands", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
     yield replace(a, name="large long", dtype=bf16, M=2000, N=2000, H=1, H_k=1, mask=causal)
     yield replace(a, name="large long fp32", M=400, N=2000, H=1, H_k=1)
     yield replace(a, name="large window", M=1000, N=1000, mask=window(130, 0))

@@ -113,7 +113,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     # heads that share keys are one
     parts = bool(p.recipe.mask) and back.B_r < back.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
-    # a second K where there is room; not in the long walks of heads that share keys, which are no faster with it
+    # a second K where there is room; not where heads share keys: long walks are slower with it
     k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or back.sides) else 1
     # faster where a loop carries the mask of many heads' walks, slower elsewhere
     dv_first = edges and p.H > p.H_k and padded(p) == 128 and not (p.recipe.dropout or p.recipe.score)
