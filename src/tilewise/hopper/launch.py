@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     forward_tile: Any
     backward: Backward
     backward_tile: Any
-    backward_shape: backward_kernel.Shape
+    backward_shape: Any
     c: float
     """Logits times c are in base 2."""
     boxes: tuple[Box, ...]
