@@ -219,7 +219,8 @@ def _model(settings: Settings, attend: Attend) -> GPT:
 
 def _step_once(settings: Settings, attend: Attend, text: Tensor, device: torch.device) -> None:
     """A forward and a backward of a model that is thrown away."""
-    model = _model(settings, attend).to(device)
+    with device:  # where its weights are made sooner
+        model = _model(settings, attend)
     model.loss(next(batches(text, settings.batch, settings.context, 0)).to(device)).backward()
 
 
