@@ -21,7 +21,7 @@ from .accumulation import (
 from .accumulation_plots import SHOWN, TITLES, picture, ratios_of, speed_picture, value
 from .accumulation_speed import Kernel, Time
 from .results import OK
-from .tables import geometric_mean, length_label
+from .tables import folded, geometric_mean, length_label, markdown
 
 BASE = Point()
 HEADER = f"""# Accumulating in fp16
@@ -325,14 +325,3 @@ def _speed_part(times: Sequence[Time], path: Path) -> list[str]:
     lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](images/{path.name})\n"]
     sizes = dict.fromkeys(t.on.head_size for t in times)
     return [*lines, *(folded(f"TFLOP/s, head size {size}", *speed_table(times, size)) for size in sizes)]
-
-
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table; numbers are aligned right."""
-    marks = "".join("|---" if name in ("", "tiles", "overflows at", *COLUMNS) else "|---:" for name in head) + "|"
-    return "\n".join(["| " + " | ".join(head) + " |", marks, *("| " + " | ".join(cells) + " |" for cells in lines)])
-
-
-def folded(title: str, head: list[str], lines: list[list[str]]) -> str:
-    """A table under its title."""
-    return f"<details><summary>{title}</summary>\n\n{markdown(head, lines)}\n</details>\n"

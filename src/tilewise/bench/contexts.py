@@ -89,6 +89,5 @@ def section(contests: Sequence[Contest], stem: Path) -> list[str]:
         batch = next(iter(group.values())).settings["batch"]
         lines += [f"### Training by context length, batch {batch}\n"]
         lines += [f"![Time, attention's share and memory by context length](images/{path.name})\n"]
-        lines += markdown(head, rows, numbers_from=2)
-        lines += [""]
+        lines += [markdown(head, rows), ""]
     return lines

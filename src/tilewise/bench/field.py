@@ -15,7 +15,7 @@ import torch
 
 from .results import OK, Row, load, rows_of
 from .suites import BACKWARD, FORWARD
-from .tables import length_label
+from .tables import length_label, markdown
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 OURS, THEIRS = "tilewise", "sdpa cudnn"
@@ -93,13 +93,12 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of",
         "its ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same",
         "kind (`BEST` in [`field.py`](../src/tilewise/bench/field.py)).\n",
-        "| head size | mask | pass | " + " | ".join(map(length_label, LENGTHS)) + " |",
-        "|---|---|---|" + "---:|" * len(LENGTHS),
     ]
-    for (size, causal, pass_), cells in found.items():
-        shown = " | ".join("" if math.isnan(x) else f"{x:.2f}" for x in cells)
-        lines.append(f"| {size} | {'causal' if causal else 'full'} | {pass_} | {shown} |")
-    lines.append("")
+    table = [
+        [str(size), "causal" if causal else "full", pass_, *("" if math.isnan(x) else f"{x:.2f}" for x in cells)]
+        for (size, causal, pass_), cells in found.items()
+    ]
+    lines += [markdown(["head size", "mask", "pass", *map(length_label, LENGTHS)], table), ""]
     for pass_ in (FORWARD, BACKWARD):
         cells = [x for line, of_line in found.items() if line[2] == pass_ for x in of_line if not math.isnan(x)]
         mean = math.exp(statistics.fmean(map(math.log, cells)))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from .tables import markdown
 from .trainings import PART
 
 SUITE = "llmc"
@@ -291,13 +292,7 @@ tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl
 """
 
 
-def _table() -> str:
-    """WAYS, in markdown."""
-    lines = (COLUMNS, ["---", "---", "---", *["---:"] * (len(COLUMNS) - 3)], *(way.cells for way in WAYS))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-HEADER = "\n".join([INTRODUCTION, _table(), AFTER_WAYS])
+HEADER = "\n".join([INTRODUCTION, markdown(COLUMNS, [way.cells for way in WAYS]), AFTER_WAYS])
 
 
 def absent(contents: Iterable[dict[str, Any]]) -> list[str]:

@@ -24,10 +24,12 @@ from .tables import (
     SPREAD,
     Grid,
     Metric,
+    folded,
     grids,
     headlines,
     in_its_unit,
     is_ours,
+    markdown,
     prices,
     reasons,
     slowdown,
@@ -114,18 +116,17 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
     if changes := worth(rows):
         lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
-        lines.append(_table(changes, slowdown(rows)))
+        lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
     if found := prices(rows):
         packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))
-        lines += [PRICES.format(lengths=packed), _table(found, COST)]
+        lines += [PRICES.format(lengths=packed), markdown(*_table(found, COST)) + "\n"]
     first = [METRICS[name] for name in SUITES[suite].tables]
     for metric in (in_its_unit(metric, rows) for metric in first):
         if found := grids(rows, metric):
-            lines.append(_table(found, metric))
+            lines.append(markdown(*_table(found, metric)) + "\n")
     for metric in DETAILS:
         if metric not in first and (found := grids(rows, metric)):
-            title = metric.title[0].upper() + metric.title[1:]
-            lines.append(f"<details><summary>{title}</summary>\n\n{_table(found, metric)}\n</details>\n")
+            lines.append(folded(metric.title[0].upper() + metric.title[1:], *_table(found, metric)))
     if notes := reasons(rows):
         lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
     return lines
@@ -137,14 +138,14 @@ def _tiles(content: dict[str, Any]) -> list[str]:
     lines = [f"## Tiles of {content['device']}\n", TILES]
     lines += dict.fromkeys(f"{origin(slot.environment, False)}\n" for slot in slots)
     head = ["row", "in use", "candidates", "timed", "verdict"]
-    lines += ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---|"]
+    table = []
     for slot in slots:
         counts = str(len(slot.candidates)), str(len(slot.timed))
-        lines.append("| " + " | ".join((slot.title, tuned.row_text(slot.present.row), *counts, slot.verdict())) + " |")
+        table.append([slot.title, tuned.row_text(slot.present.row), *counts, slot.verdict()])
+    lines.append(markdown(head, table))
     for slot in slots:
         columns, cells = tuned.grid(slot)
-        drawn = ["| " + " | ".join(line) + " |" for line in (columns, ["---", *["---:"] * (len(columns) - 1)], *cells)]
-        drawn = [*(drawn if cells else ()), "", *(f"- {reason}" for reason in tuned.reasons(slot))]
+        drawn = [*([markdown(columns, cells)] if cells else ()), "", *(f"- {reason}" for reason in tuned.reasons(slot))]
         lines += [f"\n<details><summary>{slot.title}</summary>\n", *drawn, "\n</details>"]
     return [*lines, ""]
 
@@ -160,19 +161,16 @@ def origin(env: dict[str, Any], partial: bool, sources: Sequence[str] = KERNEL_S
     return text
 
 
-def _table(found: Sequence[Grid], metric: Metric) -> str:
-    """All grids of one metric, in markdown; ours in bold."""
+def _table(found: Sequence[Grid], metric: Metric) -> tuple[list[str], list[list[str]]]:
+    """All grids of one metric, a head and lines; ours in bold."""
     columns = list(dict.fromkeys(column for grid in found for column in grid.columns))
-    head = [f"{metric.title}", "implementation", *columns]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(columns)]
+    lines = []
     for grid in found:
         title = grid.title
         for name, cells in grid.lines.items():
             at = dict(zip(grid.columns, cells, strict=True))
             shown = [at.get(column, "") for column in columns]
             bold = "**" if name == OURS or (OURS not in grid.lines and is_ours(name)) else ""
-            lines.append(
-                "| " + " | ".join([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))]) + " |"
-            )
+            lines.append([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))])
             title = ""
-    return "\n".join(lines) + "\n"
+    return [metric.title, "implementation", *columns], lines

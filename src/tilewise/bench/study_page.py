@@ -14,7 +14,7 @@ from .accuracy import ENTRIES, NAMES
 from .plots import COLOURS, STYLE, length_label
 from .results import OK
 from .study import OUTLIERS, PART, SWEEPS, Finding, Point
-from .tables import STANDARD, geometric_mean, is_ours
+from .tables import STANDARD, folded, geometric_mean, is_ours
 
 TITLES = {
     "length": "length",
@@ -141,14 +141,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
         picture(sweep, found, path)
         lines += [f"### By {TITLES[sweep]}\n", origin(run["environment"], run["partial"]) + "\n"]
         lines += [f"![Errors by {TITLES[sweep]}](images/{path.name})\n"]
-        lines += [_folded(f"Errors by {TITLES[sweep]}", *table(sweep, found, lambda f: f.relative))]
-        lines += [_folded("Largest error over the largest entry", *table(sweep, found, lambda f: f.largest))]
+        lines += [folded(f"Errors by {TITLES[sweep]}", *table(sweep, found, lambda f: f.relative))]
+        lines += [folded("Largest error over the largest entry", *table(sweep, found, lambda f: f.largest))]
     lines += ["Not measured:\n", *(f"- {note}" for note in reasons(every)), ""]
     return lines
-
-
-def _folded(title: str, head: list[str], lines: list[list[str]]) -> str:
-    marks = "|---|---|" + "---:|" * (len(head) - 2)
-    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-    body = "\n".join(["| " + " | ".join(head) + " |", marks, *rows])
-    return f"<details><summary>{title}</summary>\n\n{body}\n</details>\n"

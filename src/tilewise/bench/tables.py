@@ -1,6 +1,7 @@
 """Rows as tables by length, and the few sentences that answer each suite's question."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from .results import OK, REFUSED, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
 from .variants import VARIANTS
 
+NUMBER = re.compile(r"\**[-+<]?\d")
+"""How a number begins, bold or not."""
 CUDNN, STANDARD, EFFICIENT = "sdpa cudnn", "standard", "sdpa efficient"
 
 
@@ -331,10 +334,18 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
 }
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], numbers_from: int = 1) -> list[str]:
-    """A table's lines; columns from `numbers_from` on are aligned right."""
-    marks = ["---"] * numbers_from + ["---:"] * (len(head) - numbers_from)
-    return ["| " + " | ".join(cells) + " |" for cells in (head, marks, *lines)]
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; columns of numbers, with whatever units, are aligned right."""
+    marks = []
+    for column in zip(*lines, strict=True):
+        found = [cell for cell in column if cell not in ("", "-")]
+        marks.append("---:" if found and all(NUMBER.match(cell) for cell in found) else "---")
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, marks, *lines))
+
+
+def folded(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table under its title, which opens it."""
+    return f"<details><summary>{title}</summary>\n\n{markdown(head, lines)}\n</details>\n"
 
 
 def _unique(items: Iterable) -> list:

@@ -180,9 +180,9 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
         lines += [f"### Training {name}\n", origin(run["environment"], run["partial"]) + "\n", found.origin() + "\n"]
-        lines += markdown(COLUMNS, found.lines())
+        lines += [markdown(COLUMNS, found.lines())]
         if by_seed := found.by_seed():
-            lines += ["", *markdown(by_seed[0], by_seed[1:])]
+            lines += ["", markdown(by_seed[0], by_seed[1:])]
         if found.finished:
             picture(found, path)
             lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]
