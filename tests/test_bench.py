@@ -309,3 +309,14 @@ def test_what_rows_cost_beside_their_blocks_is_found_again():
     cost, off = field.beside_blocks(rows, 128, BACKWARD)
     assert cost == pytest.approx(3.25)
     assert off == pytest.approx(0, abs=1e-9)
+
+
+def test_columns_of_numbers_are_aligned_right():
+    lines = [["a", "**1.5**", "-", ""], ["1 b", "-2x", "+3", ""]]
+    assert tables.markdown(["name", "one", "other", "none"], lines).splitlines() == [
+        "| name | one | other | none |",
+        "| --- | ---: | ---: | --- |",
+        "| a | **1.5** | - |  |",
+        "| 1 b | -2x | +3 |  |",
+    ]
+    assert tables.markdown(["name", "one"], []) == "| name | one |\n| --- | --- |"

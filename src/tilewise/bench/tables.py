@@ -337,8 +337,8 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table; columns of numbers, with whatever units, are aligned right."""
     marks = []
-    for column in zip(*lines, strict=True):
-        found = [cell for cell in column if cell not in ("", "-")]
+    for n in range(len(head)):
+        found = [line[n] for line in lines if line[n] not in ("", "-")]
         marks.append("---:" if found and all(NUMBER.match(cell) for cell in found) else "---")
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, marks, *lines))
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..tile.schedule import assign
 from . import releases
-from .channel import Channel, arrive, barriers, expect, let_next_begin, stage, wait_before, wait_kernels
+from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
 from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
@@ -158,17 +158,13 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
 @gluon.jit
 def wait_added():
     """Until what this warp added is there for others; `tma.store_wait` waits until it is read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    instruct("cp.async.bulk.wait_group 0")
 
 
 @gluon.jit
 def fence_async_global():
     """Between plain stores and TMA's sums in memory."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    instruct("fence.proxy.async.global")
 
 
 @gluon.jit

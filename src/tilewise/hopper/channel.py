@@ -73,18 +73,22 @@ def held(memory, n, y):
 
 
 @gluon.jit
+def instruct(PTX: gl.constexpr):
+    """One instruction that gives nothing; Triton wants a result of every one."""
+    gl.inline_asm_elementwise(PTX + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_kernels():
     """Until the kernels launched before this one are complete, and the threads that wait can read what those wrote.
     Only a launch with `launch_pdl` begins earlier."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    instruct("griddepcontrol.wait")
 
 
 @gluon.jit
 def let_next_begin():
     """Once every program has come by, a kernel launched behind this one with `launch_pdl` may begin."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    instruct("griddepcontrol.launch_dependents")
 
 
 @gluon.jit
@@ -92,14 +96,8 @@ def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
     """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
     # ids 9 to 11: Triton itself uses those from 0 on
     if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar." + OP + " 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        instruct("bar." + OP + " 9, 256")
     elif WHO == 1:
-        gl.inline_asm_elementwise(
-            "bar." + OP + " 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        instruct("bar." + OP + " 10, 256")
     else:
-        gl.inline_asm_elementwise(
-            "bar." + OP + " 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        instruct("bar." + OP + " 11, 256")

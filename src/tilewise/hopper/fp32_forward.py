@@ -29,7 +29,7 @@ from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import list_at
 from . import releases
 from .around import first_block
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
+from .channel import Channel, arrive, barriers, expect, held, stage, take_turns, wait, wait_before, wait_kernels
 from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
 from .gradients import rounded
 from .pieces import largest, next_piece, power_of_two
@@ -254,13 +254,11 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 @gluon.jit
 def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
-    """A tile of Q for products with key tile y. y >> 31 is 0, which ptxas cannot know: it computes addresses of pieces
-    for every key tile, where it would keep them in registers that are short."""
+    """A tile of Q for products with key tile y."""
     PIECES: gl.constexpr = tile.PIECES
     found = ()
     for n in gl.static_range(PIECES):
-        at = slot(W, n)
-        found = found + (pieces.index(at + (y >> 31)),)
+        found = found + (held(pieces, slot(W, n), y),)
     return found
 
 

@@ -107,7 +107,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def stage_of(y, STAGES: gl.constexpr):
-    """The stage of use y; of one stage its number, which is 0, as channel.only does."""
+    """The stage of use y; of one stage its number, which is 0, as `channel.held` has it."""
     return y >> 31 if STAGES == 1 else y % STAGES
 
 
