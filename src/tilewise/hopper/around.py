@@ -29,15 +29,15 @@ def last_first(tiles, H):
     return program % tiles, program // tiles % H, program // tiles // H
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "zeroed"])
+@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "bands", "zeroed"])
 def prepare(
-    O, dO, dL, lse, L, D, dQ, ready, packed, M, H, tiles, stride, group, zeroed, d_v: tl.constexpr, B_R: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
+    O, dO, dL, lse, L, D, dQ, ready, done, packed, M, H, tiles, stride, group, bands, zeroed,
+    d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready`, and in dQ of the first `zeroed` matrices. Past
-    the last row P = exp2(S - L) must vanish. AHEAD: the next kernel may begin, and waits for this one itself."""
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
+    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready` and `done`, and in dQ of the first `zeroed`
+    matrices. Past the last row P = exp2(S - L) must vanish. The next kernel may begin, and waits for this one itself.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
     t, h, b = last_first(tiles, H)
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
@@ -56,8 +56,10 @@ def prepare(
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
     tl.store(L + first + rows, for_backward(logs, False))
     tl.store(D + first + rows, sums)
+    of_keys = (b * H + h) // group
     if ready is not None:
-        tl.store(ready + (b * H + h) // group, 0, mask=t == 0)
+        tl.store(ready + of_keys, 0, mask=t == 0)
+    tl.store(done + of_keys * bands + t, 0, mask=t < bands)
     at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
 
@@ -76,21 +78,41 @@ def give_turns(turns, packed, variant, M, N, H, tiles, stride, B_R: tl.constexpr
         tl.atomic_max(turns + first + m, t)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride"])
+@triton.jit
+def count_at(at):
+    """A count that others raise; what they wrote before can be read after."""
+    PTX: tl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
+    return tl.inline_asm_elementwise(PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def doze():
+    """A tenth of a microsecond, so that who waits takes no bandwidth from those who work."""
+    PTX: tl.constexpr = "nanosleep.u32 100; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "key_tiles", "stride", "group", "band", "bands"])
 def finish(
-    sums, dQ, packed, factor, M, H, tiles, stride, d: tl.constexpr, B_R: tl.constexpr, SIZE: tl.constexpr,
-    BEHIND: tl.constexpr = False,
+    sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group, band, bands,
+    d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """dQ = factor * sums: one piece a program, from register order back to rows. BEHIND: it may begin before the kernel
-    before it has ended."""
-    if BEHIND:
-        tl.extra.cuda.gdc_wait()
-    t, h, b = last_first(tiles, H)
-    q0, M, _, _ = rows_of(packed, b, M, 0)
+    """dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main kernel has
+    ended, on processors that have nothing left to do there, and waits for the tiles of keys that add to its band of
+    queries. Its last program ends after that kernel, for whoever comes next."""
+    program = tl.program_id(0)
+    t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
+    q0, M, _, N = rows_of(packed, b, M, N)
     PIECES: tl.constexpr = SIZE // 64
     row, column = t // PIECES * 64, t % PIECES * 64
+    count = tl.minimum(tl.cdiv(N, B_C), key_tiles)
+    if (count == 0) | (program == tl.num_programs(0) - 1):
+        tl.extra.cuda.gdc_wait()
     if row >= M:
         return
+    at = done + (b * H + h) // group * bands + row // B_R // band
+    while count_at(at) < count:
+        doze()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
     x = tl.load(sums + first + t * 4096 + tl.arange(0, 4096))
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])

@@ -20,7 +20,7 @@ from . import releases
 from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
-from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
+from .keys import band_of, bands, first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
 
 
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
     """Query heads of a key head."""
-    DV_FIRST: bool
-    """Whether dV's product begins before the one of dP is waited for."""
+    APART: bool
+    """Whether visits without a mask have a loop of their own; then all others take it."""
     DICE: int
     """Warps that roll dropout's dice; without dropout 0."""
 
@@ -66,6 +66,8 @@ class Shape(NamedTuple):
     tiles: object
     band: object
     """Query tiles of a band; see `keys.first_visit`."""
+    bands: object
+    """Bands of the longest walk."""
     ahead: object
     """A tile of keys writes zeros for the one drawn so many tiles later; the kernel before wrote those of the first."""
 
@@ -190,20 +192,38 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dQ, sums, ready, turns, shared, shape, packed, variant, tile: gl.constexpr):
+def leave_bands(done, keys, left, to, shape, tile: gl.constexpr):
+    """This tile of keys adds no more to the bands from `to` to `left` - 1: tells `finish`. Gives how many are left."""
+    matrix = keys.b * (shape.H // tile.GROUP) + keys.h_k
+    if tile.GROUP == 1:
+        wait_added()
+        gl.atomic_add(done + matrix, 1, sem="release")
+    elif to < left:
+        wait_added()
+        for band in range(to, left):
+            gl.atomic_add(done + matrix * shape.bands + band, 1, sem="release")
+    return gl.minimum(to, left)
+
+
+@gluon.jit
+def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp: each group's pieces of dQ, as they come, or in turn."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
     n = 0
     wait_kernels()  # for zeros in dQ
+    let_next_begin()  # only now: `finish` reads counts that were set to zero there
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         if ready is not None:
             zero_ahead(sums, ready, t, shape, tile)
         keys = keys_of(t, shape, packed, tile)
+        left = gl.minimum(bands(keys, shape, tile), shape.bands)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
+            if tile.GROUP > 1:
+                left = leave_bands(done, keys, left, band_of(visit, keys, shape, tile) + 1, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -225,6 +245,7 @@ def add_dq(dQ, sums, ready, turns, shared, shape, packed, variant, tile: gl.cons
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
             visit = next_visit(visit, keys, shape, variant, tile)
+        leave_bands(done, keys, left, 0, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -242,8 +263,8 @@ def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, vari
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, sums, ready, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor, shape,
-    tile: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, dO, L, D, dQ, sums, ready, done, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
+    shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R
@@ -290,7 +311,6 @@ def backward(
         bits(B_C, 1, 2) if DICE else None,
     )
     fence_async_shared()
-    let_next_begin()
     if DICE:
         REGISTERS: gl.constexpr = 216 if DICE == 4 else 232
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
@@ -300,7 +320,7 @@ def backward(
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, sums, ready, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
             ],
             [4, DICE, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
@@ -310,7 +330,7 @@ def backward(
                 (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, sums, ready, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

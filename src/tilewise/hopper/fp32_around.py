@@ -87,10 +87,11 @@ def prepare_keys(
 
 @triton.jit
 def prepare_queries(
-    Q, K, lse, L, dQ, packed, unit, program, M, H, group, tiles, stride, blocks,
+    Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, bands, tiles, stride, blocks,
     d, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: pieces of Q, L for centred K, and zeros in dQ. Past the last row P = exp(S - L) must vanish."""
+    """Of one block: pieces of Q, L for centred K, and zeros in dQ and `done`. Past the last row P = exp(S - L) must
+    vanish."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
@@ -105,6 +106,7 @@ def prepare_queries(
         if CENTRED:
             logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
         tl.store(L + row, logs)
+        tl.store(done + (b * H + h) // group * bands + t, 0, mask=t < bands)
         store_pieces(Q, q, block, blocks)
 
 
@@ -131,10 +133,10 @@ def prepare_gradients(
         store_pieces(dO, do, block, blocks)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "bands", "batch", "key_tiles", "query_tiles"])
 def fp32_prepare(
-    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, packed, unit, M, N, H, group, batch, key_tiles, query_tiles, in_all,
-    d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
+    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unit, M, N, H, group, bands, batch, key_tiles, query_tiles,
+    in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """One block of Q, or one of dO and O, or one of ROWS keys: each a program of its own, so that many run side by
@@ -145,8 +147,8 @@ def fp32_prepare(
     of_queries = batch * H * query_tiles
     if program < of_queries:
         prepare_queries(
-            Q, K, lse, L, dQ, packed, unit, program, M, H, group, query_tiles, in_all.query_head, in_all.queries,
-            d, SIZE, CENTRED,
+            Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, bands, query_tiles, in_all.query_head,
+            in_all.queries, d, SIZE, CENTRED,
         )  # fmt: skip
     elif program < 2 * of_queries:
         prepare_gradients(

@@ -14,7 +14,7 @@ from ..tile.visits import Variant
 from .around import finish, give_turns
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, band, evenly, processors, vector
+from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, bands, evenly, processors, vector
 from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 
@@ -64,6 +64,7 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
+    done: Tensor
     kept: bool
     """Whether the keys are the forward's."""
 
@@ -121,7 +122,8 @@ def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) ->
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    return Scratch(q, do, keys, scales, logs, delta, dq, turns, kept is not None)
+    done = torch.empty(p.B * p.H_k * bands(p, BLOCK)[1], dtype=torch.int32, device=device)
+    return Scratch(q, do, keys, scales, logs, delta, dq, turns, done, kept is not None)
 
 
 def launches(
@@ -138,8 +140,11 @@ def launches(
     before = preparation(p, pl, x, saved, do, dlse, scratch)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
-    arguments = scratch.dq, rows(p, grads.q), packed(p, x), p.scale, lengths(p)[0], p.H, tiles, query_tiles
-    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
+    arguments = (
+        scratch.dq, rows(p, grads.q), scratch.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
+        cdiv(p.N, row.B_c), query_tiles, p.H // p.H_k, *bands(p, row.B_r),
+    )  # fmt: skip
+    constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
     after = Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
     return [*splits, *listing, before, main, after]
 
@@ -176,8 +181,8 @@ def preparation(
     if p.recipe.sink:  # never centred
         of_keys = 0
     arguments = (
-        *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, packed(p, x),
-        max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
+        *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, scratch.done,
+        packed(p, x), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, bands(p, BLOCK)[1], p.B, of_keys, of_queries,
         Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
@@ -206,9 +211,9 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums,
+        *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums, scratch.done,
         rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where, variant, max(p.scale, TINY), p.scale,
-        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles, band(p, row.B_r)),
+        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles, *bands(p, row.B_r)),
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(

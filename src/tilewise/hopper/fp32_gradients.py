@@ -30,7 +30,7 @@ from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from . import releases
 from .around import first_block
-from .backward import wait_added
+from .backward import leave_bands, wait_added
 from .channel import (
     Channel,
     arrive,
@@ -44,7 +44,19 @@ from .channel import (
     wait_kernels,
 )
 from .gradients import hand_over
-from .keys import first_visit, is_edge, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
+from .keys import (
+    band_of,
+    bands,
+    first_visit,
+    is_edge,
+    keys_of,
+    next_turn,
+    next_visit,
+    place_of,
+    query_block,
+    there,
+    tile_of,
+)
 from .queue import draw_in_turn, hand_on, leave, ticket, tickets
 
 
@@ -85,6 +97,7 @@ class Shape(NamedTuple):
     section: object
     tiles: object
     band: object
+    bands: object
     """As in backward.py."""
 
 
@@ -166,17 +179,21 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 
 @gluon.jit
-def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
+def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
     """The writer warp, as in backward.py. Here a group gets its memory back before the other's piece is waited for."""
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
     y = 0
     n = 0
     wait_kernels()
+    let_next_begin()
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
+        left = gl.minimum(bands(keys, shape, tile), shape.bands)
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
+            if tile.GROUP > 1:
+                left = leave_bands(done, keys, left, band_of(visit, keys, shape, tile) + 1, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # why no fence is needed is said in backward.py
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -195,6 +212,7 @@ def add_dq(dQ, turns, shared, shape, packed, variant, tile: gl.constexpr):
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
+        leave_bands(done, keys, left, 0, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -413,7 +431,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_backward(
-    Q, K, V, dO, L, D, scales, dQ, dK, dV, counter, turns, packed, variant, unit, factor,
+    Q, K, V, dO, L, D, scales, dQ, done, dK, dV, counter, turns, packed, variant, unit, factor,
     shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums, from pieces."""
@@ -448,13 +466,12 @@ def fp32_backward(
         tickets(3),
     )
     fence_async_shared()
-    let_next_begin()
     gl.warp_specialize(
         [
             (half_of_tile, (0, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
             (half_of_tile, (1, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
             (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-            (add_dq, (dQ, turns, shared, shape, packed, variant, tile)),
+            (add_dq, (dQ, done, turns, shared, shape, packed, variant, tile)),
         ],
         [4, 1, 1], [240, 24, 24],
     )  # fmt: skip

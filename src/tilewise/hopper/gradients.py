@@ -144,11 +144,8 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     else:
         p16 = P.to(dtype)
     p = gl.convert_layout(dropped(p16, words, variant), p_layout)
-    if not tile.DV_FIRST:
-        dP = warpgroup_mma_wait(0, [dP])
+    dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
-    if tile.DV_FIRST:
-        dP = warpgroup_mma_wait(1, [dP])
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
     if variant.dropout is not None:
@@ -202,8 +199,37 @@ def hand_over(dq, shared, y, W: gl.constexpr):
 
 
 @gluon.jit
+def next_rows(
+    W: gl.constexpr, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile: gl.constexpr
+):
+    """dK and dV with one query tile more, use y + 1, and group W's piece of dQ of the one before."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    place = place_of(visit, keys, shape, variant, B_R)
+    j0 = keys.j0 + 64 * W
+    dv_next, ds = row_block(W, n, y + 1, dv, place, j0, edge, shared, packed, variant, unit, tile)
+    # both halves of the dS before are there, and both groups are done with the one before that
+    wait(shared.ds.full, y)
+    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
+    fence_async_shared()
+    dq = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
+    q = stage(shared.q.memory, y + 1).reshape([B_R, D])
+    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+    arrive(shared.ds.full, y + 1)
+    arrive(shared.do.empty, y + 1)
+    hand_over(dq, shared, y, W)
+    dk = warpgroup_mma_wait(0, [dk_next])
+    arrive(shared.q.empty, y + 1)
+    return dk, dv
+
+
+@gluon.jit
 def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through a 16 KB buffer; see `stored`."""
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
     x = x.to(G.dtype)
     if packed is None:
         store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
@@ -221,6 +247,21 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
     fence_async_shared()
     releases.barrier()
     releases.store(G, [b, h, row, COLUMN], out)
+
+
+@gluon.jit
+def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
+    """Where TMA finds group W's rows of dK and of dV of tile n. With two stages of K each has memory of its own: halves
+    of a piece of dQ, or for dK those columns of K that this group alone has read for dQ."""
+    piece = shared.dq.memory.index(W)
+    if tile.K_STAGES == 1:
+        return piece, piece
+    elif tile.D == 64:
+        halves = releases.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
+        return halves.index(0), halves.index(1)
+    else:
+        halves = releases.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
+        return halves.index(W), piece
 
 
 @gluon.jit
@@ -273,24 +314,17 @@ def rows_of_keys(
             arrive(shared.q.empty, y)
             visit = next_visit(visit, keys, shape, variant, tile)
             while there(visit):
-                place_x = place_of(visit, keys, shape, variant, B_R)
-                edge_x = EDGES & is_edge(visit)
-                dv_next, ds = row_block(W, n, y + 1, dv, place_x, j0, edge_x, shared, packed, variant, unit, tile)
-                # both halves of the dS before are there, and both groups are done with the one before that
-                wait(shared.ds.full, y)
-                stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
-                fence_async_shared()
-                dq = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
-                q_x = stage(shared.q.memory, y + 1).reshape([B_R, D])
-                dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q_x, dk, is_async=True)
-                dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
-                arrive(shared.ds.full, y + 1)
-                arrive(shared.do.empty, y + 1)
-                hand_over(dq, shared, y, W)
-                dk = warpgroup_mma_wait(0, [dk_next])
-                arrive(shared.q.empty, y + 1)
+                edge = True if tile.APART else EDGES & is_edge(visit)
+                dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
                 y += 1
                 visit = next_visit(visit, keys, shape, variant, tile)
+                if tile.APART:
+                    while there(visit) & ~is_edge(visit):
+                        dk, dv = next_rows(
+                            W, n, y, dk, dv, visit, keys, False, shared, shape, packed, variant, unit, tile
+                        )
+                        y += 1
+                        visit = next_visit(visit, keys, shape, variant, tile)
             if K_STAGES > 1:  # V is free, and the next K has a stage of its own
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
@@ -303,13 +337,14 @@ def rows_of_keys(
             y = stand_by(W, n, y, shared, dq_layout, tile)
         if K_STAGES == 1:
             arrive(shared.kv.empty, 0)
-        buffer = shared.dq.memory.index(W)
+        of_dk, of_dv = memory_of_gradients(W, n, dK, shared, tile)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, buffer)
-        stored()
-        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, buffer)
+        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
+        if K_STAGES == 1:
+            stored()
+        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
         n += 1
         t = ticket(shared.drawn, n, 4)
     stored()

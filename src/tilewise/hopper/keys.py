@@ -90,6 +90,12 @@ def bands(keys, shape, tile: gl.constexpr):
 
 
 @gluon.jit
+def band_of(visit, keys, shape, tile: gl.constexpr):
+    """Which of them a visit is in."""
+    return bands(keys, shape, tile) - 1 - visit.round // tile.GROUP
+
+
+@gluon.jit
 def walk_of_round(at, keys, shape, variant, tile: gl.constexpr):
     """Which head, and its walk in the round's band. Where there are bands, each tile of keys begins with another head,
     so that few add to a tile of dQ at a time."""

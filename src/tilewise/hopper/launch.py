@@ -89,6 +89,8 @@ class Scratch(NamedTuple):
     ready: Tensor | None
     """Per matrix of keys: shares of zeros that are in its dQ. None where they are all written before: for packed
     sequences, and for tiles with sides, where ptxas would spill."""
+    done: Tensor
+    """Per matrix of keys and band of queries: tiles of keys that have added all they add to its dQ."""
 
 
 @lru_cache(4096)
@@ -115,11 +117,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
     # a second K where there is room; not where heads share keys: long walks are slower with it
     k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or back.sides) else 1
-    # faster where a loop carries the mask of many heads' walks, slower elsewhere
-    dv_first = edges and p.H > p.H_k and padded(p) == 128 and not (p.recipe.dropout or p.recipe.score)
+    # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
+    apart = edges and padded(p) == 128 and (p.H > p.H_k or bool(p.recipe.score))
     back_tile = backward_kernel.Tile(
         back.B_r, back.B_c, padded(p), k_stages, back.q_stages, back.do_stages, back.sides, parts, edges,
-        p.recipe.deterministic, p.H // p.H_k, dv_first, dice_warps(p, 128),
+        p.recipe.deterministic, p.H // p.H_k, apart, dice_warps(p, 128),
     )  # fmt: skip
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -193,10 +195,10 @@ def backward_launches(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = matrices if scratch.ready is None else shape.ahead // key_tiles * group
     arguments = (
-        rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, where, M, p.H, tiles, blocks, group,
-        zeroed,
+        rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, M, p.H, tiles, blocks,
+        group, shape.bands, zeroed,
     )  # fmt: skip
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D, "AHEAD": True}
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
     before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
 
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
@@ -207,9 +209,9 @@ def backward_launches(
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, dK, dV,
-        *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns, where,
-        variant, pl.c, p.scale, shape,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, scratch.done,
+        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns,
+        where, variant, pl.c, p.scale, shape,
     )  # fmt: skip
     if p.recipe.deterministic:
         constants = {"B_R": row.B_r, "B_C": row.B_c}
@@ -220,8 +222,11 @@ def backward_launches(
     main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
-    arguments = (scratch.dq, rows(p, grads.q), where, p.scale, M, p.H, tiles, blocks)
-    constants = {"d": p.D, "B_R": row.B_r, "SIZE": D, "BEHIND": True, "launch_pdl": True}
+    arguments = (
+        scratch.dq, rows(p, grads.q), scratch.done, where, p.scale, M, N, p.H, tiles, key_tiles, blocks, group,
+        shape.band, shape.bands,
+    )  # fmt: skip
+    constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
     after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
 
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
@@ -246,7 +251,7 @@ def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
         section -= 1
     ahead = cdiv(everywhere, section * tiles) * section * tiles  # whole matrices, a tile for every program
     return backward_kernel.Shape(
-        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H_k, section, tiles, band(p, row.B_r), ahead
+        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H_k, section, tiles, *bands(p, row.B_r), ahead
     )
 
 
@@ -256,10 +261,12 @@ def evenly(heads: int, least: int) -> int:
     return cdiv(heads, max(1, heads // least))
 
 
-def band(p: Problem, B_r: int) -> int:
-    """Query tiles of a band (see keys.py): all, unless many heads share keys. ORDERED tiles wait for each other."""
+def bands(p: Problem, B_r: int) -> tuple[int, int]:
+    """Query tiles of a band (see keys.py), and how many there are: one, unless many heads share keys. ORDERED tiles
+    wait for each other."""
     whole = max(1, cdiv(p.M, B_r))
-    return whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic else min(whole, BAND // B_r)
+    band = whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic else min(whole, BAND // B_r)
+    return band, cdiv(whole, band)
 
 
 @lru_cache(64)
@@ -281,7 +288,8 @@ def empty_scratch(p: Problem, row: Backward, device: torch.device) -> Scratch:
     turns = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
     ready = None if p.recipe.varlen or row.sides else torch.empty(p.B * p.H_k, dtype=torch.int32, device=device)
-    return Scratch(logs, delta, dq, turns, ready)
+    done = torch.empty(p.B * p.H_k * bands(p, B_r)[1], dtype=torch.int32, device=device)
+    return Scratch(logs, delta, dq, turns, ready, done)
 
 
 def vector(t: Tensor, size: int) -> Descriptor:
