@@ -300,6 +300,14 @@ def test_over_the_field_is_the_median_over_cudnn_by_the_best_ones_ratio():
     assert sum(not math.isnan(x) for cells in found.values() for x in cells) == 1
 
 
+def test_runs_of_older_kernels_are_left_out():
+    def run_of(when, kernels):
+        return {"suites": {"paper": {"environment": {"when": when, "kernels": kernels}}}}
+
+    old, new, again = run_of("2026-01-01", "a"), run_of("2026-01-03", "b"), run_of("2026-01-02", "b")
+    assert field.newest([old, new, again]) == [new, again]
+
+
 def test_what_rows_cost_beside_their_blocks_is_found_again():
     rows = []
     for causal, length in itertools.product((False, True), (512, 1024, 4096)):

@@ -472,6 +472,8 @@ def _numbers() -> Iterator[Case]:
             yield Case(f"{values}, GQA", values=values, D=8, H=4, loss="o")
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
+    for D in (128, 256):  # where its pieces need tiles of their own
+        yield Case(f"precision tf32x3, head size {D}", precision="tf32x3", D=D, mask=causal)
     units = {"precision": "ieee", "H": 4}  # in Triton's interpreter these alone take the kernels' way for FMA units
     yield Case("precision ieee, GQA, alibi, bias, sink", **units, score=(alibi(), bias("HMN")), sink=fp32)
     yield Case("precision ieee, varlen, GQA, D_v", **units, lengths=PACKED_DIFFERENT, D_v=40, mask=causal)

@@ -28,6 +28,7 @@ import tilewise as tw
 from tilewise.api import _gather, _hypothetical
 from tilewise.bench.compiled import Elsewhere
 from tilewise.triton import launch
+from tilewise.triton.tiles import SPECIAL
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
@@ -81,7 +82,8 @@ WALKS = ("forward", "dkdv", "dq")
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Full, causal ("plain"), rich and listed calls in the 16-bit type; plain ones in fp32, "ieee" on FMA units."""
+    """Full, causal ("plain"), rich and listed calls in the 16-bit type; plain ones in fp32, "ieee" on FMA units, and
+    "tf32x3" where it has rows of its own."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -98,6 +100,9 @@ def calls(target: str) -> Iterator[Call]:
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, WALKS)
         yield Call("ieee", torch.float32, 128, WALKS)
+    if target == "sm_90":
+        yield Call("tf32x3", torch.float32, 128, WALKS)
+        yield Call("tf32x3", torch.float32, 256, WALKS)
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
@@ -114,8 +119,8 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
             "sink": meta(H, dtype=torch.float32),
             "dropout": 0.1,
         }
-    elif call.variant == "ieee":
-        options |= {"precision": "ieee", "backend": "triton"}
+    elif call.variant in SPECIAL:
+        options |= {"precision": call.variant, "backend": "triton"}
     elif call.variant == "listed":
         bias = tw.Bias(meta(1, H, S, S, dtype=call.dtype))
         options = {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal(), "score": bias, "wanted": True}

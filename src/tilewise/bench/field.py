@@ -43,6 +43,13 @@ def repeats(file: Path) -> list[dict[str, Any]]:
     return [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-paper-*.json"))]
 
 
+def newest(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of the suite with the kernels that were measured last."""
+    origins = [content["suites"]["paper"]["environment"] for content in contents]
+    kernels = max(origins, key=lambda of: of["when"])["kernels"]
+    return [content for content, of in zip(contents, origins, strict=True) if of["kernels"] == kernels]
+
+
 def ratios(runs: Sequence[Sequence[Row]]) -> dict[Line, list[float]]:
     """tilewise over the best of the three by length: the median of the runs that measured the cell, nan if none did."""
     speeds: dict[tuple[Line, int], list[float]] = {}
@@ -86,13 +93,15 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
     again = repeats(file)
     if "paper" not in content["suites"] or not again:
         return []
-    runs = [rows_of(each, "paper") for each in (content, *again)]
+    same = newest([content, *again])
+    runs, of = [rows_of(each, "paper") for each in same], same[-1]["suites"]["paper"]["environment"]
     found = ratios(runs)
     lines = [
         "### paper, beside FlashAttention-3 and FlashAttention-4\n",
         f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of",
         "its ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same",
-        "kind (`BEST` in [`field.py`](../src/tilewise/bench/field.py)).\n",
+        f"kind (`BEST` in [`field.py`](../src/tilewise/bench/field.py)). Measured at commit {of['commit']}, kernels",
+        f"{of['kernels']}.\n",
     ]
     table = [
         [str(size), "causal" if causal else "full", pass_, *("" if math.isnan(x) else f"{x:.2f}" for x in cells)]

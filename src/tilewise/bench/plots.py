@@ -232,13 +232,15 @@ def speedups(rows: Sequence[Row], path: Path) -> None:
     base = EFFICIENT if any(row.implementation == EFFICIENT and row.status == OK for row in rows) else STANDARD
     metric = in_its_unit(SPEEDUP._replace(over=base), rows)
     rows = [row for row in rows if row.status == OK and row.implementation != base]
-    lengths = sorted({row.of.length for row in rows})
     names = list(dict.fromkeys(row.implementation for row in rows))
     width = 0.84 / max(1, len(names))
 
     def draw(axes: Any, case: Case, pass_: str) -> None:
+        lengths = sorted({row.of.length for row in rows if setting(row.of) == case})
         for index, name in enumerate(names):
             mine = [row for row in rows if (row.implementation, row.pass_, setting(row.of)) == (name, pass_, case)]
+            if not mine:
+                continue
             places = [lengths.index(row.of.length) + (index - (len(names) - 1) / 2) * width for row in mine]
             heights = [metric.read(row) or 0.0 for row in mine]
             bars = axes.bar(places, heights, width * 0.92, label=name, color=COLOURS.get(name, "#555555"))

@@ -194,12 +194,15 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
 def picture(c: Contest, path: Path) -> None:
     """Losses overlaid, their differences from standard attention's, a step's time with attention's share, memory."""
     names = c.finished
+    curves = [_all_losses, _all_differences] if STANDARD in names else [_all_losses]
+    widths = (*(3.0 for _ in curves), 2.2, 2.2)
     with mpl.rc_context(STYLE):
-        figure, (losses, difference, time, memory) = plt.subplots(
-            1, 4, figsize=(15, 3.6), width_ratios=(3, 3, 2.2, 2.2), constrained_layout=True
+        figure, axes = plt.subplots(
+            1, len(widths), figsize=(1.45 * sum(widths), 3.6), width_ratios=widths, constrained_layout=True
         )
-        _all_losses(losses, c)
-        _all_differences(difference, c)
+        *left, time, memory = axes
+        for curve, panel in zip(curves, left, strict=True):
+            curve(panel, c)
         rest = [1e3 * statistics.fmean(t.step_s - t.end["attention_s"] for t in c.of(name)) for name in names]
         inside = [1e3 * statistics.fmean(t.end["attention_s"] for t in c.of(name)) for name in names]
         _lying(time, names, rest, inside, "ms a step, attention coloured")

@@ -21,6 +21,7 @@ import torch
 from ..backend import load
 from ..problem import Operands, Problem, Recipe, Saved, describe, describe_fake, matmul_setting, target_of
 from ..tile.tables import label
+from ..triton.tiles import SPECIAL
 from .accuracy import NAMES, Inputs, Truth
 from .engine import Watch
 from .measure import Pace, pace, sample, spread, synchronize
@@ -54,7 +55,7 @@ class Slot(NamedTuple):
     @property
     def precision(self) -> str | None:
         """What a call asks for that reads the row."""
-        return "ieee" if isinstance(self.key, tuple) and "ieee" in self.key else None
+        return next((name for name in SPECIAL if isinstance(self.key, tuple) and name in self.key), None)
 
     @property
     def words(self) -> set[str]:
@@ -111,13 +112,14 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
     """Every row that one of the cases reads on this device."""
     found: dict[tuple[str, str, Any], list[Case]] = {}
     for backend in BACKENDS:
-        for case, precision in product(given, (None, "ieee")):
+        for case, precision in product(given, (None, *SPECIAL)):
             if precision and case.dtype != "fp32":
                 continue
             p = _problem(backend, case, device, precision)
             if not load(backend).why_not(p):
                 for table, key in _module(backend, "tiles").keys(p).items():
-                    found.setdefault((backend, table, key), []).append(case)
+                    readers = found.setdefault((backend, table, key), [])
+                    readers += [] if case in readers else [case]
     made = []
     for (backend, table, key), readers in found.items():
         plain = [case for case in readers if not case.dropout]

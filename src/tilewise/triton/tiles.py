@@ -1,7 +1,8 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
 A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
-One marked "ieee" serves products on FMA units; Ampere's follow Hopper's where these spill no more.
+One marked "ieee" serves products on FMA units; Ampere's follow Hopper's where these spill no more. One marked "tf32x3"
+serves pieces that take a third more shared memory than bf16x6's, where the plain row has no room for them.
 Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
 head size 128, and without "ieee" at head size 256; the others are the largest that compile for every chip of their
 kind, by the same rule, within its shared memory. tests/triton/test_compile.py holds each row to that.
@@ -44,6 +45,7 @@ FORWARD: Table = {
     ("hopper", 4, 64, "ieee"): Tiles(64, 64, 8, 1),
     ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
+    ("hopper", 4, 256, "tf32x3"): Tiles(64, 16, 4, 1),
     ("blackwell", 2, 64): Tiles(128, 64, 8, 4),
     ("blackwell", 4, 64): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
@@ -77,6 +79,8 @@ DKDV: Table = {
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
     ("hopper", 4, 64, "ieee"): Tiles(32, 64, 8, 1),
     ("hopper", 4, 128, "ieee"): Tiles(32, 64, 8, 1),
+    ("hopper", 4, 64, "tf32x3"): Tiles(32, 128, 8, 1),
+    ("hopper", 4, 128, "tf32x3"): Tiles(16, 64, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
@@ -106,7 +110,10 @@ DQ: Table = {
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
     ("hopper", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
+    ("hopper", 4, 64, "tf32x3"): Tiles(128, 32, 8, 1),
+    ("hopper", 4, 128, "tf32x3"): Tiles(64, 16, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
+    ("hopper", 4, 256, "tf32x3"): Tiles(16, 16, 4, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 3),
@@ -126,6 +133,8 @@ DQ: Table = {
     ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
 }
 
+SPECIAL = ("ieee", "tf32x3")
+"""Precisions that have rows of their own."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
@@ -187,8 +196,10 @@ def keys(p: Problem) -> dict[str, Any]:
 def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     """The key of a table for a problem: the smallest head size that holds its own."""
     kinds, special = chips(p.target), "rich" if p.recipe.score or p.recipe.dropout > 0.0 else ""
-    if precision(p) == "ieee":
-        kinds, special = kinds[-1:], "ieee"  # a Blackwell chip has rows of its own for its matrix units alone
+    if (name := precision(p)) in SPECIAL:
+        special = name
+    if name == "ieee":
+        kinds = kinds[-1:]  # a Blackwell chip has rows of its own for its matrix units alone
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
         for kind in kinds:
