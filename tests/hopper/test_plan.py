@@ -40,7 +40,7 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
     found = set()
     for M, N in itertools.product((64, 300, 512, 1100), (64, 512, 576, 1100)):
         pl = launched(M, N, D, mask=mask)
-        forward = pl.forward_tile
+        forward = pl.constants["tile"]
         seen = mask.dense(M, N).expand(2, 1, M, N)[:, 0]
         for b in range(2):
             for start, found_tiles in tiles(seen[b], 64, forward.B_C):

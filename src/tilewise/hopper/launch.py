@@ -1,6 +1,6 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ..tile.launch import (
     rows,
     visits,
 )
+from ..tile.rows import Packed
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
@@ -61,7 +62,6 @@ class Plan(NamedTuple):
     """Everything about a launch that follows from the problem alone."""
 
     forward: Forward
-    forward_tile: Any
     backward: Backward
     backward_tile: Any
     backward_shape: Any
@@ -105,24 +105,6 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     dice = dice_warps(p, 256)
     if dice:  # they have a warpgroup's place, and registers of the others
         row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
-    edges = has_edges(p, 64, row.B_c)
-    corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
-    tile = kernels.Tile(
-        row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice, row.split,
-    )  # fmt: skip
-    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
-    # heads that share keys are one
-    parts = bool(p.recipe.mask) and back.B_r < back.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
-    edges = has_edges(p, 64 if parts else back.B_c, back.B_r) or p.N % back.B_c > 0
-    # a second K where there is room; not where heads share keys: long walks are slower with it
-    k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or back.sides) else 1
-    # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
-    apart = edges and padded(p) == 128 and (p.H > p.H_k or bool(p.recipe.score))
-    back_tile = backward_kernel.Tile(
-        back.B_r, back.B_c, padded(p), k_stages, back.q_stages, back.do_stages, back.sides, parts, edges,
-        p.recipe.deterministic, p.H // p.H_k, apart, dice_warps(p, 128),
-    )  # fmt: skip
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
@@ -135,11 +117,37 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = max(SECTION, of_keys) if p.recipe.mask else 1
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
-    constants = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
+    constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
     return Plan(
-        row, tile, back, back_tile, backward_shape(p, back), natural * LOG2E.value, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, None if p.extra else device_values(p, (), scores), {},
+    )  # fmt: skip
+
+
+def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
+    """The forward's constants."""
+    edges = has_edges(p, 64, row.B_c)
+    corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
+    return kernels.Tile(
+        row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
+        row.turns, edges, corner, row.draw_early, dice, row.split,
+    )  # fmt: skip
+
+
+def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
+    """The backward's constants."""
+    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
+    # heads that share keys are one
+    parts = bool(p.recipe.mask) and row.B_r < row.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
+    edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or p.N % row.B_c > 0
+    # a second K where there is room; not where heads share keys: long walks are slower with it
+    k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or row.sides) else 1
+    # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
+    apart = edges and padded(p) == 128 and (p.H > p.H_k or bool(p.recipe.score))
+    return backward_kernel.Tile(
+        row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
+        p.recipe.deterministic, p.H // p.H_k, apart, dice_warps(p, 128),
     )  # fmt: skip
 
 
@@ -179,30 +187,49 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Lists of tiles; what the main kernel reads of each row; dK, dV and sums of dQ; dQ. Each of the last two begins
-    while the kernel before it ends."""
-    row, D = pl.backward, pl.backward_tile.D
-    where = packed(p, x)
-    M, N = lengths(p)
+    """Lists of tiles, or who adds first; what the main kernel reads of each row; dK, dV and sums of dQ; dQ. Each of the
+    last two begins while the kernel before it ends."""
+    row, where, shape = pl.backward, packed(p, x), pl.backward_shape
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.values or device_values(p, x.extra, scores)
-    matrices, group, shape = p.B * p.H, p.H // p.H_k, pl.backward_shape
-    blocks, key_tiles = shape.blocks, shape.tiles
-
-    per_program = 2048 // D
-    tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    zeroed = matrices if scratch.ready is None else shape.ahead // key_tiles * group
-    arguments = (
-        rows(p, saved.o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, M, p.H, tiles, blocks,
-        group, shape.bands, zeroed,
-    )  # fmt: skip
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
-    before = Launch(prepare, matrices * tiles, arguments, constants, pl.compiled, key)
-
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
+    if p.recipe.deterministic:
+        order = scratch.turns, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
+        constants = {"B_R": row.B_r, "B_C": row.B_c}
+        listing = [Launch(give_turns, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
+    before = preparation(p, pl, saved.o, do, dL, lse, scratch, where, key)
+    main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
+    after = finishing(p, pl, scratch, grads.q, where)
+    biases = of_biases(p, pl, x, do, scratch, grads, variant, key) if any(p.wanted) else ()
+    return [*listing, before, main, after, *biases]
+
+
+def preparation(
+    p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, where: Packed | None,
+    key: Any,
+) -> Launch:  # fmt: skip
+    """Row values, and zeros."""
+    row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, p.H // p.H_k
+    per_program = 2048 // D
+    tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
+    zeroed = p.B * p.H if scratch.ready is None else shape.ahead // shape.tiles * group
+    arguments = (
+        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, lengths(p)[0], p.H, tiles,
+        shape.blocks, group, shape.bands, zeroed,
+    )  # fmt: skip
+    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
+    return Launch(prepare, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
+
+
+def main_launch(
+    p: Problem, pl: Plan, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, counter: Tensor,
+    where: Packed | None, variant: Variant, key: Any,
+) -> Launch:  # fmt: skip
+    """dK, dV and sums of dQ."""
+    row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
     dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
@@ -213,33 +240,36 @@ def backward_launches(
         dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns,
         where, variant, pl.c, p.scale, shape,
     )  # fmt: skip
-    if p.recipe.deterministic:
-        constants = {"B_R": row.B_r, "B_C": row.B_c}
-        order = scratch.turns, where, variant, M, N, p.H, key_tiles, blocks
-        listing = [Launch(give_turns, matrices * key_tiles, order, constants, pl.compiled)]
-    programs = min(shape.heads * key_tiles, processors(x.q.device))
+    programs = min(shape.heads * shape.tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
-    main = Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
+    return Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
 
+
+def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
+    """dQ from its sums."""
+    row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.dq, rows(p, grads.q), scratch.done, where, p.scale, M, N, p.H, tiles, key_tiles, blocks, group,
-        shape.band, shape.bands,
+        scratch.dq, rows(p, dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
+        p.H // p.H_k, shape.band, shape.bands,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
-    after = Launch(finish, matrices * tiles, arguments, constants, pl.compiled)
+    return Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
+
+def of_biases(
+    p: Problem, pl: Plan, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, variant: Variant, key: Any
+) -> Iterator[Launch]:
+    """Gradients of biases, by a Triton kernel, which calls Triton's scores."""
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
-    tiles = BIAS[D]
+    tiles = BIAS[pl.backward_tile.D]
     constants = {
         "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
         "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    stride = blocks * row.B_r
-    if any(p.wanted):  # a Triton kernel, so it calls Triton's scores
-        variant = variant._replace(scores=device_values(p, x.extra)[1])
-    biases = bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
-    return [*listing, before, main, after, *biases]
+    variant = variant._replace(scores=device_values(p, x.extra)[1])
+    stride = pl.backward_shape.blocks * pl.backward.B_r
+    return bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
 
 
 def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
