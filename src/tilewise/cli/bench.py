@@ -51,7 +51,7 @@ def bench(
             return
         where = pick_device(device)
         suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], where)
-        suites = [_part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
+        suites = [part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
         partial = bool(quick or match or peer)
         asked = _metrics(show or [])
         env = results.environment(where)
@@ -136,7 +136,7 @@ def _suites(names: list[str], device: torch.device) -> list[Suite]:
     return [SUITES[name] for name in dict.fromkeys(names)]
 
 
-def _part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
+def part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
     """The cases that have every word in their name, among these peers."""
     for name in peers:
         if name not in PEERS:

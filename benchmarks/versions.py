@@ -1,0 +1,167 @@
+"""python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
+
+A version is a git revision, or a folder that holds src/tilewise. Each has a process of its own, which keeps its kernels
+and inputs. One works at a time, round after round, and each round another one first: a power-limited card is faster for
+whoever comes after a pause.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import asdict
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tilewise.bench.accuracy import Inputs
+from tilewise.bench.measure import bound, pace, sample
+from tilewise.bench.peers import PEERS
+from tilewise.bench.suites import SUITES, Case
+from tilewise.cli.bench import part
+from tilewise.cli.console import err, out, pick_device, progress, sentences, table
+
+SERVE = "serve"
+
+
+def serve() -> None:
+    """A version's process: for every line of questions, what to time, a line with the seconds of a call."""
+    answers = sys.stdout
+    held: Any = None
+    timed: Any = None
+    with ExitStack() as stack, redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            question = json.loads(line)
+            try:
+                if question != held:
+                    stack.close()
+                    device, peer = torch.device(question["device"]), PEERS[question["peer"]]
+                    case = peer.computes(Case(**question["case"]))
+                    x = Inputs.random(case, device)
+                    call = stack.enter_context(bound(peer, peer.prepare(case, device), x, question["pass"]))
+                    timed, held = partial(sample, call, pace(call, device), device), question
+                answer = {"seconds": timed()}
+            except Exception as error:  # what this version cannot do is told, and the others go on
+                held, answer = None, {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+@contextmanager
+def source(version: str) -> Iterator[Path]:
+    """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards."""
+    if (Path(version) / "src" / "tilewise").is_dir():
+        yield Path(version).resolve() / "src"
+        return
+    archive = subprocess.run(["git", "archive", version, "src"], capture_output=True, check=False)
+    if archive.returncode:
+        raise ValueError(f"{version!r} is neither a folder that holds src/tilewise nor a revision that git knows here")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
+            tar.extractall(folder, filter="data")
+        yield Path(folder) / "src"
+
+
+@contextmanager
+def started(version: str) -> Iterator[subprocess.Popen[str]]:
+    """The process of a version."""
+    with source(version) as src:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, __file__, SERVE]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        ) as process:
+            yield process
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
+
+
+def ask(process: subprocess.Popen[str], question: dict[str, Any]) -> None:
+    """Puts a question to a version; `heard` tells if it has ended."""
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(question) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+
+
+def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Its answer."""
+    line = process.stdout.readline()  # type: ignore[union-attr]
+    return json.loads(line) if line else {"why": "its process has ended"}
+
+
+def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], rounds: int) -> list[list[float] | str]:
+    """The seconds of every version by round, or why there are none."""
+    for process in processes:  # all compile at once; these times do not count
+        ask(process, question)
+    found: list[list[float] | str] = [answer.get("why") or [] for answer in map(heard, processes)]
+    for turn in range(rounds):
+        for n in range(len(processes)):
+            index = (turn + n) % len(processes)
+            if isinstance(times := found[index], list):
+                ask(processes[index], question)
+                answer = heard(processes[index])
+                if "why" in answer:
+                    found[index] = answer["why"]
+                else:
+                    times.append(answer["seconds"])
+    return found
+
+
+def cells(found: Sequence[list[float] | str]) -> list[str]:
+    """Milliseconds of each version, and its speed over the first's, from round to round."""
+    first, shown = found[0], []
+    for times in found:
+        if isinstance(times, str):
+            shown += ["-", "-"]
+            continue
+        ratio = isinstance(first, list) and statistics.median(a / b for a, b in zip(first, times, strict=True))
+        shown += [f"{1e3 * statistics.median(times):.4f}", f"{ratio:.3f}" if ratio else "-"]
+    return shown
+
+
+def versions(
+    version: Annotated[list[str], typer.Argument(help="Git revisions, or folders that hold src/tilewise.")],
+    suite: Annotated[str, typer.Option(help=f"One of: {', '.join(SUITES)}.")] = "variants",
+    match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="What to time; tilewise if left out.")] = None,
+    rounds: Annotated[int, typer.Option(help="Of all versions.", min=1)] = 15,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Times versions of tilewise in turns, and compares them with the first."""
+    with sentences(), ExitStack() as stack:
+        if suite not in SUITES:
+            raise ValueError(f"there is no suite {suite!r}; choose from {', '.join(SUITES)}")
+        where, chosen = pick_device(device), part(SUITES[suite], match or [], peer or ["tilewise"])
+        processes = [stack.enter_context(started(name)) for name in version]
+        questions = [
+            {"case": asdict(case), "peer": name, "pass": pass_, "device": str(where)}
+            for case in chosen.cases for name in chosen.peers for pass_ in chosen.passes
+            if PEERS[name].why_not(case, where) is None
+        ]  # fmt: skip
+        lines, excuses = [], []
+        with progress("now") as bar:
+            task = bar.add_task(suite, total=len(questions), now="")
+            for question in questions:
+                title = f"{Case(**question['case'])}, {question['peer']}, {question['pass']}"
+                bar.update(task, now=title)
+                found = race(processes, question, rounds)
+                lines.append([title, *cells(found)])
+                named = zip(version, found, strict=True)
+                excuses += [f"{name}, {title}: {why}" for name, why in named if isinstance(why, str)]
+                bar.advance(task)
+    table("milliseconds, and speed over the first's", ["", *(s for name in version for s in (name, "speed"))], lines)
+    for line in excuses:
+        err.print(f"not timed: {line}", markup=False)
+    out.print(f"Medians of {rounds} rounds, in which all versions took turns.", style="dim")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == [SERVE] else typer.run(versions)
