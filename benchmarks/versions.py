@@ -27,9 +27,10 @@ from tilewise.bench.accuracy import Inputs
 from tilewise.bench.measure import bound, pace, sample
 from tilewise.bench.peers import PEERS
 from tilewise.bench.suites import SUITES, Case
-from tilewise.cli.bench import part
+from tilewise.cli.bench import part, suites_for
 from tilewise.cli.console import err, out, pick_device, progress, sentences, table
 
+ROOT = Path(__file__).parents[1]
 SERVE = "serve"
 
 
@@ -61,9 +62,9 @@ def source(version: str) -> Iterator[Path]:
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return
-    archive = subprocess.run(["git", "archive", version, "src"], capture_output=True, check=False)
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", version, "src"], capture_output=True, check=False)
     if archive.returncode:
-        raise ValueError(f"{version!r} is neither a folder that holds src/tilewise nor a revision that git knows here")
+        raise ValueError(f"{version!r} is neither a folder that holds src/tilewise nor a revision of {ROOT}")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
@@ -129,7 +130,7 @@ def cells(found: Sequence[list[float] | str]) -> list[str]:
 
 def versions(
     version: Annotated[list[str], typer.Argument(help="Git revisions, or folders that hold src/tilewise.")],
-    suite: Annotated[str, typer.Option(help=f"One of: {', '.join(SUITES)}.")] = "variants",
+    suite: Annotated[str | None, typer.Option(help=f"One of: {', '.join(SUITES)}.")] = None,
     match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="What to time; tilewise if left out.")] = None,
     rounds: Annotated[int, typer.Option(help="Of all versions.", min=1)] = 15,
@@ -137,9 +138,9 @@ def versions(
 ) -> None:
     """Times versions of tilewise in turns, and compares them with the first."""
     with sentences(), ExitStack() as stack:
-        if suite not in SUITES:
-            raise ValueError(f"there is no suite {suite!r}; choose from {', '.join(SUITES)}")
-        where, chosen = pick_device(device), part(SUITES[suite], match or [], peer or ["tilewise"])
+        where = pick_device(device)
+        (whole,) = suites_for([suite or ("variants" if where.type == "cuda" else "cpu")], where)
+        chosen = part(whole, match or [], peer or ["tilewise"])
         processes = [stack.enter_context(started(name)) for name in version]
         questions = [
             {"case": asdict(case), "peer": name, "pass": pass_, "device": str(where)}
@@ -148,7 +149,7 @@ def versions(
         ]  # fmt: skip
         lines, excuses = [], []
         with progress("now") as bar:
-            task = bar.add_task(suite, total=len(questions), now="")
+            task = bar.add_task(chosen.name, total=len(questions), now="")
             for question in questions:
                 title = f"{Case(**question['case'])}, {question['peer']}, {question['pass']}"
                 bar.update(task, now=title)

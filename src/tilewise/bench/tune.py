@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backend import load
-from ..problem import Operands, Problem, Recipe, Saved, describe, describe_fake, matmul_setting, target_of
+from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, describe, describe_fake, matmul_setting, target_of
 from ..tile.tables import label
-from ..triton.tiles import SPECIAL
 from .accuracy import NAMES, Inputs, Truth
 from .engine import Watch
 from .measure import Pace, pace, sample, spread, synchronize
@@ -55,7 +54,7 @@ class Slot(NamedTuple):
     @property
     def precision(self) -> str | None:
         """What a call asks for that reads the row."""
-        return next((name for name in SPECIAL if isinstance(self.key, tuple) and name in self.key), None)
+        return next((name for name in PRECISIONS if isinstance(self.key, tuple) and name in self.key), None)
 
     @property
     def words(self) -> set[str]:
@@ -112,7 +111,7 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
     """Every row that one of the cases reads on this device."""
     found: dict[tuple[str, str, Any], list[Case]] = {}
     for backend in BACKENDS:
-        for case, precision in product(given, (None, *SPECIAL)):
+        for case, precision in product(given, (None, *PRECISIONS)):
             if precision and case.dtype != "fp32":
                 continue
             p = _problem(backend, case, device, precision)

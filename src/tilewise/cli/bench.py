@@ -50,7 +50,7 @@ def bench(
             _report(results_folder or Path("benchmarks/results"), docs)
             return
         where = pick_device(device)
-        suites = _suites(suite or ["classic" if where.type == "cuda" else "cpu"], where)
+        suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
         suites = [part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
         partial = bool(quick or match or peer)
         asked = _metrics(show or [])
@@ -126,7 +126,7 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
         out.print(f"[dim]not measured: {escape(line)}[/]", soft_wrap=True)
 
 
-def _suites(names: list[str], device: torch.device) -> list[Suite]:
+def suites_for(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")

@@ -21,14 +21,6 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
         return h * stride + q0 // B_R + b  # each sequence wastes less than one block
 
 
-@triton.jit
-def last_first(tiles, H):
-    """(t, h, b): rows t of head h of batch entry b, for a program. The main kernel begins with the first matrix: what
-    it reads first is prepared last, and what it wrote last is read first, while they are in the cache."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    return program % tiles, program // tiles % H, program // tiles // H
-
-
 @triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "bands", "zeroed"])
 def prepare(
     O, dO, dL, lse, L, D, dQ, ready, done, packed, M, H, tiles, stride, group, bands, zeroed,
@@ -38,7 +30,9 @@ def prepare(
     matrices. Past the last row P = exp2(S - L) must vanish. The next kernel may begin, and waits for this one itself.
     """
     tl.extra.cuda.gdc_launch_dependents()
-    t, h, b = last_first(tiles, H)
+    # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
     if t * ROWS >= tl.cdiv(M, B_R) * B_R:

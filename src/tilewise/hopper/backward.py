@@ -195,7 +195,7 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 def leave_bands(done, keys, left, to, shape, tile: gl.constexpr):
     """This tile of keys adds no more to the bands from `to` to `left` - 1: tells `finish`. Gives how many are left."""
     matrix = keys.b * (shape.H // tile.GROUP) + keys.h_k
-    if tile.GROUP == 1:
+    if tile.GROUP == 1:  # there is one band: a loop here would make ptxas spill in another role
         wait_added()
         gl.atomic_add(done + matrix, 1, sem="release")
     elif to < left:
