@@ -289,9 +289,9 @@ tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl
   each attention, from the same beginning. It keeps every step's loss and time, attention's share of a step, the
   validation loss, and peak memory; `--context`, `--seeds` and `--deterministic` do what they say, and contexts that
   were trained stand side by side.
-  On the H200 seeds from 4 on were tried [with standard attention
-  alone](../benchmarks/results/repeats/nvidia-h200-standard-seeds.json), moved and not (below), up to the first that
-  stands still; the others say nothing of a precision.
+  On the H200 seeds from 4 on were tried with standard attention alone, moved and not (below), up to the first that
+  stands still; the others say nothing of a precision. `benchmarks/results/repeats/nvidia-h200-standard-seeds.json`
+  holds that run.
 """
 
 
