@@ -16,9 +16,9 @@ MASKS = (
 )  # fmt: skip
 
 
-def launched(M, N, D, **given):
+def launched(M, N, D, H=4, H_k=4, **given):
     """The plan of a call on an H200."""
-    q, k = (torch.empty(2, length, 4, D, dtype=torch.bfloat16) for length in (M, N))
+    q, k = (torch.empty(2, length, heads, D, dtype=torch.bfloat16) for length, heads in ((M, H), (N, H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
     return plan(_hypothetical(*_gather(q, k, k, **options), "sm_90"))
@@ -32,6 +32,19 @@ def tiles(seen, rows, columns):
         if len(shown):
             last = int(shown.max()) // columns
             yield start, [block[:, t * columns : (t + 1) * columns] for t in range(last, -1, -1)]
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
+    for M, N in ((512, 512), (512, 1024), (300, 512)):
+        assert launched(M, N, D, H_k=2, mask=tw.Causal()).backward_tile.EDGES
+        assert not launched(M, N, D, H_k=2).backward_tile.EDGES
+
+
+def test_only_intervals_have_bands():
+    ids = torch.zeros(2, 4096, dtype=torch.int32)
+    for mask, bands in ((tw.Causal(), 4), (tw.Full(), 4), (tw.Documents(ids, ids), 1)):
+        assert launched(4096, 4096, 128, H=8, H_k=1, mask=mask).backward_shape.bands == bands
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

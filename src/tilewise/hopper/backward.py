@@ -20,7 +20,7 @@ from . import releases
 from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys, side_of_k, side_of_v
-from .keys import band_of, bands, first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
+from .keys import bands, first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
 
 
@@ -192,17 +192,19 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def leave_bands(done, keys, left, to, shape, tile: gl.constexpr):
-    """This tile of keys adds no more to the bands from `to` to `left` - 1: tells `finish`. Gives how many are left."""
+def leave_bands(done, keys, left, band, shape, tile: gl.constexpr):
+    """Of the first `left` bands, this tile of keys adds no more to those after the one that begins at `band`: tells
+    `finish`. Gives how many are left."""
     matrix = keys.b * (shape.H // tile.GROUP) + keys.h_k
     if tile.GROUP == 1:  # there is one band: a loop here would make ptxas spill in another role
         wait_added()
         gl.atomic_add(done + matrix, 1, sem="release")
-    elif to < left:
+    elif (left - 1) * shape.band > band:
         wait_added()
-        for band in range(to, left):
-            gl.atomic_add(done + matrix * shape.bands + band, 1, sem="release")
-    return gl.minimum(to, left)
+        while (left - 1) * shape.band > band:
+            left -= 1
+            gl.atomic_add(done + matrix * shape.bands + left, 1, sem="release")
+    return left
 
 
 @gluon.jit
@@ -223,7 +225,7 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
             if tile.GROUP > 1:
-                left = leave_bands(done, keys, left, band_of(visit, keys, shape, tile) + 1, shape, tile)
+                left = leave_bands(done, keys, left, visit.band, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -245,7 +247,7 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
             visit = next_visit(visit, keys, shape, variant, tile)
-        leave_bands(done, keys, left, 0, shape, tile)
+        leave_bands(done, keys, left, -1, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 

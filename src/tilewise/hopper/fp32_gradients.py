@@ -45,7 +45,6 @@ from .channel import (
 )
 from .gradients import hand_over
 from .keys import (
-    band_of,
     bands,
     first_visit,
     is_edge,
@@ -193,7 +192,7 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
         visit = first_visit(keys, shape, variant, tile)
         while there(visit):
             if tile.GROUP > 1:
-                left = leave_bands(done, keys, left, band_of(visit, keys, shape, tile) + 1, shape, tile)
+                left = leave_bands(done, keys, left, visit.band, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # why no fence is needed is said in backward.py
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -212,7 +211,7 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
             y += 1
             visit = next_visit(visit, keys, shape, variant, tile)
-        leave_bands(done, keys, left, 0, shape, tile)
+        leave_bands(done, keys, left, -1, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 

@@ -297,7 +297,7 @@ def rows_of_keys(
         zero_keys(keys, packed, shared, n, tile)
         first = first_visit(keys, shape, variant, tile)
         visit = part_of(first, keys, j0, variant, tile)
-        left_out = first.walk.hi - visit.walk.hi
+        left_out = first.end - visit.end
         for _ in range(first.x, visit.x):
             y = stand_by(W, n, y, shared, dq_layout, tile)
         if there(visit):

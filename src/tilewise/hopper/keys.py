@@ -36,11 +36,13 @@ class Walk(NamedTuple):
 class Visit(NamedTuple):
     """A visit of a tile of keys: a position in the walk of one of the query heads that share it."""
 
-    round: object
-    """Which of the walks; see `first_visit`."""
     h: object
     x: object
+    end: object
+    """Where this head's part of the walk in this band ends."""
     walk: object
+    band: object
+    """The first position of the band; see `first_visit`."""
 
 
 @gluon.jit
@@ -60,27 +62,59 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def first_visit(keys, shape, variant, tile: gl.constexpr):
-    """The first visit of these keys. The walks of all query heads that share them are one, which goes by rounds: a band
-    of query tiles, the last band first, and in it one head after the other, so that what programs side by side read
-    stays in the cache."""
+    """The first visit of these keys. The walks of all query heads that share them are one, which goes by bands of
+    query tiles, the last band first, and in it one head after the other, so that what programs side by side read stays
+    in the cache. Lists have no bands."""
+    h = first_head(keys, shape, tile)
+    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
+    band = 0
+    if tile.GROUP > 1:
+        band = gl.maximum(walk.hi - 1, 0) // shape.band * shape.band
+    visit = in_band(h, walk, band, shape, tile)
+    return skip_empty(visit, keys, shape, variant, tile)
+
+
+@gluon.jit
+def first_head(keys, shape, tile: gl.constexpr):
+    """Which head is first in each band. Where there are bands, each tile of keys begins with another, so that few add
+    to a tile of dQ at a time."""
     if tile.GROUP == 1:
-        walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h_k, keys.t), variant, tile.B_R, tile.B_C)
-        return Visit(0, keys.h_k, walk.lo, walk)
+        return keys.h_k
     else:
-        return next_visit(Visit(-1, keys.h_k, 0, Walk(0, 0, 0, 0)), keys, shape, variant, tile)
+        return keys.h_k * tile.GROUP + gl.where(shape.bands > 1, keys.t, 0) % tile.GROUP
+
+
+@gluon.jit
+def in_band(h, walk, band, shape, tile: gl.constexpr):
+    """The first visit of a head in a band."""
+    if tile.GROUP == 1:
+        return Visit(h, walk.lo, walk.hi, walk, band)
+    else:
+        return Visit(h, gl.maximum(walk.lo, band), gl.minimum(walk.hi, band + shape.band), walk, band)
 
 
 @gluon.jit
 def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
     """The visit after this one; past the last, one that is not there."""
-    at, h, x, walk = visit.round, visit.h, visit.x + 1, visit.walk
+    visit = Visit(visit.h, visit.x + 1, visit.end, visit.walk, visit.band)
+    return skip_empty(visit, keys, shape, variant, tile)
+
+
+@gluon.jit
+def skip_empty(visit, keys, shape, variant, tile: gl.constexpr):
+    """This visit if it is there, else the next that is, of another head or band; if there is none, one that is not."""
     if tile.GROUP > 1:
-        rounds = tile.GROUP * bands(keys, shape, tile)
-        while (x >= walk.hi) & (at + 1 < rounds):
-            at += 1
-            h, walk = walk_of_round(at, keys, shape, variant, tile)
-            x = walk.lo
-    return Visit(at, h, x, walk)
+        more = True
+        while ~there(visit) & more:
+            first = first_head(keys, shape, tile)
+            h = keys.h_k * tile.GROUP + (visit.h - keys.h_k * tile.GROUP + 1) % tile.GROUP
+            more = (h != first) | (visit.band > visit.walk.lo)
+            walk, band = visit.walk, visit.band - gl.where(h == first, shape.band, 0)
+            if variant.visits is not None:
+                lists = list_at(variant.visits, keys.b, h, keys.t)
+                walk = walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
+            visit = in_band(h, walk, band, shape, tile)
+    return visit
 
 
 @gluon.jit
@@ -90,27 +124,9 @@ def bands(keys, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def band_of(visit, keys, shape, tile: gl.constexpr):
-    """Which of them a visit is in."""
-    return bands(keys, shape, tile) - 1 - visit.round // tile.GROUP
-
-
-@gluon.jit
-def walk_of_round(at, keys, shape, variant, tile: gl.constexpr):
-    """Which head, and its walk in the round's band. Where there are bands, each tile of keys begins with another head,
-    so that few add to a tile of dQ at a time."""
-    count = bands(keys, shape, tile)
-    first = (count - 1 - at // tile.GROUP) * shape.band
-    h = keys.h_k * tile.GROUP + gl.where(count > 1, at + keys.t, at) % tile.GROUP
-    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
-    lo, hi = gl.maximum(walk.lo, first), gl.minimum(walk.hi, first + shape.band)
-    return h, Walk(lo, walk.full_lo, walk.full_hi, hi)
-
-
-@gluon.jit
 def there(visit):
     """Whether a visit is one."""
-    return visit.x < visit.walk.hi
+    return visit.x < visit.end
 
 
 @gluon.jit
@@ -142,7 +158,7 @@ def part_of(visit, keys, j0, variant, tile: gl.constexpr):
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
         hi = gl.where(j0 < keys.N, hi, lo)
-        return Visit(visit.round, visit.h, lo, Walk(lo, part.full_lo, part.full_hi, hi))
+        return Visit(visit.h, lo, hi, Walk(lo, part.full_lo, part.full_hi, hi), visit.band)
     else:
         return visit
 

@@ -140,11 +140,13 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
     # heads that share keys are one
     parts = bool(p.recipe.mask) and row.B_r < row.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
-    edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or p.N % row.B_c > 0
+    # a walk of many heads comes to the first tile of each
+    many = p.H > p.H_k
+    edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
     # a second K where there is room; not where heads share keys: long walks are slower with it
-    k_stages = 2 if p.H == p.H_k and not (p.recipe.dropout or row.sides) else 1
+    k_stages = 1 if many or p.recipe.dropout or row.sides else 2
     # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
-    apart = edges and padded(p) == 128 and (p.H > p.H_k or bool(p.recipe.score))
+    apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
         row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
         p.recipe.deterministic, p.H // p.H_k, apart, dice_warps(p, 128),
@@ -293,9 +295,9 @@ def evenly(heads: int, least: int) -> int:
 
 def bands(p: Problem, B_r: int) -> tuple[int, int]:
     """Query tiles of a band (see keys.py), and how many there are: one, unless many heads share keys. ORDERED tiles
-    wait for each other."""
+    wait for each other, and listed ones have an order of their own."""
     whole = max(1, cdiv(p.M, B_r))
-    band = whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic else min(whole, BAND // B_r)
+    band = whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic or p.listed else min(whole, BAND // B_r)
     return band, cdiv(whole, band)
 
 
