@@ -25,9 +25,9 @@ DTYPES = torch.bfloat16, torch.float32
 
 
 CALLS = {
-    64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen"),
-    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6"),
-    256: ("causal", "dropout", "grouped", "listed"),
+    64: ("full", "long causal", "causal", "scored", "rich", "grouped", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
+    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6", "biased"),
+    256: ("causal", "dropout", "grouped", "listed", "biased"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -46,6 +46,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
+        "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
         "rich": {
@@ -72,7 +73,9 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     assert not backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
-    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, k, k, (None,) * len(x.extra))
+    biases = [t if t.ndim == 4 else None for t in x.extra]
+    p = p._replace(wanted=tuple(t is not None for t in biases))
+    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, k, k, tuple(biases))
     counter = meta(2, dtype=torch.int32)
     if q.dtype == torch.float32:
         keys = fp32_backward.empty_keys(p, q.device)
@@ -86,13 +89,13 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Every kernel that multiplies, per head size and call."""
+    """Every kernel that multiplies, per head size and call; with a bias that of its gradient alone."""
     use_target("sm_90")
     for D, names in CALLS.items():
         for name in names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if kernel.endswith(("forward", "backward")):
+                if kernel.endswith("dbias" if name == "biased" else ("forward", "backward")):
                     yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 

@@ -82,8 +82,8 @@ WALKS = ("forward", "dkdv", "dq")
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Full, causal ("plain"), rich and listed calls in the 16-bit type; plain ones in fp32, "ieee" on FMA units, and
-    "tf32x3" where it has rows of its own."""
+    """Full, causal ("plain"), rich, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
+    units, and "tf32x3" where it has rows of its own."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -91,8 +91,10 @@ def calls(target: str) -> Iterator[Call]:
     yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
     yield Call("listed", half, 64 if old else 128, ("list_tiles", "dbias"))
+    yield Call("biased", half, 64 if old else 128, ("dbias",))
     if target in MAIN:
         yield Call("full", half, 64, WALKS)
+        yield Call("biased", half, 256, ("dbias",))
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
@@ -121,9 +123,10 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
         }
     elif call.variant in SPECIAL:
         options |= {"precision": call.variant, "backend": "triton"}
-    elif call.variant == "listed":
-        bias = tw.Bias(meta(1, H, S, S, dtype=call.dtype))
-        options = {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal(), "score": bias, "wanted": True}
+    elif call.variant in ("listed", "biased"):
+        options |= {"score": tw.Bias(meta(1, H, S, S, dtype=call.dtype)), "wanted": True}
+        if call.variant == "listed":
+            options["mask"] = tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()
     named = {one.kernel.fn.__name__: one for one in launches(target, q, k, k, **options)}
     return [named[name] for name in call.kernels]
 

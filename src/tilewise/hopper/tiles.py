@@ -107,7 +107,7 @@ class Bias(NamedTuple):
     stages: int
 
 
-BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 2)}
+BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 1)}
 
 
 def padded(p: Problem) -> int:

@@ -161,8 +161,9 @@ def backward_launches(
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
-    stride = logs.shape[-1]
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.dq, {**pl.constants, **meta(pl.dq)}, pl, key)
+    # a stage holds tiles of four operands, where dq's holds two, so large heads leave room for fewer
+    tiles, stride = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v))), logs.shape[-1]
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, {**pl.constants, **meta(tiles)}, pl, key)
 
 
 def meta(tiles: Tiles) -> dict[str, int]:
