@@ -201,8 +201,10 @@ def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """fp32 tensors in the type that autocast asks for, if it is on."""
+    if tensors[0].is_meta or torch.float32 not in [t.dtype for t in tensors]:
+        return tensors
     device = tensors[0].device.type
-    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device):
         return tensors
     kind = torch.get_autocast_dtype(device)
     return tuple([t.to(kind) if t.dtype == torch.float32 else t for t in tensors])
@@ -238,7 +240,7 @@ def _gather(
         raise TypeError(
             f"mask must be a Mask such as tilewise.Causal(), got {mask!r}; wrap a bool tensor in Dense(...)"
         )
-    if not isinstance(score, (Score, Sequence)):
+    if not isinstance(score, (Score, tuple, list, Sequence)):  # the last is slow to look at
         raise TypeError(f"score must be a Score or a sequence of them, got {score!r}; leave it out for none")
     changes = (score,) if isinstance(score, Score) else tuple(score)
     for change in changes:
@@ -253,7 +255,8 @@ def _gather(
         raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
     if scale is not None:
         scale = check_number("scale", scale, "finite and >= 0", 0.0, float("inf"))
-    dropout = check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
+    none = type(dropout) is float and dropout == 0.0
+    dropout = 0.0 if none else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
     if backend is not None and backend not in ORDER:

@@ -221,15 +221,20 @@ class Problem(NamedTuple):
         return self
 
 
-_checked = lru_cache(4096)(Problem.check)
-
-
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
     """The checked Problem of a call with real tensors; `longest` is max_q and max_k, read only for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
-    target = target_of(x.q.device)
-    extra = tuple([Spec.of(t) for t in x.extra])
-    return _checked(Problem(recipe, Spec.of(x.q), Spec.of(x.k), Spec.of(x.v), extra, *longest, target, matmul, wanted))
+    seen = [(t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16 == 0) for t in (x.q, x.k, x.v, *x.extra)]
+    return _described(recipe, tuple(seen), longest, matmul, wanted)
+
+
+@lru_cache(4096)
+def _described(
+    recipe: Recipe, seen: tuple[Any, ...], longest: tuple[int, int], matmul: str | None, wanted: tuple[bool, ...]
+) -> Problem:
+    """The same from the specs as plain tuples, which cost less to make in every call."""
+    q, k, v, *extra = (Spec(tuple(shape), *rest) for shape, *rest in seen)
+    return Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted).check()
 
 
 def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target: str = "meta") -> Problem:

@@ -22,10 +22,13 @@ DEVICE_SCORES: Any = scores
 """Where values' device functions are looked up by name."""
 
 
+HERE = nullcontext()
+
+
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device; entering q's costs time only where it is another one."""
     if q.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return HERE
     return torch.cuda.device(q.device)
 
 
@@ -220,9 +223,10 @@ def bias_launches(
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Unwritten outputs of a forward."""
-    shape = (p.H, p.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
-    o = x.q.new_empty((*p.q.shape[:-1], p.D_v))
-    return Saved(o, x.q.new_empty(shape, dtype=torch.float32), seed)
+    *rows, H, _ = p.q.shape
+    shape = (H, *rows) if p.recipe.varlen else (rows[0], H, rows[1])
+    o = x.q.new_empty((*rows, H, p.D_v))
+    return Saved(o, torch.empty(shape, dtype=torch.float32, device=o.device), seed)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
