@@ -11,7 +11,7 @@ class Scale(NamedTuple):
     """How large what is drawn is."""
 
     tile: int
-    """Half of the lengths are whole numbers of these, up to 16."""
+    """Half of the lengths are whole numbers of these, up to 40."""
     sizes: tuple[int, ...]
     """Of heads."""
     entries: int
@@ -19,7 +19,7 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "large": Scale(128, (64, 64, 128, 128, 128, 256, 32, 72, 96, 200), 40_000_000),
+    "large": Scale(128, (64, 64, 128, 128, 128, 256, 32, 72, 96, 200), 60_000_000),
     "tiny": Scale(16, (8, 16, 40, 64), 50_000),
 }
 
@@ -41,7 +41,7 @@ def drawn(number: int, size: str) -> Case:
         scores = {name: score for name, score in scores.items() if "bias" not in name}
 
     def length() -> int:
-        most = tile * draw.choice((1, 2, 3, 4, 5, 8, 10, 16))
+        most = tile * draw.choice((1, 2, 3, 4, 5, 8, 10, 16, 24, 40))
         return most if draw.random() < 0.5 else draw.randint(1, most)
 
     def lengths() -> tuple[int, int]:

@@ -32,7 +32,7 @@ ORDERED = {
     "control.py lead": ("control.py pass_on", FROM_A_WARP),
     "queue.py hand_on": ("queue.py ticket", FROM_A_WARP),
     "control.py pass_on": ("control.py collect", FROM_A_GROUP),
-    "gradients.py side_of_v": ("gradients.py side_of_k", FROM_A_GROUP),
+    "sides.py side_of_v": ("sides.py side_of_k", FROM_A_GROUP),
 }
 """Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
 WAITS = ("control.py wait", "channel.py wait")

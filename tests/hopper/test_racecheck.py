@@ -30,7 +30,7 @@ def said_of(*pairs, first="Write", other="Read"):
 TICKET = ("forward", line("queue.py", ".store(gl.full"), line("queue.py", ".load("))
 WAITED = ("forward", line("queue.py", ".store(gl.full"), line("channel.py", "mbarrier.wait"))
 DRAWN = ("backward", *[line("queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
-SIDES = ("backward", line("gradients.py", "shared.p.memory.store"), line("gradients.py", "shared.p.memory.load"))
+SIDES = ("backward", line("sides.py", "shared.p.memory.store"), line("sides.py", "shared.p.memory.load"))
 ROLES = ("backward", line("backward.py", "def backward("), line("backward.py", "gl.warp_specialize("))
 IN_IF = ("forward", line("forward.py", "    if DICE:"), line("forward.py", "def forward("))
 LOST = ("backward", line("gradients.py", "stage(shared.ds.memory"), line("gradients.py", "shared.logs, y).load"))

@@ -3,7 +3,7 @@
     load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
                                   zeros that tiles of keys drawn later will add to
-    two groups    8 warps         the five products: see gradients.py
+    two groups    8 warps         the five products: see gradients.py, sides.py
     roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
 
 All of them walk through the same query tiles, which keys.py finds.
@@ -19,9 +19,10 @@ from ..tile.schedule import assign
 from . import releases
 from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
-from .gradients import rows_of_keys, side_of_k, side_of_v
+from .gradients import rows_of_keys
 from .keys import bands, first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
+from .sides import side_of_k, side_of_v
 
 
 class Tile(NamedTuple):

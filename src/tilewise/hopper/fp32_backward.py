@@ -12,9 +12,10 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, visits
 from ..tile.visits import Variant
 from .around import finish, give_turns
+from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, PIECE, TINY, TYPES, Descriptor, bands, evenly, processors, vector
+from .launch import CACHED_QUERIES, TINY, bands, evenly, processors
 from .pieces import Split, split
 from .tiles import KINDS, Kind, padded, precision
 

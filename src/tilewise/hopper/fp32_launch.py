@@ -26,15 +26,11 @@ from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import fp32_backward as gradients
 from . import fp32_forward as kernels
+from .descriptors import TYPES, Box, Descriptor, addressable, box
 from .launch import (
     CACHED_KEYS,
     SECTION,
     TINY,
-    TYPES,
-    Box,
-    Descriptor,
-    addressable,
-    box,
     by_row,
     counter,
     evenly,

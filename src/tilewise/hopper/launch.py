@@ -1,13 +1,11 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..problem import Grads, Operands, Problem, Saved
 from ..reference import sink_gradient
@@ -33,29 +31,18 @@ from . import backward as backward_kernel
 from . import forward as kernels
 from . import scores
 from .around import finish, give_turns, prepare
+from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
-LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
-PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
-Box = tuple[list[int], list[int], list[int], Any]
-"""Shape, strides, box and layout of a descriptor."""
 MANY_HEADS, BAND = 8, 1024
 """From how many query heads of a key head on the backward goes by bands, and their queries."""
-
-
-class Descriptor(TensorDescriptor):
-    """A tensor as TMA sees it. Gluon's own checks cost more than the launch; `why_not` has made them."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check."""
 
 
 class Plan(NamedTuple):
@@ -324,29 +311,6 @@ def empty_scratch(p: Problem, row: Backward, device: torch.device) -> Scratch:
     return Scratch(logs, delta, dq, turns, ready, done)
 
 
-def vector(t: Tensor, size: int) -> Descriptor:
-    """Numbers in a row, in boxes of `size`."""
-    return Descriptor(t, [t.numel()], [1], [size], LINE)
-
-
-def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
-    """How TMA sees a tensor of this shape: (batch, heads, length, size), in boxes of `rows` rows of one head.
-
-    Reads past its ends give 0, writes are dropped.
-    """
-    if p.recipe.varlen:
-        shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
-    order = 0, 2, 1, 3
-    layout = layout_of(rows, columns, p.dtype)
-    return [shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout
-
-
-@lru_cache(64)
-def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
-
-
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
@@ -383,12 +347,6 @@ def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
     return by_head[:, at.clamp(0, by_head.shape[1] - 1)]  # bad cu_seqlens stay inside
 
 
-def addressable(t: Tensor) -> Tensor:
-    """The tensor, copied if TMA cannot read it where it lies."""
-    good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
-    return t if good and 0 not in t.stride() else t.contiguous()
-
-
 def counter(device: torch.device, stream: int | None) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
     if torch.cuda.is_current_stream_capturing():
@@ -399,12 +357,3 @@ def counter(device: torch.device, stream: int | None) -> Tensor:
 @lru_cache(1024)
 def _counter(device: torch.device, stream: int | None) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a fresh tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

@@ -1,0 +1,63 @@
+"""Tensors as TMA sees them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..problem import Problem
+
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
+PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
+Box = tuple[list[int], list[int], list[int], Any]
+"""Shape, strides, box and layout of a descriptor."""
+
+
+class Descriptor(TensorDescriptor):
+    """A tensor as TMA sees it. Gluon's own checks cost more than the launch; `why_not` has made them."""
+
+    def __post_init__(self) -> None:
+        """Nothing to check."""
+
+
+def vector(t: Tensor, size: int) -> Descriptor:
+    """Numbers in a row, in boxes of `size`."""
+    return Descriptor(t, [t.numel()], [1], [size], LINE)
+
+
+def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
+    """How TMA sees a tensor of this shape: (batch, heads, length, size), in boxes of `rows` rows of one head.
+
+    Reads past its ends give 0, writes are dropped.
+    """
+    if p.recipe.varlen:
+        shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
+    order = 0, 2, 1, 3
+    layout = layout_of(rows, columns, p.dtype)
+    return [shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout
+
+
+@lru_cache(64)
+def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a box lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
+
+
+def addressable(t: Tensor) -> Tensor:
+    """The tensor, copied if TMA cannot read it where it lies."""
+    good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
+    return t if good and 0 not in t.stride() else t.contiguous()
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a fresh tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -1,0 +1,157 @@
+"""What the backward's two groups of warps compute with head size 256: one owns dV (S, P), the other dK (dP, dS).
+
+P goes one way through shared memory, dS back. S is transposed, as in gradients.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .channel import arrive, stage, wait
+from .dice import dropped, kept, taken
+from .gradients import gradient, hand_over, store_gradient, stored, weights, zero_keys, zero_queries
+from .keys import first_visit, is_edge, keys_of, next_visit, place_of, there
+from .queue import ticket
+
+
+@gluon.jit
+def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
+    """Starts dQ[:, COLUMN : COLUMN + 64] = dS K."""
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(COLUMN, 64, 1), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_halves(G, G_rows, x, keys, packed, d, buffer):
+    """64 rows of 256 columns of dK or dV, in two boxes."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
+    store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
+    stored()
+    store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
+    stored()
+
+
+@gluon.jit
+def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.constexpr):
+    """S, P, dV, and the left half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.index(0).reshape([B_C, D])
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        dv = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, n, tile)
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            edge = is_edge(visit)
+            zero_queries(place, packed, shared, y, tile)
+            wait(shared.q.full, y)
+            q = stage(shared.q.memory, y).reshape([B_R, D])
+            S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+            words = taken(shared.bits, y, 0, zero)
+            S = warpgroup_mma_wait(0, [S])
+            arrive(shared.q.empty, y)
+            P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
+            # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+            ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+            p = dropped(P.to(dtype), words, variant)
+            shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+            arrive(shared.p.full, y)
+            wait(shared.do.full, y)
+            do = stage(shared.do.memory, y).reshape([B_R, D])
+            dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+            wait(shared.ds.full, y)
+            dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
+            dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
+            dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+            arrive(shared.do.empty, y)
+            hand_over(dq, shared, 2 * y, 0)
+            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(0), 1)
+        if variant.dropout is not None:
+            dv = dv * variant.dropout.rescale
+        store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
+
+
+@gluon.jit
+def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.constexpr):
+    """dP, dS, dK, and the right half of dQ."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    k = shared.k.index(0).reshape([B_C, D])
+    v = shared.v.index(0).reshape([B_C, D])
+    y = 0
+    n = 0
+    t = ticket(shared.drawn, n, 4)
+    while t < shape.tiles * shape.heads:
+        keys = keys_of(t, shape, packed, tile)
+        dk = gl.zeros([B_C, D], gl.float32, acc)
+        wait(shared.kv.full, n)
+        zero_keys(keys, packed, shared, n, tile)
+        visit = first_visit(keys, shape, variant, tile)
+        while there(visit):
+            place = place_of(visit, keys, shape, variant, B_R)
+            zero_queries(place, packed, shared, y, tile)
+            wait(shared.do.full, y)
+            do = stage(shared.do.memory, y).reshape([B_R, D])
+            dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
+            words = taken(shared.bits, y, 0, zero)
+            dP = warpgroup_mma_wait(0, [dP])
+            arrive(shared.do.empty, y)
+            if variant.dropout is not None:
+                dP = kept(dP, words) * variant.dropout.rescale
+            dP = dP - sums[None, :]
+            wait(shared.p.full, y)
+            ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
+            shared.ds.memory.store(ds)
+            fence_async_shared()
+            arrive(shared.ds.full, y)
+            wait(shared.q.full, y)
+            q = stage(shared.q.memory, y).reshape([B_R, D])
+            dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
+            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, [dq])
+            hand_over(dq, shared, 2 * y, 1)
+            dk = warpgroup_mma_wait(0, [dk_next])
+            dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+            arrive(shared.q.empty, y)
+            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+            y += 1
+            visit = next_visit(visit, keys, shape, variant, tile)
+        arrive(shared.kv.empty, 0)
+        mbarrier.wait(shared.dq.empty.index(1), 1)
+        store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+        n += 1
+        t = ticket(shared.drawn, n, 4)
