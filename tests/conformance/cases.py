@@ -498,8 +498,8 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large GQA D 128 bands", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
     for D in (64, 128, 256):  # the diagonal meets tiles in their corners, once for every head of a walk
         yield replace(a, name=f"large GQA D {D} aligned", dtype=bf16, M=512, N=512, H=6, D=D, mask=causal)
-    yield replace(a, name="large MQA bands, documents", dtype=bf16, M=2100, N=2100, H=8, H_k=1, mask=documents)
-    yield replace(a, name="large MQA bands, M < N, window", M=1500, N=1600, H=8, H_k=1, D=128, mask=window(700, 0))
+    yield replace(a, name="large MQA bands, documents", dtype=bf16, M=1100, N=1100, H=8, H_k=1, mask=documents)
+    yield replace(a, name="large MQA bands, M < N, window", M=1100, N=1200, H=8, H_k=1, D=128, mask=window(700, 0))
     yield replace(a, name="large long", dtype=bf16, M=2000, N=2000, H=1, H_k=1, mask=causal)
     yield replace(a, name="large long fp32", M=400, N=2000, H=1, H_k=1)
     yield replace(a, name="large window", M=1000, N=1000, mask=window(130, 0))

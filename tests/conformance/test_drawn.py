@@ -18,7 +18,7 @@ from .drawn import drawn
 from .test_conformance import chosen
 
 GPU = torch.cuda.is_available()
-FIRST, COUNT = (int(part) for part in os.environ.get("TILEWISE_DRAWN", "0:100" if GPU else "0:40").split(":"))
+FIRST, COUNT = (int(part) for part in os.environ.get("TILEWISE_DRAWN", "0:100" if GPU else "0:20").split(":"))
 
 
 @pytest.mark.parametrize("backend", [None, "triton" if GPU else "cpu-tiled"], ids=str)

@@ -25,7 +25,7 @@ DTYPES = torch.bfloat16, torch.float32
 
 
 CALLS = {
-    64: ("full", "long causal", "causal", "scored", "rich", "grouped", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
+    64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
     128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6", "biased"),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
 }

@@ -91,7 +91,8 @@ def calls(target: str) -> Iterator[Call]:
     yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
     yield Call("listed", half, 64 if old else 128, ("list_tiles", "dbias"))
-    yield Call("biased", half, 64 if old else 128, ("dbias",))
+    if target in ("sm_86", "sm_120"):  # with little shared memory
+        yield Call("biased", half, 128, ("dbias",))
     if target in MAIN:
         yield Call("full", half, 64, WALKS)
         yield Call("biased", half, 256, ("dbias",))
