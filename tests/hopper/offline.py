@@ -81,7 +81,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         keys = fp32_backward.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
     pl = launch.plan(p)
-    scratch = launch.empty_scratch(p, pl.backward, q.device)
+    scratch = launch.empty_scratch(p, pl, q.device)
     backward = launch.backward_launches(
         p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter
     )

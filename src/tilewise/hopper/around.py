@@ -21,9 +21,9 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
         return h * stride + q0 // B_R + b  # each sequence wastes less than one block
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "bands", "zeroed"])
+@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "zeroed"])
 def prepare(
-    O, dO, dL, lse, L, D, dQ, ready, done, packed, M, H, tiles, stride, group, bands, zeroed,
+    O, dO, dL, lse, L, D, dQ, ready, done, packed, M, H, tiles, stride, group, zeroed,
     d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready` and `done`, and in dQ of the first `zeroed`
@@ -50,10 +50,10 @@ def prepare(
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
     tl.store(L + first + rows, for_backward(logs, False))
     tl.store(D + first + rows, sums)
-    of_keys = (b * H + h) // group
+    walk = (b * H + h) // group
     if ready is not None:
-        tl.store(ready + of_keys, 0, mask=t == 0)
-    tl.store(done + of_keys * bands + t, 0, mask=t < bands)
+        tl.store(ready + walk, 0, mask=t == 0)
+    tl.store(done + b * H + h, 0, mask=t == 0)
     at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
 
@@ -86,14 +86,14 @@ def doze():
     tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "key_tiles", "stride", "group", "band", "bands"])
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "key_tiles", "stride", "group"])
 def finish(
-    sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group, band, bands,
+    sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group,
     d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main kernel has
-    ended, on processors that have nothing left to do there, and waits for the tiles of keys that add to its band of
-    queries. Its last program ends after that kernel, for whoever comes next."""
+    ended, on processors that have nothing left to do there, and waits for the tiles of keys that add to it. Its last
+    program ends after that kernel, for whoever comes next."""
     program = tl.program_id(0)
     t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, N = rows_of(packed, b, M, N)
@@ -104,8 +104,7 @@ def finish(
         tl.extra.cuda.gdc_wait()
     if row >= M:
         return
-    at = done + (b * H + h) // group * bands + row // B_R // band
-    while count_at(at) < count:
+    while count_at(done + b * H + h // group * group) < count:
         doze()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
     x = tl.load(sums + first + t * 4096 + tl.arange(0, 4096))

@@ -20,7 +20,7 @@ from . import releases
 from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
 from .dice import bits, rolled
 from .gradients import rows_of_keys
-from .keys import bands, first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
+from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
 from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
 from .sides import side_of_k, side_of_v
 
@@ -45,7 +45,9 @@ class Tile(NamedTuple):
     ORDERED: bool
     """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
     GROUP: int
-    """Query heads of a key head."""
+    """Query heads of a walk."""
+    SHARES: int
+    """Walks of a tile of keys: of as many programs, whose sums the last to be done adds up."""
     APART: bool
     """Whether visits without a mask have a loop of their own; then all others take it."""
     DICE: int
@@ -65,10 +67,8 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
-    band: object
-    """Query tiles of a band; see `keys.first_visit`."""
-    bands: object
-    """Bands of the longest walk."""
+    key_tiles: object
+    """Key tiles of a head in the sums of shares."""
     ahead: object
     """A tile of keys writes zeros for the one drawn so many tiles later; the kernel before wrote those of the first."""
 
@@ -110,7 +110,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
             releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
             releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
-            visit = first_visit(keys, shape, variant, tile)
+            visit = first_visit(keys, variant, tile)
             while there(visit):
                 m = tile_of(visit, keys, variant)
                 at = [b, visit.h, keys.q0 + m * B_R, 0]
@@ -124,7 +124,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 releases.load(dO, at, bar, stage(shared.do.memory, y))
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
-                visit = next_visit(visit, keys, shape, variant, tile)
+                visit = next_visit(visit, keys, variant, tile)
         elif not tile.ORDERED:  # nor are there any until the next section
             skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
         t = draw_in_turn(counter)
@@ -145,7 +145,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, DICE)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
             words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
@@ -153,7 +153,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
             stage(shared.bits.memory, y).store(words)
             arrive(shared.bits.full, y)
             y += 1
-            visit = next_visit(visit, keys, shape, variant, tile)
+            visit = next_visit(visit, keys, variant, tile)
         n += 1
         t = ticket(shared.drawn, n, DICE)
 
@@ -193,19 +193,10 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def leave_bands(done, keys, left, band, shape, tile: gl.constexpr):
-    """Of the first `left` bands, this tile of keys adds no more to those after the one that begins at `band`: tells
-    `finish`. Gives how many are left."""
-    matrix = keys.b * (shape.H // tile.GROUP) + keys.h_k
-    if tile.GROUP == 1:  # there is one band: a loop here would make ptxas spill in another role
-        wait_added()
-        gl.atomic_add(done + matrix, 1, sem="release")
-    elif (left - 1) * shape.band > band:
-        wait_added()
-        while (left - 1) * shape.band > band:
-            left -= 1
-            gl.atomic_add(done + matrix * shape.bands + left, 1, sem="release")
-    return left
+def leave_dq(done, keys, shape, tile: gl.constexpr):
+    """Tells `finish` that this tile of keys has added all that it adds to dQ."""
+    wait_added()
+    gl.atomic_add(done + keys.b * shape.H + keys.h, 1, sem="release")
 
 
 @gluon.jit
@@ -222,11 +213,8 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
         if ready is not None:
             zero_ahead(sums, ready, t, shape, tile)
         keys = keys_of(t, shape, packed, tile)
-        left = gl.minimum(bands(keys, shape, tile), shape.bands)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
-            if tile.GROUP > 1:
-                left = leave_bands(done, keys, left, visit.band, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -247,27 +235,29 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
                 wait_added()
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
-            visit = next_visit(visit, keys, shape, variant, tile)
-        leave_bands(done, keys, left, -1, shape, tile)
+            visit = next_visit(visit, keys, variant, tile)
+        leave_dq(done, keys, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 
 
 @gluon.jit
-def group(W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
+def group(
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+):
     """Warpgroup W's share of the products."""
     if not tile.SIDES:
-        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)
+        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)
     elif W == 0:
-        side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile)
+        side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile)
     else:
-        side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile)
+        side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def backward(
-    Q, K, V, dO, L, D, dQ, sums, ready, done, dK, dV, dK_rows, dV_rows, counter, turns, packed, variant, unit, factor,
-    shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, dO, L, D, dQ, sums, ready, done, dK, dV, dK_rows, dV_rows, shares, counter, turns, packed, variant, unit,
+    factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R
@@ -319,8 +309,8 @@ def backward(
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
-                (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (0, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (1, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
                 (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
@@ -330,8 +320,8 @@ def backward(
     else:
         gl.warp_specialize(
             [
-                (group, (0, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
-                (group, (1, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (0, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
+                (group, (1, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
                 (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
             ],

@@ -79,6 +79,16 @@ def instruct(PTX: gl.constexpr):
 
 
 @gluon.jit
+def end_block(y):
+    """Ends a basic block: ptxas moves no wait over its end. No use y is negative, but that it cannot know."""
+    PTX: gl.constexpr = (
+        "{.reg .pred used; setp.ge.s32 used, $1, 0; @used bra L${:uid}; nanosleep.u32 1; bar.warp.sync 0xffffffff;"
+        "L${:uid}: mov.u32 $0, 0;}"
+    )
+    gl.inline_asm_elementwise(PTX, "=r,r", [y], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_kernels():
     """Until the kernels launched before this one are complete, and the threads that wait can read what those wrote.
     Only a launch with `launch_pdl` begins earlier."""

@@ -112,10 +112,20 @@ def packed(numbers, threshold, column):
     GROUPS: gl.constexpr = numbers[0].shape[1] // 8
     kept = gl.zeros_like(numbers[0]).to(gl.int32)
     for n in gl.static_range(EACH):
-        b = (column >> 3) * EACH + n
-        at = (b >> 3) * 16 + (column & 1) * 8 + 7 - (b & 7)
-        kept += (numbers[n] >= threshold).to(gl.int32) << at
+        kept = compared(kept, numbers[n], threshold)
+    b = (column >> 3) * EACH + EACH - 1  # the last block's bit is the lowest
+    kept <<= (b >> 3) * 16 + (column & 1) * 8 + 7 - (b & 7)
     return gl.sum(gl.sum(kept.reshape([ROWS, GROUPS, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def compared(kept, number, threshold):
+    """2 kept + (number >= threshold), in two instructions: the second, kept - (~kept + borrow), takes the borrow that
+    the first leaves."""
+    return gl.inline_asm_elementwise(
+        "{.reg .u32 x; sub.cc.u32 x, $2, $3; not.b32 x, $1; subc.u32 $0, $1, x;}",
+        "=r,r,r,r", [kept, number, threshold], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from ..tile.scores import through
 from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
 from . import releases
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from .channel import Channel, arrive, barriers, end_block, expect, stage, take_turns, wait, wait_before
 from .dice import bits, dropped, rolled, taken
 from .queue import draw, hand_on, leave, ticket, tickets
 
@@ -53,6 +53,8 @@ class Tile(NamedTuple):
     SPLIT: int
     """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way, 3
     before it begins: then nothing overlaps inside a warpgroup."""
+    BOUNDED: bool
+    """Whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
 
 
 class Shape(NamedTuple):
@@ -274,12 +276,16 @@ def masked(S, place, row0, j0, variant):
 
 
 @gluon.jit
-def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr):
-    """m, l and P after the first key tile; P is 0 where S has no columns."""
+def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout: gl.constexpr):
+    """m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0: logits
+    in base 2 are between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
     S = scored(S, place, row0, j0, variant)
     if partial:
         S = masked(S, place, row0, j0, variant)
     m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c)
+    if BOUNDED:
+        m = gl.maximum(m, 0.0)
+        shift = m
     P = gl.exp2(S * c - shift[:, None])
     l = gl.sum(P, 1)
     if P.type.layout != layout:
@@ -290,21 +296,17 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(S, shift, c, bars, y, SPLIT: gl.constexpr):
-    """P = exp2(c S - shift).
-
-    ptxas moves the wait that follows up above all exponentials, unless a basic block ends in between: a wait on `bars`
-    that has long been passed is the cheapest such end.
-    """
+def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
+    """P = exp2(c S - shift). Left to itself, ptxas moves the wait that follows up above all exponentials."""
     if SPLIT == 1:
-        wait(bars, y)
+        end_block(y)
     x = S * c - shift[:, None]
     if SPLIT == 2:
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]
         left, right = gl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
         left = gl.exp2(left)
-        wait(bars, y)
+        end_block(y)
         P = gl.join(left, gl.exp2(right)).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
         return gl.convert_layout(P, S.type.layout)
     else:
@@ -368,6 +370,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     TURNS: gl.constexpr = tile.TURNS
     EDGES: gl.constexpr = tile.EDGES
     SPLIT: gl.constexpr = tile.SPLIT
+    BOUNDED: gl.constexpr = tile.BOUNDED
     CORNER: gl.constexpr = tile.CORNER and W == 0
     ROWS: gl.constexpr = 64
     dtype: gl.constexpr = O.dtype
@@ -395,7 +398,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         wait(shared.k.full, y)
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
-        m, l, P = begin(S, (x < part.full_lo) | (x >= part.full_hi), place, row0, j * B_C, variant, c, s_layout)
+        edge = (x < part.full_lo) | (x >= part.full_hi)
+        m, l, P = begin(S, edge, place, row0, j * B_C, variant, c, BOUNDED, s_layout)
         p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
@@ -425,15 +429,20 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             if EDGES:
                 if (x < part.full_lo) | (x >= part.full_hi):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
-            m_new, shift = row_max(S_new, m, c)
-            P_new = exponentials(S_new, shift, c, shared.v.full, y, SPLIT)
-            alpha = gl.exp2(m - shift)
-            l = l * alpha + gl.sum(P_new, 1)
-            m = m_new
+            if BOUNDED:
+                P_new = exponentials(S_new, m, c, y, SPLIT)
+                l += gl.sum(P_new, 1)
+            else:
+                m_new, shift = row_max(S_new, m, c)
+                P_new = exponentials(S_new, shift, c, y, SPLIT)
+                alpha = gl.exp2(m - shift)
+                l = l * alpha + gl.sum(P_new, 1)
+                m = m_new
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
-            o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+            if not BOUNDED:
+                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
             y += 1
         wait(shared.v.full, y)
         o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
@@ -442,6 +451,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         o = warpgroup_mma_wait(0, [o_last])
         if variant.dropout is not None:
             o = o * variant.dropout.rescale
+        if BOUNDED:
+            m = gl.where(l == 0.0, float("-inf"), m)
         write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
         y = pass_by(W, shared, y, part.lo - walk.lo, tile)
         if Q_STAGES == 1:

@@ -87,7 +87,7 @@ def prepare_keys(
 
 @triton.jit
 def prepare_queries(
-    Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, bands, tiles, stride, blocks,
+    Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, tiles, stride, blocks,
     d, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Of one block: pieces of Q, L for centred K, and zeros in dQ and `done`. Past the last row P = exp(S - L) must
@@ -106,7 +106,7 @@ def prepare_queries(
         if CENTRED:
             logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
         tl.store(L + row, logs)
-        tl.store(done + (b * H + h) // group * bands + t, 0, mask=t < bands)
+        tl.store(done + b * H + h, 0, mask=t == 0)
         store_pieces(Q, q, block, blocks)
 
 
@@ -133,9 +133,9 @@ def prepare_gradients(
         store_pieces(dO, do, block, blocks)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "bands", "batch", "key_tiles", "query_tiles"])
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
 def fp32_prepare(
-    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unit, M, N, H, group, bands, batch, key_tiles, query_tiles,
+    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unit, M, N, H, group, batch, key_tiles, query_tiles,
     in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def fp32_prepare(
     of_queries = batch * H * query_tiles
     if program < of_queries:
         prepare_queries(
-            Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, bands, query_tiles, in_all.query_head,
+            Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, query_tiles, in_all.query_head,
             in_all.queries, d, SIZE, CENTRED,
         )  # fmt: skip
     elif program < 2 * of_queries:

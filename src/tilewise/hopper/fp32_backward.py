@@ -15,8 +15,9 @@ from .around import finish, give_turns
 from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, TINY, bands, evenly, processors
+from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, processors
 from .pieces import Split, split
+from .shares import Shares
 from .tiles import KINDS, Kind, padded, precision
 
 
@@ -65,6 +66,7 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
+    shares: Shares | None
     done: Tensor
     kept: bool
     """Whether the keys are the forward's."""
@@ -83,6 +85,8 @@ class Sizes(NamedTuple):
     queries: int
     """Blocks of all queries."""
     keys: int
+    heads: int
+    """Query heads of a walk."""
 
 
 @lru_cache(4096)
@@ -95,7 +99,10 @@ def sizes_of(p: Problem) -> Sizes:
     else:
         query_tiles, key_tiles = cdiv(p.M, row.B_r), cdiv(p.N, row.B_c)
     batch = 1 if p.recipe.varlen else p.B
-    return Sizes(row, D, KINDS[name], query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles)
+    return Sizes(
+        row, D, KINDS[name], query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles,
+        heads_of_walk(p, row),
+    )  # fmt: skip
 
 
 def empty_keys(p: Problem, device: torch.device) -> Keys:
@@ -115,7 +122,7 @@ def kept_keys(p: Problem, saved: Saved) -> Keys | None:
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
     """Unwritten, but for what is kept, and turns: nobody's."""
-    _, D, kind, *_, queries, _ = sizes_of(p)
+    row, D, kind, *_, queries, _, heads = sizes_of(p)
     keys = kept or empty_keys(p, device)
     q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))
     q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
@@ -123,8 +130,9 @@ def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) ->
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
     turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    done = torch.empty(p.B * p.H_k * bands(p, BLOCK)[1], dtype=torch.int32, device=device)
-    return Scratch(q, do, keys, scales, logs, delta, dq, turns, done, kept is not None)
+    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
+    shares = empty_shares(p, row, p.H // p.H_k // heads, device)
+    return Scratch(q, do, keys, scales, logs, delta, dq, turns, shares, done, kept is not None)
 
 
 def launches(
@@ -136,14 +144,14 @@ def launches(
 
     Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
     """
-    row, D, _, query_tiles, *_ = sizes_of(p)
+    row, D, _, query_tiles, *_, heads = sizes_of(p)
     splits = [] if scratch.kept else [splitting(p, pl, x, scratch.keys)]
     before = preparation(p, pl, x, saved, do, dlse, scratch)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
         scratch.dq, rows(p, grads.q), scratch.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
-        cdiv(p.N, row.B_c), query_tiles, p.H // p.H_k, *bands(p, row.B_r),
+        cdiv(p.N, row.B_c), query_tiles, heads,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
     after = Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
@@ -152,7 +160,7 @@ def launches(
 
 def splitting(p: Problem, pl: Any, x: Operands, keys: Keys) -> Launch:
     """K and V in pieces, for the forward, and for a backward that finds none kept."""
-    row, D, _, _, key_tiles, _, blocks = sizes_of(p)
+    row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
         Split(rows(p, x.k), keys.k, keys.k_undo, None, keys.k_centre),
@@ -167,7 +175,7 @@ def preparation(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
 ) -> Launch:
     """Blocks of queries and of keys."""
-    row, D, _, query_tiles, key_tiles, queries, keys = sizes_of(p)
+    row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
@@ -183,7 +191,7 @@ def preparation(
         of_keys = 0
     arguments = (
         *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, scratch.done,
-        packed(p, x), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, bands(p, BLOCK)[1], p.B, of_keys, of_queries,
+        packed(p, x), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
         Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
@@ -198,28 +206,30 @@ def preparation(
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """The main kernel's, and before it one that lists tiles or says who adds first, where that is needed."""
-    row, D, kind, query_tiles, key_tiles, *_ = sizes_of(p)
-    where, (M, N), group = packed(p, x), lengths(p), p.H // p.H_k
+    row, D, kind, query_tiles, key_tiles, *_, of_walk = sizes_of(p)
+    where, (M, N) = packed(p, x), lengths(p)
     parts, _, _ = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, (), None, lists)
-    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H_k
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // of_walk
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
         listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
-    cached = CACHED_QUERIES // (group * p.M * D * 4 * (kind.pieces + 1))
+    cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
     section = evenly(heads, max(1, 2 * processors(x.q.device) // tiles, cached))  # two tiles a processor, or more
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums, scratch.done,
-        rows(p, grads.k), rows(p, grads.v), counter, scratch.turns, where, variant, max(p.scale, TINY), p.scale,
-        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles, *bands(p, row.B_r)),
+        rows(p, grads.k), rows(p, grads.v), scratch.shares, counter, scratch.turns, where, variant,
+        max(p.scale, TINY), p.scale,
+        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
     )  # fmt: skip
     edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(
-        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, p.recipe.deterministic, group, row.in_step
-    )
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, p.recipe.deterministic, of_walk,
+        p.H // p.H_k // of_walk, row.in_step,
+    )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(x.q.device))
     return [*listing, Launch(fp32_backward, programs, arguments, constants, pl.compiled)]

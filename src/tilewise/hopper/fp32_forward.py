@@ -399,7 +399,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
                 if (x < part.full_lo) | (x >= part.full_hi):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
             m_new, shift = row_max(S_new, m, unit_j, RAISE)
-            P = exponentials(S_new, shift, unit_j[:, None], shared.v.full, y, tile.SPLIT)
+            P = exponentials(S_new, shift, unit_j[:, None], y, tile.SPLIT)
             if tile.SPLIT == 3:
                 wait(shared.v.full, y)
             alpha_new = gl.exp2(m - shift)

@@ -30,7 +30,7 @@ from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from . import releases
 from .around import first_block
-from .backward import leave_bands, wait_added
+from .backward import leave_dq, wait_added
 from .channel import (
     Channel,
     arrive,
@@ -45,7 +45,6 @@ from .channel import (
 )
 from .gradients import hand_over
 from .keys import (
-    bands,
     first_visit,
     is_edge,
     keys_of,
@@ -57,6 +56,7 @@ from .keys import (
     tile_of,
 )
 from .queue import draw_in_turn, hand_on, leave, ticket, tickets
+from .shares import with_shares
 
 
 class Tile(NamedTuple):
@@ -76,6 +76,7 @@ class Tile(NamedTuple):
     """Whether any tile may need the mask."""
     ORDERED: bool
     GROUP: int
+    SHARES: int
     IN_STEP: bool
     """Whether the groups share the memory of dS; then pieces of dQ leave through dO's."""
 
@@ -95,9 +96,6 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
-    band: object
-    bands: object
-    """As in backward.py."""
 
 
 class Shared(NamedTuple):
@@ -134,8 +132,8 @@ def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
 def block_of(keys, shape, packed, tile: gl.constexpr):
     """Which tile of all keys in memory a tile is."""
     B_C: gl.constexpr = tile.B_C
-    GROUP: gl.constexpr = tile.GROUP
-    return first_block(packed, keys.b, keys.h_k, shape.H // GROUP, keys.k0, shape.key_tiles, B_C) + keys.t
+    heads = shape.H // (tile.GROUP * tile.SHARES)
+    return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, B_C) + keys.t
 
 
 @gluon.jit
@@ -159,7 +157,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 load_pieces(K, first + 64 * c, bar, shared.k, c, PIECES)
                 load_pieces(V, first + 64 * c, bar, shared.v, c, PIECES)
             n += 1
-            visit = first_visit(keys, shape, variant, tile)
+            visit = first_visit(keys, variant, tile)
             while there(visit):
                 row = query_block(visit, keys, shape, packed, variant, tile) * B_R
                 wait_before(shared.q.empty, y)
@@ -171,7 +169,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
-                visit = next_visit(visit, keys, shape, variant, tile)
+                visit = next_visit(visit, keys, variant, tile)
         t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
     leave(counter)
@@ -188,11 +186,8 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, 1)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        left = gl.minimum(bands(keys, shape, tile), shape.bands)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
-            if tile.GROUP > 1:
-                left = leave_bands(done, keys, left, visit.band, shape, tile)
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:  # why no fence is needed is said in backward.py
                 while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
@@ -210,8 +205,8 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
                 gl.atomic_xchg(turns + block, turn, sem="relaxed")
             y += 1
-            visit = next_visit(visit, keys, shape, variant, tile)
-        leave_bands(done, keys, left, -1, shape, tile)
+            visit = next_visit(visit, keys, variant, tile)
+        leave_dq(done, keys, shape, tile)
         n += 1
         t = ticket(shared.drawn, n, 1)
 
@@ -343,7 +338,9 @@ def power_above(bound):
 
 
 @gluon.jit
-def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr):
+def half_of_tile(
+    W: gl.constexpr, dK, dV, shares, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+):
     """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
     B_R: gl.constexpr = tile.B_R
     PIECES: gl.constexpr = tile.PIECES
@@ -370,7 +367,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
         dk = gl.zeros([64, 64], gl.float32, layout)
         dv = gl.zeros([64, 64], gl.float32, layout)
         wait(shared.kv.full, n)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
             q_undo, do_undo = undo_of(scales.q, block, PIECES), undo_of(scales.do, block, PIECES)
@@ -420,17 +417,20 @@ def half_of_tile(W: gl.constexpr, dK, dV, scales, shared, shape, packed, variant
                 releases.barrier()  # dS is read
             hand_over(dq * (k_undo * up * UNDO), shared, y, W)
             y += 1
-            visit = next_visit(visit, keys, shape, variant, tile)
+            visit = next_visit(visit, keys, variant, tile)
         arrive(shared.kv.empty, 0)
-        store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
-        store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)
+        parts, last = with_shares(W, (dk, dv), keys, shares, shape, packed, tile)
+        if last:
+            dk, dv = parts
+            store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
+            store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)
         n += 1
         t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_backward(
-    Q, K, V, dO, L, D, scales, dQ, done, dK, dV, counter, turns, packed, variant, unit, factor,
+    Q, K, V, dO, L, D, scales, dQ, done, dK, dV, shares, counter, turns, packed, variant, unit, factor,
     shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """dK, dV, and dQ added to its sums, from pieces."""
@@ -467,8 +467,8 @@ def fp32_backward(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (half_of_tile, (0, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
-            (half_of_tile, (1, dK, dV, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (0, dK, dV, shares, scales, shared, shape, packed, variant, unit, factor, tile)),
+            (half_of_tile, (1, dK, dV, shares, scales, shared, shape, packed, variant, unit, factor, tile)),
             (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
             (add_dq, (dQ, done, turns, shared, shape, packed, variant, tile)),
         ],

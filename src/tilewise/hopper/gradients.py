@@ -19,11 +19,12 @@ from ..tile.gradients import logits, logits_gradient, seen
 from ..tile.masks import query_range_of
 from ..tile.softmax import probabilities
 from . import releases
-from .channel import arrive, held, stage, wait
+from .channel import arrive, end_block, held, stage, wait
 from .dice import by_thread, dropped, kept, taken
 from .forward import store_inside, zero_from
 from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
 from .queue import ticket
+from .shares import by_register, with_shares
 
 
 @gluon.jit
@@ -133,6 +134,8 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     words = taken(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
     P = weights(S, logs, place, j0, edge, variant, unit, y)
+    if tile.SHARES > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
+        end_block(y)
     LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
     if not LATE:
         sums = stage(shared.sums, y).load(row_layout)
@@ -188,7 +191,7 @@ def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.co
 @gluon.jit
 def hand_over(dq, shared, y, W: gl.constexpr):
     """A piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
-    x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    x = by_register(dq).reshape([16, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
     shared.dq.memory.index(W).store(x)
     fence_async_shared()
@@ -270,7 +273,7 @@ def stored():
 
 @gluon.jit
 def rows_of_keys(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
     """Rows 64 W to 64 W + 63 of a tile of keys."""
     B_R: gl.constexpr = tile.B_R
@@ -292,9 +295,9 @@ def rows_of_keys(
         wait(shared.kv.full, n)
         stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, n, tile)
-        first = first_visit(keys, shape, variant, tile)
+        first = first_visit(keys, variant, tile)
         visit = part_of(first, keys, j0, variant, tile)
-        left_out = first.end - visit.end
+        left_out = first.walk.hi - visit.walk.hi
         for _ in range(first.x, visit.x):
             y = stand_by(W, n, y, shared, dq_layout, tile)
         if there(visit):
@@ -309,19 +312,19 @@ def rows_of_keys(
             arrive(shared.do.empty, y)
             dk = warpgroup_mma_wait(0, [dk_next])
             arrive(shared.q.empty, y)
-            visit = next_visit(visit, keys, shape, variant, tile)
+            visit = next_visit(visit, keys, variant, tile)
             while there(visit):
                 edge = True if tile.APART else EDGES & is_edge(visit)
                 dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
                 y += 1
-                visit = next_visit(visit, keys, shape, variant, tile)
+                visit = next_visit(visit, keys, variant, tile)
                 if tile.APART:
                     while there(visit) & ~is_edge(visit):
                         dk, dv = next_rows(
                             W, n, y, dk, dv, visit, keys, False, shared, shape, packed, variant, unit, tile
                         )
                         y += 1
-                        visit = next_visit(visit, keys, shape, variant, tile)
+                        visit = next_visit(visit, keys, variant, tile)
             if K_STAGES > 1:  # V is free, and the next K has a stage of its own
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
@@ -338,10 +341,13 @@ def rows_of_keys(
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
-        if K_STAGES == 1:
-            stored()
-        store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
+        parts, last = with_shares(W, (dk, dv), keys, shares, shape, packed, tile)
+        if last:
+            dk, dv = parts
+            store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
+            if K_STAGES == 1:
+                stored()
+            store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
         n += 1
         t = ticket(shared.drawn, n, 4)
     stored()

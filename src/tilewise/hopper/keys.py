@@ -15,6 +15,8 @@ class Keys(NamedTuple):
     """The tile of keys of a program."""
 
     b: object
+    h: object
+    """The first query head of the walk."""
     h_k: object
     t: object
     j0: object
@@ -38,11 +40,7 @@ class Visit(NamedTuple):
 
     h: object
     x: object
-    end: object
-    """Where this head's part of the walk in this band ends."""
     walk: object
-    band: object
-    """The first position of the band; see `first_visit`."""
 
 
 @gluon.jit
@@ -50,83 +48,49 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
     """Where tile t of all is. The first keys, seen by the most queries, come first. ORDERED, the last do, which have to
     add to dQ first: nobody waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
-    GROUP: gl.constexpr = tile.GROUP
-    matrix, t_k = assign(t, shape.tiles, shape.heads, shape.section)
+    SHARES: gl.constexpr = tile.SHARES
+    walk, t_k = assign(t, shape.tiles, shape.heads, shape.section)
     if not tile.ORDERED:
         t_k = shape.tiles - 1 - t_k
-    H_K = shape.H // GROUP
-    b, h_k = matrix // H_K, matrix % H_K
+    walks = shape.H // tile.GROUP
+    b, w = walk // walks, walk % walks
     q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
-    return Keys(b, h_k, t_k, t_k * B_C, q0, k0, M, N)
+    return Keys(b, w * tile.GROUP, w // SHARES, t_k, t_k * B_C, q0, k0, M, N)
 
 
 @gluon.jit
-def first_visit(keys, shape, variant, tile: gl.constexpr):
-    """The first visit of these keys. The walks of all query heads that share them are one, which goes by bands of
-    query tiles, the last band first, and in it one head after the other, so that what programs side by side read stays
-    in the cache. Lists have no bands."""
-    h = first_head(keys, shape, tile)
-    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, h, keys.t), variant, tile.B_R, tile.B_C)
-    band = 0
-    if tile.GROUP > 1:
-        band = gl.maximum(walk.hi - 1, 0) // shape.band * shape.band
-    visit = in_band(h, walk, band, shape, tile)
-    return skip_empty(visit, keys, shape, variant, tile)
+def first_visit(keys, variant, tile: gl.constexpr):
+    """The first visit of these keys. Query heads that share them come one after the other."""
+    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
+    return skip_empty(Visit(keys.h, walk.lo, walk), keys, variant, tile)
 
 
 @gluon.jit
-def first_head(keys, shape, tile: gl.constexpr):
-    """Which head is first in each band. Where there are bands, each tile of keys begins with another, so that few add
-    to a tile of dQ at a time."""
-    if tile.GROUP == 1:
-        return keys.h_k
-    else:
-        return keys.h_k * tile.GROUP + gl.where(shape.bands > 1, keys.t, 0) % tile.GROUP
-
-
-@gluon.jit
-def in_band(h, walk, band, shape, tile: gl.constexpr):
-    """The first visit of a head in a band."""
-    if tile.GROUP == 1:
-        return Visit(h, walk.lo, walk.hi, walk, band)
-    else:
-        return Visit(h, gl.maximum(walk.lo, band), gl.minimum(walk.hi, band + shape.band), walk, band)
-
-
-@gluon.jit
-def next_visit(visit, keys, shape, variant, tile: gl.constexpr):
+def next_visit(visit, keys, variant, tile: gl.constexpr):
     """The visit after this one; past the last, one that is not there."""
-    visit = Visit(visit.h, visit.x + 1, visit.end, visit.walk, visit.band)
-    return skip_empty(visit, keys, shape, variant, tile)
+    return skip_empty(Visit(visit.h, visit.x + 1, visit.walk), keys, variant, tile)
 
 
 @gluon.jit
-def skip_empty(visit, keys, shape, variant, tile: gl.constexpr):
-    """This visit if it is there, else the next that is, of another head or band; if there is none, one that is not."""
+def skip_empty(visit, keys, variant, tile: gl.constexpr):
+    """This visit if it is there, else the first of the next head that has one; if there is none, one that is not."""
     if tile.GROUP > 1:
         more = True
         while ~there(visit) & more:
-            first = first_head(keys, shape, tile)
-            h = keys.h_k * tile.GROUP + (visit.h - keys.h_k * tile.GROUP + 1) % tile.GROUP
-            more = (h != first) | (visit.band > visit.walk.lo)
-            walk, band = visit.walk, visit.band - gl.where(h == first, shape.band, 0)
+            h = keys.h + (visit.h - keys.h + 1) % tile.GROUP
+            more = h != keys.h
+            walk = visit.walk
             if variant.visits is not None:
                 lists = list_at(variant.visits, keys.b, h, keys.t)
                 walk = walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
-            visit = in_band(h, walk, band, shape, tile)
+            visit = Visit(h, gl.where(more, walk.lo, walk.hi), walk)
     return visit
-
-
-@gluon.jit
-def bands(keys, shape, tile: gl.constexpr):
-    """How many bands a walk has, of shape.band query tiles each."""
-    return gl.cdiv(gl.cdiv(keys.M, tile.B_R), shape.band)
 
 
 @gluon.jit
 def there(visit):
     """Whether a visit is one."""
-    return visit.x < visit.end
+    return visit.x < visit.walk.hi
 
 
 @gluon.jit
@@ -158,7 +122,7 @@ def part_of(visit, keys, j0, variant, tile: gl.constexpr):
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
         hi = gl.where(j0 < keys.N, hi, lo)
-        return Visit(visit.h, lo, hi, Walk(lo, part.full_lo, part.full_hi, hi), visit.band)
+        return Visit(visit.h, lo, Walk(lo, part.full_lo, part.full_hi, hi))
     else:
         return visit
 

@@ -32,6 +32,7 @@ from . import forward as kernels
 from . import scores
 from .around import finish, give_turns, prepare
 from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
+from .shares import Shares
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
@@ -41,8 +42,8 @@ CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
-MANY_HEADS, BAND = 8, 1024
-"""From how many query heads of a key head on the backward goes by bands, and their queries."""
+MOST_HEADS, SHORT_WALK = 4, 2048
+"""Query heads of a walk in the backward, at most, unless their queries are fewer: its end takes some time."""
 
 
 class Plan(NamedTuple):
@@ -76,8 +77,9 @@ class Scratch(NamedTuple):
     ready: Tensor | None
     """Per matrix of keys: shares of zeros that are in its dQ. None where they are all written before: for packed
     sequences, and for tiles with sides, where ptxas would spill."""
+    shares: Shares | None
     done: Tensor
-    """Per matrix of keys and band of queries: tiles of keys that have added all they add to its dQ."""
+    """At the first head of each walk: tiles of keys that have added all they add to its dQ."""
 
 
 @lru_cache(4096)
@@ -118,17 +120,23 @@ def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
     corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     return kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice, row.split,
+        row.turns, edges, corner, row.draw_early, dice, row.split, bounded(p),
     )  # fmt: skip
+
+
+def bounded(p: Problem) -> bool:
+    """Whether the forward may do without running maxima: P of fp16 has not the range."""
+    last = p.recipe.score[-1] if p.recipe.score else (None,)
+    return last[0] == "SoftCap" and last[1] * LOG2E.value <= 80.0 and p.dtype == torch.bfloat16
 
 
 def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     """The backward's constants."""
+    heads = heads_of_walk(p, row)
+    many = heads > 1  # then it comes to the first tile of each
     # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
     # heads that share keys are one
-    parts = bool(p.recipe.mask) and row.B_r < row.B_c and p.H == p.H_k and not (p.listed or p.recipe.score)
-    # a walk of many heads comes to the first tile of each
-    many = p.H > p.H_k
+    parts = bool(p.recipe.mask) and row.B_r < row.B_c and not many and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
     # a second K where there is room; not where heads share keys: long walks are slower with it
     k_stages = 1 if many or p.recipe.dropout or row.sides else 2
@@ -136,7 +144,7 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
         row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
-        p.recipe.deterministic, p.H // p.H_k, apart, dice_warps(p, 128),
+        p.recipe.deterministic, heads, p.H // p.H_k // heads, apart, dice_warps(p, 128),
     )  # fmt: skip
 
 
@@ -201,13 +209,13 @@ def preparation(
     key: Any,
 ) -> Launch:  # fmt: skip
     """Row values, and zeros."""
-    row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, p.H // p.H_k
+    row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, pl.backward_tile.GROUP
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.ahead // shape.tiles * group
     arguments = (
         rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, lengths(p)[0], p.H, tiles,
-        shape.blocks, group, shape.bands, zeroed,
+        shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
     return Launch(prepare, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
@@ -226,8 +234,8 @@ def main_launch(
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, scratch.done,
-        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), counter, scratch.turns,
-        where, variant, pl.c, p.scale, shape,
+        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), scratch.shares, counter,
+        scratch.turns, where, variant, pl.c, p.scale, shape,
     )  # fmt: skip
     programs = min(shape.heads * shape.tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
@@ -240,7 +248,7 @@ def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed 
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
         scratch.dq, rows(p, dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
-        p.H // p.H_k, shape.band, shape.bands,
+        pl.backward_tile.GROUP,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
     return Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
@@ -265,13 +273,15 @@ def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
     """The backward's counts, and how many matrices run side by side."""
     tiles, everywhere = cdiv(p.N, row.B_c), processors(p.q.device)
     side_by_side = everywhere // tiles  # no fewer, or some would wait for work at the end
-    section = max(1, side_by_side, CACHED_QUERIES // (p.H // p.H_k * p.M * padded(p) * 8))
-    while p.recipe.varlen and p.H_k % section:  # of one sequence
+    heads = heads_of_walk(p, row)
+    section = max(1, side_by_side, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
+    while p.recipe.varlen and p.H // heads % section:  # of one sequence
         section -= 1
     ahead = cdiv(everywhere, section * tiles) * section * tiles  # whole matrices, a tile for every program
     return backward_kernel.Shape(
-        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H_k, section, tiles, *bands(p, row.B_r), ahead
-    )
+        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
+        key_tiles(p, row.B_c), ahead,
+    )  # fmt: skip
 
 
 def evenly(heads: int, least: int) -> int:
@@ -280,18 +290,28 @@ def evenly(heads: int, least: int) -> int:
     return cdiv(heads, max(1, heads // least))
 
 
-def bands(p: Problem, B_r: int) -> tuple[int, int]:
-    """Query tiles of a band (see keys.py), and how many there are: one, unless many heads share keys. ORDERED tiles
-    wait for each other, and listed ones have an order of their own."""
-    whole = max(1, cdiv(p.M, B_r))
-    band = whole if p.H // p.H_k < MANY_HEADS or p.recipe.deterministic or p.listed else min(whole, BAND // B_r)
-    return band, cdiv(whole, band)
-
-
 @lru_cache(64)
 def processors(device: torch.device) -> int:
     """Multiprocessors of the card, or of an H200 where there is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def key_tiles(p: Problem, B_c: int) -> int:
+    """Key tiles of a head in the sums of shares; of packed sequences, of all of them."""
+    return p.k.shape[0] // B_c + p.B if p.recipe.varlen else cdiv(p.N, B_c)
+
+
+def heads_of_walk(p: Problem, row: Any) -> int:
+    """How many query heads of a key head one walk of the backward takes; others take the rest (see shares.py)."""
+    group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
+    least = cdiv(SHORT_WALK, max(1, p.M))
+    most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)
+
+    def fits(heads: int) -> bool:
+        walks = p.B * p.H // heads * tiles
+        return group % heads == 0 and (heads <= least or 2 * walks >= 3 * processors(p.q.device))
+
+    return next(heads for heads in range(min(most, group), 0, -1) if fits(heads))
 
 
 def row_blocks(p: Problem, B_r: int) -> int:
@@ -299,16 +319,26 @@ def row_blocks(p: Problem, B_r: int) -> int:
     return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
 
 
-def empty_scratch(p: Problem, row: Backward, device: torch.device) -> Scratch:
+def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Unwritten, but for turns: nobody's."""
-    B_r = row.B_r
+    B_r = pl.backward.B_r
     blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
     sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
     turns = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    ready = None if p.recipe.varlen or row.sides else torch.empty(p.B * p.H_k, dtype=torch.int32, device=device)
-    done = torch.empty(p.B * p.H_k * bands(p, B_r)[1], dtype=torch.int32, device=device)
-    return Scratch(logs, delta, dq, turns, ready, done)
+    walks = pl.backward_shape.heads
+    ready = None if p.recipe.varlen or pl.backward.sides else torch.empty(walks, dtype=torch.int32, device=device)
+    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
+    return Scratch(logs, delta, dq, turns, ready, empty_shares(p, pl.backward, pl.backward_tile.SHARES, device), done)
+
+
+def empty_shares(p: Problem, row: Any, shares: int, device: torch.device) -> Shares | None:
+    """What so many walks of a tile of keys leave to each other, nothing so far."""
+    if shares == 1:
+        return None
+    blocks = key_tiles(p, row.B_c) * p.H_k * (1 if p.recipe.varlen else p.B)
+    sums = torch.empty(blocks * 2 * row.B_c * padded(p), dtype=torch.float32, device=device)
+    return Shares(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -323,7 +353,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward, x.q.device)
+    grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):

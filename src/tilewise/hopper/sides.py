@@ -17,6 +17,7 @@ from .dice import dropped, kept, taken
 from .gradients import gradient, hand_over, store_gradient, stored, weights, zero_keys, zero_queries
 from .keys import first_visit, is_edge, keys_of, next_visit, place_of, there
 from .queue import ticket
+from .shares import with_shares
 
 
 @gluon.jit
@@ -38,7 +39,7 @@ def store_halves(G, G_rows, x, keys, packed, d, buffer):
 
 
 @gluon.jit
-def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.constexpr):
+def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: gl.constexpr):
     """S, P, dV, and the left half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -58,7 +59,7 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
         dv = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, n, tile)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
             edge = is_edge(visit)
@@ -87,18 +88,20 @@ def side_of_v(dV, dV_rows, shared, shape, packed, variant, unit, tile: gl.conste
             hand_over(dq, shared, 2 * y, 0)
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
-            visit = next_visit(visit, keys, shape, variant, tile)
+            visit = next_visit(visit, keys, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        store_halves(dV, dV_rows, dv, keys, packed, shape.d_v, shared.dq.memory.index(0))
+        parts, last = with_shares(0, (dv,), keys, shares, shape, packed, tile)
+        if last:
+            store_halves(dV, dV_rows, parts[0], keys, packed, shape.d_v, shared.dq.memory.index(0))
         n += 1
         t = ticket(shared.drawn, n, 4)
 
 
 @gluon.jit
-def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.constexpr):
+def side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile: gl.constexpr):
     """dP, dS, dK, and the right half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -119,7 +122,7 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
         dk = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, n, tile)
-        visit = first_visit(keys, shape, variant, tile)
+        visit = first_visit(keys, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
             zero_queries(place, packed, shared, y, tile)
@@ -149,9 +152,11 @@ def side_of_k(dK, dK_rows, shared, shape, packed, variant, factor, tile: gl.cons
             arrive(shared.q.empty, y)
             hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
-            visit = next_visit(visit, keys, shape, variant, tile)
+            visit = next_visit(visit, keys, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
-        store_halves(dK, dK_rows, dk * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+        parts, last = with_shares(1, (dk,), keys, shares, shape, packed, tile)
+        if last:
+            store_halves(dK, dK_rows, parts[0] * factor, keys, packed, shape.d, shared.dq.memory.index(1))
         n += 1
         t = ticket(shared.drawn, n, 4)

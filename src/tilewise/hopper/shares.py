@@ -1,0 +1,85 @@
+"""Walks of the backward that share a tile of keys: each takes some of its query heads; their dK and dV are added up.
+
+They end one after the other. Each adds what it has found to the sum of those before it, in memory, and leaves that to
+the next; the last one rounds and stores it. So sums have one order, and need the memory of one walk.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import releases
+from .around import first_block
+
+
+class Shares(NamedTuple):
+    """What walks leave to each other; None where each has its keys to itself."""
+
+    sums: object
+    """Blocks of B_c keys: dK and dV in fp32 of one group of warps, then of the other."""
+    turns: object
+    """Of each half of a block: how many walks have left their sums."""
+
+
+@gluon.jit
+def by_register(x):
+    """64 rows as a warpgroup holds them: four numbers of each thread, of all threads, and so on."""
+    x = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return x.reshape([x.numel.value])
+
+
+@gluon.jit
+def by_row(x, layout: gl.constexpr):
+    """Undoes `by_register`."""
+    COLUMNS: gl.constexpr = x.shape[0] // 64
+    x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.constexpr):
+    """Group W's parts of dK and dV with those of all walks before this one, and whether there is none after it."""
+    SHARES: gl.constexpr = tile.SHARES
+    if SHARES == 1:
+        return parts, True
+    else:
+        heads = shape.H // (tile.GROUP * SHARES)
+        block = first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
+        at = shares.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
+        turn = shares.turns + block * 2 + W
+        share = keys.h // tile.GROUP % SHARES
+        if share > 0:  # walks before this one were drawn before it, so they run
+            while gl.atomic_add(turn, 0, sem="acquire") != share:
+                pass
+            parts = all_with_left(parts, at)
+        if share < SHARES - 1:
+            for n in gl.static_range(len(parts)):
+                leave(parts[n], at + n * parts[n].numel)
+            releases.barrier()
+            gl.atomic_xchg(turn, share + 1, sem="release")
+        return parts, share == SHARES - 1
+
+
+@gluon.jit
+def all_with_left(parts, at):
+    """All parts, and what the walk before has left."""
+    found = ()
+    for n in gl.static_range(len(parts)):
+        found = found + (with_left(parts[n], at + n * parts[n].numel),)
+    return found
+
+
+@gluon.jit
+def with_left(x, at):
+    """A part, and what the walk before has left of it."""
+    layout: gl.constexpr = x.type.layout
+    left = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
+    return x + by_row(left, layout)
+
+
+@gluon.jit
+def leave(x, at):
+    """A part for the walk that comes next."""
+    x = by_register(x)
+    gl.store(at + gl.arange(0, x.numel, x.type.layout), x)
