@@ -294,6 +294,7 @@ BROADCASTS = ("BHMN", "1HMN", "B1MN", "HMN", "MN", "B11N", "BHM1", "N", "M1", ""
 PACKED = ((17, 17), (33, 33), (1, 1))
 PACKED_ZERO = ((0, 5), (7, 0), (0, 0), (20, 33), (0, 0))
 PACKED_DIFFERENT = ((5, 40), (40, 5), (33, 33), (1, 20))
+PACKED_LONG = ((200, 300), (0, 5), (300, 300), (100, 40))
 
 
 def _masks() -> Iterator[Case]:
@@ -347,7 +348,9 @@ def _scores() -> Iterator[Case]:
     yield Case("softcap then bias then alibi then softcap", score=(softcap(1.5), bias("HMN"), alibi(), softcap(5.0)))
     yield Case("alibi, M>N, causal", M=53, N=33, mask=causal, score=(alibi(),))
     yield Case("softcap on large logits", values="large", score=(softcap(50.0),))
-    yield Case("softcap on large logits, causal, bf16", dtype=bf16, values="large", mask=causal, score=(softcap(30.0),))
+    for cap in (30.0, 50.0, 60.0):  # up to 55, bf16 needs no running maximum on Hopper
+        name = f"softcap {cap:.0f} on large logits, causal, bf16"
+        yield Case(name, dtype=bf16, values="large", mask=causal, score=(softcap(cap),))
 
 
 def _sink_and_dropout() -> Iterator[Case]:
@@ -495,11 +498,18 @@ def _large() -> Iterator[Case]:
         yield replace(a, name=f"large {name} D 256", dtype=dtype, M=300, N=400, D=256)
         yield replace(a, name=f"large {name} GQA", dtype=dtype, M=500, N=500, H=6, mask=causal)
     yield replace(a, name="large GQA D 128", dtype=bf16, M=600, N=600, H=8, H_k=2, D=128, mask=causal)
-    yield replace(a, name="large GQA D 128 bands", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
+    yield replace(a, name="large MQA D 128", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
+    shared = replace(a, dtype=bf16, M=300, N=300, H=16, H_k=1)  # in the backward, several walks share keys
+    for D in (64, 128, 256):
+        yield replace(shared, name=f"large MQA D {D}, ragged", D=D, N=330, mask=causal)
+    yield replace(shared, name="large MQA documents", mask=documents)
+    yield replace(shared, name="large MQA M < N, window", dtype=fp32, N=400, D=128, mask=window(200, 0))
+    yield replace(shared, name="large MQA D_v, bf16x6", dtype=fp32, D_v=40, mask=causal, precision="bf16x6")
+    yield replace(shared, name="large MQA dropout, scores", D=128, dropout=0.1, score=(softcap(50.0),), mask=causal)
+    yield replace(shared, name="large MQA deterministic", D=128, mask=causal, deterministic=True)
+    yield replace(shared, name="large MQA varlen", D=128, lengths=PACKED_LONG, mask=causal)
     for D in (64, 128, 256):  # the diagonal meets tiles in their corners, once for every head of a walk
         yield replace(a, name=f"large GQA D {D} aligned", dtype=bf16, M=512, N=512, H=6, D=D, mask=causal)
-    yield replace(a, name="large MQA bands, documents", dtype=bf16, M=1100, N=1100, H=8, H_k=1, mask=documents)
-    yield replace(a, name="large MQA bands, M < N, window", M=1100, N=1200, H=8, H_k=1, D=128, mask=window(700, 0))
     yield replace(a, name="large long", dtype=bf16, M=2000, N=2000, H=1, H_k=1, mask=causal)
     yield replace(a, name="large long fp32", M=400, N=2000, H=1, H_k=1)
     yield replace(a, name="large window", M=1000, N=1000, mask=window(130, 0))

@@ -35,13 +35,17 @@ CASES = {
     "64 bf16x6, deterministic": (64, {**ORDERED, "precision": "bf16x6"}),
     "128 fp16x3, deterministic": (128, {**ORDERED, "precision": "fp16x3"}),
     "128 bf16x6": (128, {"mask": tw.Causal(), "precision": "bf16x6"}),
+    **{f"{D} eight heads a key": (D, {"mask": tw.Causal()}, 8) for D in SIZES},
+    "128 eight heads a key, deterministic": (128, ORDERED, 8),
+    "64 eight heads a key, fp16x3": (64, {"mask": tw.Causal(), "precision": "fp16x3"}, 8),
 }
-"""Head size and options of what is repeated."""
+"""Head size, options, and query heads of a key head, of what is repeated."""
 
 
-def operands(D, dtype=torch.bfloat16, M=1100, H=8):
-    """(q, k, v) with half as many key heads, and dO. 1100 is no multiple of a tile."""
-    x = [torch.randn(2, M, heads, D, device="cuda", dtype=dtype).requires_grad_() for heads in (H, H // 2, H // 2)]
+def operands(D, dtype=torch.bfloat16, group=2, M=1100, H=8):
+    """(q, k, v) with fewer key heads, and dO. 1100 is no multiple of a tile."""
+    of_keys = H // group
+    x = [torch.randn(2, M, heads, D, device="cuda", dtype=dtype).requires_grad_() for heads in (H, of_keys, of_keys)]
     return x, torch.randn(2, M, H, D, device="cuda", dtype=dtype)
 
 
@@ -62,8 +66,8 @@ def differences(found, wanted):
 @pytest.mark.parametrize("case", CASES)
 def test_repeats_are_equal_in_every_bit(case):
     """In memory that is fresh and full of NaN each time; dq where it is promised, and else up to rounding."""
-    D, options = CASES[case]
-    x, do = operands(D, torch.float32 if "precision" in options else torch.bfloat16)
+    D, options, *group = CASES[case]
+    x, do = operands(D, torch.float32 if "precision" in options else torch.bfloat16, *group)
     assert torch.empty(9, device="cuda").isnan().all(), "fresh memory is not filled with NaN"
     first = step(x, do, **options)
     unwritten = {name: int(t.isfinite().logical_not().sum()) for name, t in first.items()}

@@ -16,9 +16,9 @@ MASKS = (
 )  # fmt: skip
 
 
-def launched(M, N, D, H=4, H_k=4, **given):
+def launched(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, **given):
     """The plan of a call on an H200."""
-    q, k = (torch.empty(2, length, heads, D, dtype=torch.bfloat16) for length, heads in ((M, H), (N, H_k)))
+    q, k = (torch.empty(2, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
     return plan(_hypothetical(*_gather(q, k, k, **options), "sm_90"))
@@ -41,10 +41,35 @@ def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
         assert not launched(M, N, D, H_k=2).backward_tile.EDGES
 
 
-def test_only_intervals_have_bands():
-    ids = torch.zeros(2, 4096, dtype=torch.int32)
-    for mask, bands in ((tw.Causal(), 4), (tw.Full(), 4), (tw.Documents(ids, ids), 1)):
-        assert launched(4096, 4096, 128, H=8, H_k=1, mask=mask).backward_shape.bands == bands
+@pytest.mark.parametrize(
+    ("M", "H", "H_k", "deterministic", "heads"),
+    [
+        (8192, 32, 4, False, 4),  # enough walks
+        (8192, 32, 4, True, 2),
+        (8192, 4, 1, False, 2),  # few walks, so that shares are smaller
+        (8192, 12, 2, False, 3),  # a divisor of 6
+        (8192, 16, 16, False, 1),
+        (512, 64, 8, False, 4),
+        (512, 16, 2, False, 4),  # short ones stay together, however few there are
+        (64, 32, 1, False, 32),
+    ],
+)
+def test_query_heads_that_share_keys_are_shared_out_among_walks(M, H, H_k, deterministic, heads):
+    pl = launched(M, M, 128, H=H, H_k=H_k, mask=tw.Causal(), deterministic=deterministic)
+    assert (pl.backward_tile.GROUP, pl.backward_tile.SHARES) == (heads, H // H_k // heads)
+    assert pl.backward_shape.heads == 2 * H // heads
+
+
+def test_a_score_that_bounds_the_logits_spares_the_running_maximum():
+    def bounded(dtype=torch.bfloat16, **given):
+        return launched(512, 512, 128, dtype=dtype, **given).constants["tile"].BOUNDED
+
+    slopes = tw.Alibi(torch.ones(4))
+    assert bounded(score=tw.SoftCap(50.0))
+    assert bounded(score=[slopes, tw.SoftCap(30.0)])
+    for score in ((), tw.SoftCap(60.0), [tw.SoftCap(50.0), slopes]):
+        assert not bounded(score=score)
+    assert not bounded(torch.float16, score=tw.SoftCap(5.0)), "P may be larger than fp16's largest number"
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

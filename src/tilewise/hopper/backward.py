@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     GROUP: int
     """Query heads of a walk."""
     SHARES: int
-    """Walks of a tile of keys: of as many programs, whose sums the last to be done adds up."""
+    """Walks of each tile of keys; see shares.py."""
     APART: bool
     """Whether visits without a mask have a loop of their own; then all others take it."""
     DICE: int
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     section: object
     tiles: object
     key_tiles: object
-    """Key tiles of a head in the sums of shares."""
+    """Key tiles of a head in what shares leave."""
     ahead: object
     """A tile of keys writes zeros for the one drawn so many tiles later; the kernel before wrote those of the first."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved
 from ..reference import sink_gradient
+from ..score import SoftCap
 from ..tile.launch import (
     Launch,
     bias_launches,
@@ -43,7 +44,7 @@ CACHED_KEYS = 32 << 20
 CACHED_QUERIES = 16 << 20
 """Bytes of Q, dO and sums of dQ that programs running side by side may share."""
 MOST_HEADS, SHORT_WALK = 4, 2048
-"""Query heads of a walk in the backward, at most, unless their queries are fewer: its end takes some time."""
+"""Query heads of a walk in the backward, at most, unless these have fewer queries in all: its end takes some time."""
 
 
 class Plan(NamedTuple):
@@ -125,9 +126,11 @@ def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
 
 
 def bounded(p: Problem) -> bool:
-    """Whether the forward may do without running maxima: P of fp16 has not the range."""
-    last = p.recipe.score[-1] if p.recipe.score else (None,)
-    return last[0] == "SoftCap" and last[1] * LOG2E.value <= 80.0 and p.dtype == torch.bfloat16
+    """Whether the forward needs no running maximum (see `forward.begin`); P of fp16 has not the range."""
+    if p.dtype != torch.bfloat16 or p.kinds[-1:] != (SoftCap,):
+        return False
+    _, cap = p.recipe.score[-1]
+    return cap * LOG2E.value <= 80.0
 
 
 def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
@@ -297,12 +300,12 @@ def processors(device: torch.device) -> int:
 
 
 def key_tiles(p: Problem, B_c: int) -> int:
-    """Key tiles of a head in the sums of shares; of packed sequences, of all of them."""
+    """Key tiles of a head in what shares leave; of packed sequences, of all of them."""
     return p.k.shape[0] // B_c + p.B if p.recipe.varlen else cdiv(p.N, B_c)
 
 
 def heads_of_walk(p: Problem, row: Any) -> int:
-    """How many query heads of a key head one walk of the backward takes; others take the rest (see shares.py)."""
+    """How many query heads of a key head one walk of the backward takes; other walks take the rest (see shares.py)."""
     group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
     least = cdiv(SHORT_WALK, max(1, p.M))
     most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)

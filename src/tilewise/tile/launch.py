@@ -21,8 +21,8 @@ DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
 """Where values' device functions are looked up by name."""
 
-
 HERE = nullcontext()
+"""The context that does nothing, made once, as every call enters it."""
 
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
