@@ -122,7 +122,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
             if (x < walk.full_lo) | (x >= walk.full_hi):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         m_new, shift = row_max(S_new, m, c)
-        P_new = exponentials(S_new, shift, c, values.full, y, SPLIT)
+        P_new = exponentials(S_new, shift, c, y, SPLIT)
         alpha = gl.exp2(m - shift)
         l = l * alpha + gl.sum(P_new, 1)
         m = m_new

@@ -193,6 +193,14 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 
 
 @gluon.jit
+def wait_turn(turn, t):
+    """Until tile of keys t may add: then the additions before are in memory, and this program's stay behind them."""
+    while gl.atomic_add(turn, 0, sem="acquire") != t:
+        pass
+    fence_async_global()
+
+
+@gluon.jit
 def leave_dq(done, keys, shape, tile: gl.constexpr):
     """Tells `finish` that this tile of keys has added all that it adds to dQ."""
     wait_added()
@@ -216,9 +224,8 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
         visit = first_visit(keys, variant, tile)
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
-            if tile.ORDERED:  # turns and sums meet in the second-level cache: no fence is needed, and each is slow
-                while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
-                    pass
+            if tile.ORDERED:
+                wait_turn(turns + block, keys.t)
             for piece in gl.static_range(PIECES):
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
@@ -234,7 +241,7 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
             if tile.ORDERED:
                 wait_added()
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
-                gl.atomic_xchg(turns + block, turn, sem="relaxed")
+                gl.atomic_xchg(turns + block, turn, sem="release")
             visit = next_visit(visit, keys, variant, tile)
         leave_dq(done, keys, shape, tile)
         n += 1

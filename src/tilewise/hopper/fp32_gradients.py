@@ -30,7 +30,7 @@ from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from . import releases
 from .around import first_block
-from .backward import leave_dq, wait_added
+from .backward import leave_dq, wait_added, wait_turn
 from .channel import (
     Channel,
     arrive,
@@ -189,9 +189,8 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
         visit = first_visit(keys, variant, tile)
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
-            if tile.ORDERED:  # why no fence is needed is said in backward.py
-                while gl.atomic_add(turns + block, 0, sem="relaxed") != keys.t:
-                    pass
+            if tile.ORDERED:
+                wait_turn(turns + block, keys.t)
             for w in gl.static_range(2):
                 mbarrier.wait(shared.dq.full.index(w), y & 1)
                 releases.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
@@ -203,7 +202,7 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
                     arrive(shared.do.empty, y)
             if tile.ORDERED:
                 turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
-                gl.atomic_xchg(turns + block, turn, sem="relaxed")
+                gl.atomic_xchg(turns + block, turn, sem="release")
             y += 1
             visit = next_visit(visit, keys, variant, tile)
         leave_dq(done, keys, shape, tile)
