@@ -255,8 +255,8 @@ def _gather(
         raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
     if scale is not None:
         scale = check_number("scale", scale, "finite and >= 0", 0.0, float("inf"))
-    if dropout != 0.0 or type(dropout) is not float:
-        dropout = check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
+    left_out = type(dropout) is float and dropout == 0.0  # torch.compile wants the constant itself
+    dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
     if backend is not None and backend not in ORDER:
