@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..tile.schedule import assign
 from . import releases
-from .channel import Channel, arrive, barriers, expect, instruct, let_next_begin, stage, wait_before, wait_kernels
+from .channel import (
+    Channel,
+    arrive,
+    barriers,
+    expect,
+    instruct,
+    let_next_begin,
+    stage,
+    until,
+    wait_before,
+    wait_kernels,
+)
 from .dice import bits, rolled
 from .gradients import rows_of_keys
 from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
@@ -187,17 +198,8 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
         gl.atomic_add(ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
     if matrix * shape.tiles >= shape.ahead:
-        while gl.atomic_add(ready + matrix, 0, sem="acquire") != shape.tiles:
-            pass
+        until(ready + matrix, shape.tiles)
         fence_async_global()
-
-
-@gluon.jit
-def wait_turn(turn, t):
-    """Until tile of keys t may add: then the additions before are in memory, and this program's stay behind them."""
-    while gl.atomic_add(turn, 0, sem="acquire") != t:
-        pass
-    fence_async_global()
 
 
 @gluon.jit
@@ -225,7 +227,8 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:
-                wait_turn(turns + block, keys.t)
+                until(turns + block, keys.t)
+                fence_async_global()
             for piece in gl.static_range(PIECES):
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)

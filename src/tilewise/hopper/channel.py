@@ -79,6 +79,13 @@ def instruct(PTX: gl.constexpr):
 
 
 @gluon.jit
+def until(at, value):
+    """Until a number in memory is `value`: then what its writer wrote before can be read."""
+    while gl.atomic_add(at, 0, sem="acquire") != value:
+        pass
+
+
+@gluon.jit
 def end_block(y):
     """Ends a basic block: ptxas moves no wait over its end. No use y is negative, but that it cannot know."""
     PTX: gl.constexpr = (

@@ -15,7 +15,7 @@ from .around import finish, give_turns
 from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, processors
+from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks
 from .pieces import Split, split
 from .shares import Shares
 from .tiles import KINDS, Kind, padded, precision
@@ -94,13 +94,10 @@ def sizes_of(p: Problem) -> Sizes:
     """The problem's tiles, and what follows from them."""
     D, name = padded(p), precision(p) or ""  # asked for only where there is one
     row = ROWS[D, name]
-    if p.recipe.varlen:
-        query_tiles, key_tiles = p.q.shape[0] // row.B_r + p.B, p.k.shape[0] // row.B_c + p.B
-    else:
-        query_tiles, key_tiles = cdiv(p.M, row.B_r), cdiv(p.N, row.B_c)
+    of_queries, of_keys = row_blocks(p, row.B_r), key_tiles(p, row.B_c)
     batch = 1 if p.recipe.varlen else p.B
     return Sizes(
-        row, D, KINDS[name], query_tiles, key_tiles, batch * p.H * query_tiles, batch * p.H_k * key_tiles,
+        row, D, KINDS[name], of_queries, of_keys, batch * p.H * of_queries, batch * p.H_k * of_keys,
         heads_of_walk(p, row),
     )  # fmt: skip
 

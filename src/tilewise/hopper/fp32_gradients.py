@@ -29,8 +29,7 @@ from ..tile.gradients import seen
 from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from . import releases
-from .around import first_block
-from .backward import leave_dq, wait_added, wait_turn
+from .backward import fence_async_global, leave_dq, wait_added
 from .channel import (
     Channel,
     arrive,
@@ -39,12 +38,14 @@ from .channel import (
     let_next_begin,
     stage,
     take_turns,
+    until,
     wait,
     wait_before,
     wait_kernels,
 )
 from .gradients import hand_over
 from .keys import (
+    block_of,
     first_visit,
     is_edge,
     keys_of,
@@ -129,14 +130,6 @@ def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def block_of(keys, shape, packed, tile: gl.constexpr):
-    """Which tile of all keys in memory a tile is."""
-    B_C: gl.constexpr = tile.B_C
-    heads = shape.H // (tile.GROUP * tile.SHARES)
-    return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, B_C) + keys.t
-
-
-@gluon.jit
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
     B_R: gl.constexpr = tile.B_R
@@ -190,7 +183,8 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
             if tile.ORDERED:
-                wait_turn(turns + block, keys.t)
+                until(turns + block, keys.t)
+                fence_async_global()
             for w in gl.static_range(2):
                 mbarrier.wait(shared.dq.full.index(w), y & 1)
                 releases.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))

@@ -59,6 +59,13 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 
 @gluon.jit
+def block_of(keys, shape, packed, tile: gl.constexpr):
+    """Which tile of all keys in memory a tile is, where every sequence begins with a tile of its own."""
+    heads = shape.H // (tile.GROUP * tile.SHARES)
+    return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
+
+
+@gluon.jit
 def first_visit(keys, variant, tile: gl.constexpr):
     """The first visit of these keys. Query heads that share them come one after the other."""
     walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
@@ -73,7 +80,8 @@ def next_visit(visit, keys, variant, tile: gl.constexpr):
 
 @gluon.jit
 def skip_empty(visit, keys, variant, tile: gl.constexpr):
-    """This visit if it is there, else the first of the next head that has one; if there is none, one that is not."""
+    """This visit if it is there, else the first of the next head that has one; if there is none, one that is not. With
+    a plain count of heads in place of the modulo, ptxas arranges the loops of the products worse."""
     if tile.GROUP > 1:
         more = True
         while ~there(visit) & more:

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import releases
-from .around import first_block
+from .channel import until
+from .keys import block_of
 
 
 class Shares(NamedTuple):
@@ -44,14 +45,12 @@ def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.co
     if SHARES == 1:
         return parts, True
     else:
-        heads = shape.H // (tile.GROUP * SHARES)
-        block = first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
+        block = block_of(keys, shape, packed, tile)
         at = shares.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
         turn = shares.turns + block * 2 + W
         share = keys.h // tile.GROUP % SHARES
         if share > 0:  # walks before this one were drawn before it, so they run
-            while gl.atomic_add(turn, 0, sem="acquire") != share:
-                pass
+            until(turn, share)
             parts = all_with_left(parts, at)
         if share < SHARES - 1:
             for n in gl.static_range(len(parts)):
