@@ -218,3 +218,48 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
         assert (around[:64] == 1e30).all(), "nothing before it was written"
         assert (around[-64:] == 1e30).all(), "nothing behind it was written"
     assert (o.abs().amax((1, 2)) > 0).any() == (wrong != "all the same")
+
+
+class Compiled:
+    """A compiled kernel that only tells how it was launched."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.launched = []
+
+    def run(self, *given):
+        self.launched.append(("alone", given))
+
+    def __getitem__(self, grid):
+        return lambda *given, stream: self.launched.append(("with hooks", (grid, stream, *given)))
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_calls_hooks_where_there_are_some(name, monkeypatch):
+    """A profiler adds to Triton's chain of calls, or puts its own function in its place."""
+
+    @triton.jit
+    def kernel(x, y):
+        pass
+
+    compiled = Compiled()
+    here = launch.Launch(kernel, 3, ("x",), {"y": 5}, {(kernel.fn, None): (compiled, (5,))})
+    here.run(7)
+    assert compiled.launched == [("alone", (3, 1, 1, 7, "function", "metadata", None, None, None, "x", 5))]
+
+    def hook(metadata):
+        """Only has to be there."""
+
+    chain = getattr(triton.knobs.runtime, name)
+    chain.add(hook)
+    try:
+        here.run(7)
+    finally:
+        chain.remove(hook)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, name, hook)
+        here.run(7)
+    assert compiled.launched[1:] == 2 * [("with hooks", ((3, 1, 1), 7, "x", 5))]
+    here.run(7)
+    assert compiled.launched[3:] == compiled.launched[:1]

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from ..tile.rows import origin, row_values, rows_of
 from ..tile.softmax import for_backward
-from ..tile.visits import query_range
 
 
 @triton.jit
@@ -56,20 +55,6 @@ def prepare(
     tl.store(done + b * H + h, 0, mask=t == 0)
     at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
-
-
-@triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])
-def give_turns(turns, packed, variant, M, N, H, tiles, stride, B_R: tl.constexpr, B_C: tl.constexpr):
-    """For every query tile the last key tile whose walk comes by: the first to add to its dQ."""
-    program = tl.program_id(0)
-    t, h, b = program % tiles, program // tiles % H, program // tiles // H
-    q0, M, _, N = rows_of(packed, b, M, N)
-    if t * B_C >= N:
-        return
-    lo, _, _, hi = query_range(variant, 0, b, t * B_C, M, N, B_R, B_C)
-    first = first_block(packed, b, h, H, q0, stride, B_R)
-    for m in range(lo, hi):
-        tl.atomic_max(turns + first + m, t)
 
 
 @triton.jit

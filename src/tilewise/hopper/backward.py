@@ -22,18 +22,20 @@ from .channel import (
     arrive,
     barriers,
     expect,
-    instruct,
+    fence_async_global,
     let_next_begin,
     stage,
     until,
+    wait_added,
     wait_before,
     wait_kernels,
 )
 from .dice import bits, rolled
 from .gradients import rows_of_keys
-from .keys import first_visit, keys_of, next_turn, next_visit, place_of, query_block, there, tile_of
+from .keys import first_visit, keys_of, next_visit, place_of, query_block, there, tile_of
 from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
 from .sides import side_of_k, side_of_v
+from .turns import hand_turn_on, wait_turn
 
 
 class Tile(NamedTuple):
@@ -53,8 +55,8 @@ class Tile(NamedTuple):
     """Whether each group visits only what its own keys see."""
     EDGES: bool
     """Whether other query tiles than the first may need the mask."""
-    ORDERED: bool
-    """Whether key tiles add to a tile of dQ in a fixed order, the last first: then dQ repeats bit by bit."""
+    TURN: int
+    """Query tiles of a turn (see turns.py): then dQ repeats bit by bit. 0 where key tiles add as they come."""
     GROUP: int
     """Query heads of a walk."""
     SHARES: int
@@ -80,8 +82,6 @@ class Shape(NamedTuple):
     tiles: object
     key_tiles: object
     """Key tiles of a head in what shares leave."""
-    ahead: object
-    """A tile of keys writes zeros for the one drawn so many tiles later; the kernel before wrote those of the first."""
 
 
 class Shared(NamedTuple):
@@ -136,7 +136,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 releases.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
-        elif not tile.ORDERED:  # nor are there any until the next section
+        elif tile.TURN == 0:  # nor are there any until the next section
             skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
         t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
@@ -170,26 +170,15 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def wait_added():
-    """Until what this warp added is there for others; `tma.store_wait` waits until it is read."""
-    instruct("cp.async.bulk.wait_group 0")
-
-
-@gluon.jit
-def fence_async_global():
-    """Between plain stores and TMA's sums in memory."""
-    instruct("fence.proxy.async.global")
-
-
-@gluon.jit
 def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
-    """Writes a share of the zeros in dQ of a matrix drawn later: they are still in the cache when they are added to.
-    Then waits until all of this tile's own matrix are there, which tiles drawn before it wrote."""
+    """Writes a share of the zeros in dQ of the next section: they are still in the cache when they are added to. Then
+    waits until all of this tile's own matrix are there, by tiles drawn before it, or by the kernel before."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     zero = gl.zeros([1024], gl.float32, layout)
     count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
-    if t + shape.ahead < shape.tiles * shape.heads:
-        matrix, share = assign(t + shape.ahead, shape.tiles, shape.heads, shape.section)  # as many shares as tiles
+    ahead = shape.section * shape.tiles
+    if t + ahead < shape.tiles * shape.heads:
+        matrix, share = assign(t + ahead, shape.tiles, shape.heads, shape.section)  # as many shares as tiles
         each = gl.cdiv(count, shape.tiles)
         for n in range(share * each, gl.minimum((share + 1) * each, count)):
             gl.store(sums + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
@@ -197,7 +186,7 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
         releases.barrier()
         gl.atomic_add(ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
-    if matrix * shape.tiles >= shape.ahead:
+    if matrix >= shape.section:
         until(ready + matrix, shape.tiles)
         fence_async_global()
 
@@ -226,25 +215,22 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
         visit = first_visit(keys, variant, tile)
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
-            if tile.ORDERED:
-                until(turns + block, keys.t)
-                fence_async_global()
+            if tile.TURN:
+                wait_turn(turns, block, visit, keys, tile)
             for piece in gl.static_range(PIECES):
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
                     row = (block * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
                     releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
-                    if tile.ORDERED and IN_ALL == 1:
+                    if tile.TURN and IN_ALL == 1:
                         wait_added()
                 tma.store_wait(1)
                 mbarrier.arrive(shared.dq.empty.index(0))
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq.empty.index(1))
                 y += 1
-            if tile.ORDERED:
-                wait_added()
-                turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
-                gl.atomic_xchg(turns + block, turn, sem="release")
+            if tile.TURN:
+                hand_turn_on(turns, block, visit, keys, variant, tile)
             visit = next_visit(visit, keys, variant, tile)
         leave_dq(done, keys, shape, tile)
         n += 1

@@ -86,6 +86,18 @@ def until(at, value):
 
 
 @gluon.jit
+def wait_added():
+    """Until what TMA added for this warp is there for others; `tma.store_wait` waits until it is read."""
+    instruct("cp.async.bulk.wait_group 0")
+
+
+@gluon.jit
+def fence_async_global():
+    """Between plain accesses of memory and those of TMA."""
+    instruct("fence.proxy.async.global")
+
+
+@gluon.jit
 def end_block(y):
     """Ends a basic block: ptxas moves no wait over its end. No use y is negative, but that it cannot know."""
     PTX: gl.constexpr = (

@@ -11,14 +11,15 @@ from triton.experimental.gluon import language as gl
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, visits
 from ..tile.visits import Variant
-from .around import finish, give_turns
+from .around import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks
+from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
 from .pieces import Split, split
 from .shares import Shares
 from .tiles import KINDS, Kind, padded, precision
+from .turns import give_turns
 
 
 class Row(NamedTuple):
@@ -209,9 +210,15 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, (), None, lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // of_walk
+    edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
+    tile = Tile(
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, turn(p, sides=False), of_walk,
+        p.H // p.H_k // of_walk, row.in_step,
+    )  # fmt: skip
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
-        listing = [Launch(give_turns, p.B * p.H * tiles, order, {"B_R": row.B_r, "B_C": row.B_c}, pl.compiled)]
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": tile.TURN}
+        listing = [Launch(give_turns, p.B * p.H * tiles, order, constants, pl.compiled)]
     cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
     section = evenly(heads, max(1, 2 * processors(x.q.device) // tiles, cached))  # two tiles a processor, or more
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
@@ -221,11 +228,6 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         rows(p, grads.k), rows(p, grads.v), scratch.shares, counter, scratch.turns, where, variant,
         max(p.scale, TINY), p.scale,
         Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
-    )  # fmt: skip
-    edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
-    tile = Tile(
-        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, p.recipe.deterministic, of_walk,
-        p.H // p.H_k // of_walk, row.in_step,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(x.q.device))

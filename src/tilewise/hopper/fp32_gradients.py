@@ -29,7 +29,7 @@ from ..tile.gradients import seen
 from ..tile.rows import origin
 from ..tile.softmax import LOG2E
 from . import releases
-from .backward import fence_async_global, leave_dq, wait_added
+from .backward import leave_dq
 from .channel import (
     Channel,
     arrive,
@@ -38,8 +38,8 @@ from .channel import (
     let_next_begin,
     stage,
     take_turns,
-    until,
     wait,
+    wait_added,
     wait_before,
     wait_kernels,
 )
@@ -49,15 +49,14 @@ from .keys import (
     first_visit,
     is_edge,
     keys_of,
-    next_turn,
     next_visit,
     place_of,
     query_block,
     there,
-    tile_of,
 )
 from .queue import draw_in_turn, hand_on, leave, ticket, tickets
 from .shares import with_shares
+from .turns import hand_turn_on, wait_turn
 
 
 class Tile(NamedTuple):
@@ -75,7 +74,7 @@ class Tile(NamedTuple):
     DO_STAGES: int
     EDGES: bool
     """Whether any tile may need the mask."""
-    ORDERED: bool
+    TURN: int
     GROUP: int
     SHARES: int
     IN_STEP: bool
@@ -182,21 +181,19 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
         visit = first_visit(keys, variant, tile)
         while there(visit):
             block = query_block(visit, keys, shape, packed, variant, tile)
-            if tile.ORDERED:
-                until(turns + block, keys.t)
-                fence_async_global()
+            if tile.TURN:
+                wait_turn(turns, block, visit, keys, tile)
             for w in gl.static_range(2):
                 mbarrier.wait(shared.dq.full.index(w), y & 1)
                 releases.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
-                if tile.ORDERED:
+                if tile.TURN and IN_ALL == 1:
                     wait_added()
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq.empty.index(w))
                 if tile.IN_STEP:
                     arrive(shared.do.empty, y)
-            if tile.ORDERED:
-                turn = next_turn(keys, tile_of(visit, keys, variant), variant, tile)
-                gl.atomic_xchg(turns + block, turn, sem="release")
+            if tile.TURN:
+                hand_turn_on(turns, block, visit, keys, variant, tile)
             y += 1
             visit = next_visit(visit, keys, variant, tile)
         leave_dq(done, keys, shape, tile)

@@ -45,12 +45,12 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def keys_of(t, shape, packed, tile: gl.constexpr):
-    """Where tile t of all is. The first keys, seen by the most queries, come first. ORDERED, the last do, which have to
+    """Where tile t of all is. The first keys, seen by the most queries, come first. In turn, the last do, which have to
     add to dQ first: nobody waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
     SHARES: gl.constexpr = tile.SHARES
     walk, t_k = assign(t, shape.tiles, shape.heads, shape.section)
-    if not tile.ORDERED:
+    if tile.TURN == 0:
         t_k = shape.tiles - 1 - t_k
     walks = shape.H // tile.GROUP
     b, w = walk // walks, walk % walks
@@ -146,17 +146,3 @@ def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
 def is_edge(visit):
     """Whether a visit needs the mask."""
     return (visit.x < visit.walk.full_lo) | (visit.x >= visit.walk.full_hi)
-
-
-@gluon.jit
-def next_turn(keys, m, variant, tile: gl.constexpr):
-    """The key tile that adds to query tile m after this one: the next before it whose walk comes by, or -1."""
-    B_R: gl.constexpr = tile.B_R
-    B_C: gl.constexpr = tile.B_C
-    t = keys.t
-    there = False
-    while (t >= 0) & ~there:
-        t -= 1
-        lo, _, _, hi = query_range(variant, 0, keys.b, t * B_C, keys.M, keys.N, B_R, B_C)
-        there = (lo <= m) & (m < hi)
-    return t

@@ -31,10 +31,11 @@ from ..tile.visits import Variant
 from . import backward as backward_kernel
 from . import forward as kernels
 from . import scores
-from .around import finish, give_turns, prepare
+from .around import finish, prepare
 from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
 from .shares import Shares
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
+from .turns import give_turns
 
 TINY = 2.0**-126
 SECTION = 16
@@ -74,7 +75,7 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
-    """For deterministic gradients, per block: the key tile that may add to it."""
+    """For deterministic gradients, per block: the key tile that may add to it and to the others of its turn."""
     ready: Tensor | None
     """Per matrix of keys: shares of zeros that are in its dQ. None where they are all written before: for packed
     sequences, and for tiles with sides, where ptxas would spill."""
@@ -147,8 +148,13 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
         row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
-        p.recipe.deterministic, heads, p.H // p.H_k // heads, apart, dice_warps(p, 128),
+        turn(p, row.sides), heads, p.H // p.H_k // heads, apart, dice_warps(p, 128),
     )  # fmt: skip
+
+
+def turn(p: Problem, sides: bool) -> int:
+    """Query tiles of a turn, if dQ has to repeat: two, or one where a visit takes longer, at head size 256."""
+    return 0 if not p.recipe.deterministic else 1 if sides else 2
 
 
 def dice_warps(p: Problem, crowded: int) -> int:
@@ -198,7 +204,7 @@ def backward_launches(
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
-        constants = {"B_R": row.B_r, "B_C": row.B_c}
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": pl.backward_tile.TURN}
         listing = [Launch(give_turns, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
     before = preparation(p, pl, saved.o, do, dL, lse, scratch, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
@@ -215,7 +221,7 @@ def preparation(
     row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, pl.backward_tile.GROUP
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    zeroed = p.B * p.H if scratch.ready is None else shape.ahead // shape.tiles * group
+    zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
         rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, lengths(p)[0], p.H, tiles,
         shape.blocks, group, zeroed,
@@ -274,16 +280,15 @@ def of_biases(
 
 def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
     """The backward's counts, and how many matrices run side by side."""
-    tiles, everywhere = cdiv(p.N, row.B_c), processors(p.q.device)
-    side_by_side = everywhere // tiles  # no fewer, or some would wait for work at the end
+    tiles = cdiv(p.N, row.B_c)
+    side_by_side = processors(p.q.device) // tiles  # no fewer, or some would wait for work at the end
     heads = heads_of_walk(p, row)
     section = max(1, side_by_side, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
     while p.recipe.varlen and p.H // heads % section:  # of one sequence
         section -= 1
-    ahead = cdiv(everywhere, section * tiles) * section * tiles  # whole matrices, a tile for every program
     return backward_kernel.Shape(
         *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
-        key_tiles(p, row.B_c), ahead,
+        key_tiles(p, row.B_c),
     )  # fmt: skip
 
 
