@@ -16,6 +16,7 @@ from tilewise.bench.peers import PEERS, Peer
 from tilewise.bench.results import Row
 from tilewise.bench.suites import FORWARD, SUITES, Case, Suite
 from tilewise.problem import Operands
+from tilewise.tile.masks import key_range_of
 from tilewise.tile.visits import Place, key_range
 
 SUITE = SUITES["ablation"]
@@ -160,6 +161,25 @@ def test_masks_on_every_tile_visit_the_same_tiles_and_hold_none_for_full(causal,
     assert torch.equal(before[:, [0, 3]], after[:, [0, 3]])
     assert (before[:, 2] > before[:, 1]).any()
     assert (after[:, 2] == after[:, 1]).all()
+
+
+@triton.jit
+def write_rows(out, mask, M, N: tl.constexpr):
+    """How many keys each row sees."""
+    i = tl.arange(0, N)
+    lo, hi = key_range_of(mask, 0, i, M)
+    tl.store(out + i, tl.zeros([N], tl.int32) + (hi - lo))
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_on_every_tile_hide_nothing_more(causal):
+    counts = []
+    for one in launches("masks on every tile", 64, causal):
+        counts.append(torch.zeros(256, dtype=torch.int32))
+        write_rows[(1,)](counts[-1], by_name(one)["variant"].mask, 256, 256)
+    assert torch.equal(counts[0], torch.arange(1, 257) if causal else torch.full((256,), 256))
+    assert torch.equal(*counts)
 
 
 @interpreted

@@ -41,8 +41,12 @@ def anything(b, h, i, j):
 
 @triton.jit
 def unsure(b, i):
-    """Every key may be seen, but a tile's first row (a multiple of 64) promises none: so no tile counts as full."""
-    return -OPEN, tl.where(i % 64 == 0, 0, OPEN)
+    """Rows see every key; but asked for by itself, as first of a tile (a multiple of 64), a row sees none: so no tile
+    counts as full."""
+    if len(i.shape) > 0:
+        return -OPEN, OPEN
+    else:
+        return -OPEN, tl.where(i % 64 == 0, 0, OPEN)
 
 
 NO_TILE_FULL = Part(anything, unsure, everywhere, ())
