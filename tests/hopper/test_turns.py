@@ -1,0 +1,40 @@
+"""Who adds first to each tile of dQ: the last tile of keys that it sees, held against the mask written out."""
+
+import pytest
+import torch
+import triton
+
+import tilewise as tw
+from tilewise.api import _gather, _hypothetical, attention
+from tilewise.hopper.turns import give_turns
+from tilewise.tile.launch import cdiv, device_values
+from tilewise.tile.visits import Variant
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
+
+B_R, B_C, H = 64, 128, 2
+MASKS = (tw.Full(), tw.Causal(), tw.Window(100, 20), tw.Causal() & tw.Window(200, 0), tw.Window(0, 0))
+
+
+def given(mask, M, N, turn):
+    """What the kernel writes for every query tile, head by head."""
+    q, k = (torch.empty(1, length, H, 16) for length in (M, N))
+    options = {**attention.__kwdefaults__, "mask": mask}
+    del options["seed"], options["return_lse"]
+    parts, *_ = device_values(_hypothetical(*_gather(q, k, k, **options), "sm_90"), ())
+    blocks, tiles = cdiv(M, B_R), cdiv(N, B_C)
+    turns = torch.full((H, blocks), -1, dtype=torch.int32)
+    give_turns[(H * tiles,)](turns, None, Variant(parts, (), None, None), M, N, H, tiles, blocks, B_R, B_C, turn)
+    return turns.tolist()
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize(("M", "N"), [(512, 512), (300, 700), (700, 300), (65, 129)])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_first_to_add_is_the_last_tile_that_is_seen(mask, M, N, turn):
+    """Of the query tiles of a turn the first one's number says so, and the others' say nothing."""
+    keys = [rows.any(0).nonzero() for rows in mask.dense(M, N).split(turn * B_R)]
+    wanted = [int(j.max()) // B_C if len(j) else -1 for j in keys]
+    for head in given(mask, M, N, turn):
+        assert head[::turn] == wanted
+        assert turn == 1 or set(head[1::turn]) <= {-1}
