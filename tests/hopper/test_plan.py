@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.api import _gather, _hypothetical, attention
 from tilewise.hopper.launch import plan
 from tilewise.tile.softmax import LOG2E
 
@@ -16,12 +16,9 @@ MASKS = (
 )  # fmt: skip
 
 
-def launched(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, **given):
+def launched(M, N, D, **given):
     """The plan of a call on an H200."""
-    q, k = (torch.empty(2, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
-    options = {**attention.__kwdefaults__, **given}
-    del options["seed"], options["return_lse"]
-    return plan(_hypothetical(*_gather(q, k, k, **options), "sm_90"))
+    return plan(problem(M, N, D, **given))
 
 
 def tiles(seen, rows, columns):
