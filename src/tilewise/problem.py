@@ -194,6 +194,11 @@ class Problem(NamedTuple):
         return tuple(KINDS[plain[0]] for plain in self.recipe.mask + self.recipe.score)
 
     @property
+    def past(self) -> bool:
+        """Whether the mask hides every key after its query."""
+        return any(hides_later_keys(part) for part in self.recipe.mask)
+
+    @property
     def listed(self) -> bool:
         """Whether the mask is no interval, so that the tiles to visit are listed first."""
         return not all(getattr(kind, "interval", True) for kind in self.kinds)
@@ -219,6 +224,11 @@ class Problem(NamedTuple):
         _check_recipe(self)
         _check_extra(self)
         return self
+
+
+def hides_later_keys(part: tuple[Any, ...]) -> bool:
+    """Whether a part of a recipe's mask shows no key after its query."""
+    return part[0] == "Causal" or (part[0] == "Window" and part[2] == 0)
 
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .channel import Channel, arrive, barriers, stage, wait
+from .threads import as_tile, by_thread
 
 AHEAD = gl.constexpr(4)
 """Tiles by which the dice may be ahead."""
@@ -129,12 +130,6 @@ def compared(kept, number, threshold):
 
 
 @gluon.jit
-def by_thread(S):
-    """A tile of S as (row, block of 8 columns, thread, entry)."""
-    return S.reshape([S.shape[0], S.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
 def taken(bits, u, ROW: gl.constexpr, S):
     """Of use u, the words of every row and thread of a tile that lies as S does, from row ROW on; 0 without dropout."""
     if bits is None:
@@ -179,4 +174,4 @@ def kept(x, words):
             "=r,r,r,r", [tile, lifted, gl.where(b < 8, 0x8888, 0xAAAA) + 0x1111 * e],
             dtype=x.dtype, is_pure=True, pack=1,
         )  # fmt: skip
-    return gl.convert_layout(tile.reshape(x.shape), x.type.layout, assert_trivial=True)
+    return as_tile(tile, x)

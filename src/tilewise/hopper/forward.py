@@ -21,13 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..tile.masks import key_range_of, visible
 from ..tile.rows import origin, row_values, rows_of
-from ..tile.scores import through
+from ..tile.scores import Entries, through
 from ..tile.softmax import finalize, join_sink, row_max
 from ..tile.visits import Place, key_range, list_at, tile_at
 from . import releases
 from .channel import Channel, arrive, barriers, end_block, expect, stage, take_turns, wait, wait_before
 from .dice import bits, dropped, rolled, taken
 from .queue import draw, hand_on, leave, ticket, tickets
+from .threads import as_tile, by_thread, positions
 
 
 class Tile(NamedTuple):
@@ -259,8 +260,12 @@ def indices(S, place, row0, j0):
 @gluon.jit
 def scored(S, place, row0, j0, variant):
     """The logits after all scores."""
-    i, columns = indices(S, place, row0, j0)
-    return through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
+    if len(variant.scores) == 0:
+        return S
+    else:
+        row, first, column = positions(S)
+        at = Entries(place.b, place.h, row0 + place.shift + row, 0, j0 + first, column)
+        return as_tile(through(variant.scores, by_thread(S), at, len(variant.scores)), S)
 
 
 @gluon.jit

@@ -15,16 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.gradients import logits, logits_gradient, seen
+from ..tile.gradients import seen
 from ..tile.masks import query_range_of
+from ..tile.scores import Entries, back, through
 from ..tile.softmax import probabilities
 from . import releases
 from .channel import arrive, end_block, held, stage, wait
-from .dice import by_thread, dropped, kept, taken
+from .dice import dropped, kept, taken
 from .forward import store_inside, zero_from
 from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
 from .queue import ticket
 from .shares import by_register, with_shares
+from .threads import as_tile, by_thread, positions
 
 
 @gluon.jit
@@ -34,7 +36,7 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
-    P = probabilities(logits(S, place, variant, i, j0, j), logs[None, :], unit, False)
+    P = probabilities(scored(S, place, j0, variant), logs[None, :], unit, False)
     if edge:
         if len(variant.scores) > 0:
             j0 += y >> 31
@@ -45,30 +47,41 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
 
 @gluon.jit
 def inside(S, place, j0, variant):
-    """Which queries of a transposed tile are in the interval that sees a key. Indices go by thread: a column is then a
-    number of the thread's plus a constant, else ptxas keeps each of them in a register."""
-    layout: gl.constexpr = by_thread(S).type.layout
-    entries: gl.constexpr = gl.SliceLayout(2, layout)
-    blocks: gl.constexpr = gl.SliceLayout(3, layout)
-    j = j0 + gl.arange(0, S.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, blocks)))[:, None, None, None]
-    block = gl.arange(0, S.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, blocks)))[None, :, None, None]
-    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, blocks)))[None, None, :, None]
-    entry = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, entries)))[None, None, None, :]
+    """Which queries of a transposed tile are in the interval that sees a key."""
+    row, first, column = positions(S)
+    j = j0 + row
     lo, hi = query_range_of(variant.mask, place.b, j, place.M, place.shift)
     count = gl.where(j < place.N, gl.maximum(hi - lo, 0), 0)
     # one comparison for both ends: before the first query, the difference wraps around
-    after = 8 * block + entry - (lo - place.i0 - 2 * thread)
+    after = column - (lo - place.i0 - first)
     shown = after.to(gl.uint32) < count.to(gl.uint32)
-    return gl.convert_layout(shown.reshape(S.shape), S.type.layout, assert_trivial=True)
+    return as_tile(shown, S)
+
+
+@gluon.jit
+def entries(S, place, j0):
+    """Where a transposed tile's entries are, by thread."""
+    row, first, column = positions(S)
+    return Entries(place.b, place.h, place.i0 + place.shift + first, column, j0 + row, 0)
+
+
+@gluon.jit
+def scored(S, place, j0, variant):
+    """The logits of a transposed tile after all scores."""
+    if len(variant.scores) == 0:
+        return S
+    else:
+        return as_tile(through(variant.scores, by_thread(S), entries(S, place, j0), len(variant.scores)), S)
 
 
 @gluon.jit
 def gradient(P, dP, sums, S, place, j0, variant):
     """dS of a transposed tile: the gradient with respect to the scaled logits."""
-    layout: gl.constexpr = S.type.layout
-    i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
-    j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
-    return logits_gradient(P, dP, sums, S, place, variant, i, j0, j, 0)
+    dS = P * (dP - sums)
+    if len(variant.scores) == 0:
+        return dS
+    else:
+        return as_tile(back(variant.scores, by_thread(dS), by_thread(S), entries(S, place, j0), 0), S)
 
 
 @gluon.jit

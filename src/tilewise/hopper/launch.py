@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved
+from ..problem import Grads, Operands, Problem, Saved, hides_later_keys
 from ..reference import sink_gradient
 from ..score import SoftCap
 from ..tile.launch import (
@@ -172,9 +172,8 @@ def has_edges(p: Problem, own: int, other: int) -> bool:
 
 def under_diagonal(p: Problem, size: int) -> bool:
     """Whether every row's last key lies on the diagonal, which meets tiles of `size` in their corners."""
-    causal = [part for part in p.recipe.mask if part == ("Causal",) or (part[0] == "Window" and part[2] == 0)]
     aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
-    return aligned and len(causal) > 0 and len(causal) == len(p.recipe.mask)
+    return aligned and p.past and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:

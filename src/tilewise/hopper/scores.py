@@ -1,7 +1,5 @@
 """Scores that Hopper computes in its own way, under their names in tile/scores.py."""
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -45,20 +43,13 @@ def saturated(x, cap):
 
 
 @gluon.jit
-def softcap_fn(S, unit, b, h, i, j, cap):
+def softcap_fn(S, unit, at, cap):
     """cap tanh(S unit / cap)."""
     return saturated(S * (2.8853900817779268 * unit / cap), cap)
 
 
 @gluon.jit
-def softcap_grad(dS, S, unit, b, h, i, j, cap):
+def softcap_grad(dS, S, unit, at, cap):
     """1 - tanh^2."""
-    t = softcap_fn(S, unit, b, h, i, j, cap) * (1.0 / cap)
+    t = softcap_fn(S, unit, at, cap) * (1.0 / cap)
     return dS * (1.0 - t * t)
-
-
-@triton.jit
-def alibi_fn(S, unit, b, h, i, j, slopes, batch, head):
-    """S unit - slope |i - j|: exact to 16M tokens in fp32, where positions become numbers once a row and column."""
-    slope = tl.load(slopes + b * batch + h * head).to(tl.float32)
-    return S * unit - slope * tl.abs(i.to(tl.float32) - j.to(tl.float32))

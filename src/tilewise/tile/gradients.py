@@ -9,14 +9,8 @@ import triton.language as tl
 
 from .dropout import kept
 from .masks import visible
-from .scores import back, through
+from .scores import Entries, back, through
 from .softmax import probabilities
-
-
-@triton.jit
-def logits(S, place, variant, i, j0, j):
-    """The logits after all scores."""
-    return through(variant.scores, S, place.b, place.h, place.i0 + i + place.shift, j0 + j, len(variant.scores))
 
 
 @triton.jit
@@ -26,18 +20,12 @@ def seen(place, variant, i, j0, j):
 
 
 @triton.jit
-def logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP: tl.constexpr):
-    """dS of the logits that entered score STOP, once in its unit; dP after dropout, S = Q K^T."""
-    rows = place.i0 + i + place.shift
-    return back(variant.scores, P * (dP - D), S, place.b, place.h, rows, j0 + j, STOP)
-
-
-@triton.jit
 def scores_gradient(
     S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
 ):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
-    S_out = logits(S, place, variant, i, j0, j)
+    at = Entries(place.b, place.h, place.i0 + place.shift + i, 0, j0, j)
+    S_out = through(variant.scores, S, at, len(variant.scores))
     if MASKED:
         S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))
     P = probabilities(S_out, L, unit, EXACT)
@@ -45,4 +33,4 @@ def scores_gradient(
     if variant.dropout is not None:
         Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
-    return P_kept, logits_gradient(P, dP, D, S, place, variant, i, j0, j, STOP)
+    return P_kept, back(variant.scores, P * (dP - D), S, at, STOP)

@@ -1,13 +1,25 @@
 """Device side of score.py. Each score is a pair.
 
-fn(S, unit, b, h, i, j, *captured)        the logits that leave; S unit are those that entered
-grad(dS, S, unit, b, h, i, j, *captured)  the gradient with respect to S unit
+fn(S, unit, at, *captured)        the logits that leave; S unit are those that entered
+grad(dS, S, unit, at, *captured)  the gradient with respect to S unit
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Entries(NamedTuple):
+    """Where the entries of a tile of S are: batch entry b, head h, rows i0 + i (shifted by N - M) and columns j0 + j,
+    as they broadcast. i and j are the same for every tile: constants, at best."""
+
+    b: object
+    h: object
+    i0: object
+    i: object
+    j0: object
+    j: object
 
 
 class Part(NamedTuple):
@@ -21,31 +33,31 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def applied(score, S, b, h, i, j):
+def applied(score, S, at):
     """The logits that leave one score."""
-    return score.fn(S, score.unit, b, h, i, j, *score.captured)
+    return score.fn(S, score.unit, at, *score.captured)
 
 
 @triton.jit
-def pulled(score, dS, S, b, h, i, j):
+def pulled(score, dS, S, at):
     """The gradient of what entered it."""
-    return score.grad(dS, S, score.unit, b, h, i, j, *score.captured)
+    return score.grad(dS, S, score.unit, at, *score.captured)
 
 
 @triton.jit
-def through(scores, S, b, h, i, j, COUNT: tl.constexpr):
+def through(scores, S, at, COUNT: tl.constexpr):
     """The logits after the first COUNT scores."""
     for p in tl.static_range(COUNT):
-        S = applied(scores[p], S, b, h, i, j)
+        S = applied(scores[p], S, at)
     return S
 
 
 @triton.jit
-def back(scores, dS, S, b, h, i, j, STOP: tl.constexpr):
+def back(scores, dS, S, at, STOP: tl.constexpr):
     """The gradient of the logits that entered score STOP, from that of the last; S entered the first."""
     for n in tl.static_range(len(scores) - STOP):
-        S_in = through(scores, S, b, h, i, j, len(scores) - 1 - n)
-        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, b, h, i, j)
+        S_in = through(scores, S, at, len(scores) - 1 - n)
+        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, at)
     return dS
 
 
@@ -62,40 +74,51 @@ def tanh(x):
 
 
 @triton.jit
-def softcap_fn(S, unit, b, h, i, j, cap):
+def softcap_fn(S, unit, at, cap):
     """cap tanh(S unit / cap)."""
     return cap * tanh(S * unit / cap)
 
 
 @triton.jit
-def softcap_grad(dS, S, unit, b, h, i, j, cap):
+def softcap_grad(dS, S, unit, at, cap):
     """1 - tanh^2."""
     t = tanh(S * unit / cap)
     return dS * (1.0 - t * t)
 
 
 @triton.jit
-def alibi_fn(S, unit, b, h, i, j, slopes, batch, head):
-    """S unit - slope |i - j|."""
-    slope = tl.load(slopes + b * batch + h * head).to(tl.float32)
-    return S * unit - slope * tl.abs(i - j).to(tl.float32)
+def alibi_fn(S, unit, at, slopes, batch, head):
+    """S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32 once."""
+    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
+    return S * unit - slope * tl.abs((at.i0 - at.j0).to(tl.float32) + (at.i - at.j).to(tl.float32))
 
 
 @triton.jit
-def alibi_grad(dS, S, unit, b, h, i, j, slopes, batch, head):
+def alibi_past_fn(S, unit, at, slopes, batch, head):
+    """The same where the mask hides every key after its query: i - j needs no sign taken off, and a multiply-add."""
+    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
+    return S * unit - (slope * (at.i0 - at.j0).to(tl.float32) + slope * (at.i - at.j).to(tl.float32))
+
+
+@triton.jit
+def alibi_grad(dS, S, unit, at, slopes, batch, head):
     """The slope does not depend on S."""
     return dS
 
 
+alibi_past_grad = alibi_grad
+
+
 @triton.jit
-def bias_fn(S, unit, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
     """S unit + bias."""
-    row = i - (N - M)
-    at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
-    return S * unit + tl.load(bias + at, mask=(row >= 0) & (row < M) & (j < N), other=0.0).to(tl.float32)
+    row, column = at.i0 + at.i - (N - M), at.j0 + at.j
+    here = at.b.to(tl.int64) * batch + at.h.to(tl.int64) * head
+    here = here + row.to(tl.int64) * row_stride + column.to(tl.int64) * entry
+    return S * unit + tl.load(bias + here, mask=(row >= 0) & (row < M) & (column < N), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def bias_grad(dS, S, unit, b, h, i, j, bias, batch, head, row_stride, entry, M, N):
+def bias_grad(dS, S, unit, at, bias, batch, head, row_stride, entry, M, N):
     """The bias does not depend on S."""
     return dS

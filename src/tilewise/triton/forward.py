@@ -9,7 +9,7 @@ from ..tile.factors import load_left, load_right, load_values, product, weights
 from ..tile.masks import visible
 from ..tile.rows import row_values, rows_of
 from ..tile.schedule import assign
-from ..tile.scores import through
+from ..tile.scores import Entries, through
 from ..tile.softmax import finalize, join_sink, online_softmax
 from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
 
@@ -21,15 +21,15 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
     S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
-    i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
-    columns = j0 + tl.arange(0, B_C)[None, :]
-    S = through(variant.scores, S, place.b, place.h, i, columns, len(variant.scores))
+    i, columns = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
+    at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, columns)
+    S = through(variant.scores, S, at, len(variant.scores))
     if MASKED:
-        seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
+        seen = visible(variant.mask, place.b, place.h, at.i0, j0 + columns) & (j0 + columns < place.N)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
-        P *= kept(variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
+        P *= kept(variant.dropout, place.matrix, place.i0, i, j0, columns)
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
     P = weights(P, v[0].dtype, PRECISION)
     if v[0].dtype == tl.float32:
