@@ -373,7 +373,7 @@ def half_of_tile(
             S = warpgroup_mma_wait(PRODUCTS, [S])
             P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
             if tile.EDGES:
-                if is_edge(visit):
+                if is_edge(visit, visit.walk):
                     i = gl.arange(0, B_R, row_layout)[None, :]
                     j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
                     place = place_of(visit, keys, shape, variant, B_R)

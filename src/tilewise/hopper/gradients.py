@@ -23,7 +23,7 @@ from . import releases
 from .channel import arrive, end_block, held, stage, wait
 from .dice import dropped, kept, taken
 from .forward import store_inside, zero_from
-from .keys import first_visit, is_edge, keys_of, next_visit, part_of, place_of, there
+from .keys import Visit, first_visit, is_edge, keys_of, next_visit, part_of, place_of, there, within
 from .queue import ticket
 from .shares import by_register, with_shares
 from .threads import as_tile, by_thread, positions
@@ -202,6 +202,26 @@ def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.co
 
 
 @gluon.jit
+def stand_by_next(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+    """The same for use y + 1, behind use y: zeros as its dS, and the piece of dQ of the one before."""
+    B_R: gl.constexpr = tile.B_R
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    zero = gl.zeros([64, B_R], gl.float32, layout)
+    wait(shared.q.full, y + 1)
+    arrive(shared.q.empty, y + 1)
+    wait(shared.do.full, y + 1)
+    arrive(shared.do.empty, y + 1)
+    taken(shared.bits, y + 1, 64 * W, zero)
+    wait(shared.ds.full, y)
+    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(zero.to(shared.ds.memory.dtype))
+    fence_async_shared()
+    k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
+    dq = warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)])
+    arrive(shared.ds.full, y + 1)
+    hand_over(dq, shared, y, W)
+
+
+@gluon.jit
 def hand_over(dq, shared, y, W: gl.constexpr):
     """A piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
     x = by_register(dq).reshape([16, 256])
@@ -237,6 +257,23 @@ def next_rows(
     hand_over(dq, shared, y, W)
     dk = warpgroup_mma_wait(0, [dk_next])
     arrive(shared.q.empty, y + 1)
+    return dk, dv
+
+
+@gluon.jit
+def next_of_part(
+    W: gl.constexpr, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
+):
+    """The same, where a visit may be outside group W's part of the walk: between two query heads."""
+    edge = True if tile.APART else tile.EDGES & is_edge(visit, part)
+    if tile.PARTS and tile.GROUP > 1:
+        if within(visit, part):
+            dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
+        else:
+            dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+            stand_by_next(W, n, y, shared, dq_layout, tile)
+    else:
+        dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
     return dk, dv
 
 
@@ -292,7 +329,6 @@ def rows_of_keys(
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    EDGES: gl.constexpr = tile.EDGES
     K_STAGES: gl.constexpr = tile.K_STAGES
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -308,14 +344,19 @@ def rows_of_keys(
         wait(shared.kv.full, n)
         stored()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, n, tile)
-        first = first_visit(keys, variant, tile)
-        visit = part_of(first, keys, j0, variant, tile)
-        left_out = first.walk.hi - visit.walk.hi
-        for _ in range(first.x, visit.x):
-            y = stand_by(W, n, y, shared, dq_layout, tile)
+        visit = first_visit(keys, variant, tile)
+        part = part_of(visit.walk, keys, j0, variant, tile)
+        left_out = 0
+        if tile.PARTS:
+            while there(visit) & ~within(visit, part):
+                y = stand_by(W, n, y, shared, dq_layout, tile)
+                visit = next_visit(visit, keys, variant, tile)
+            if tile.GROUP == 1:  # then its part is all that it visits, until it stands by for the rest
+                left_out = visit.walk.hi - gl.maximum(visit.x, part.hi)
+                visit = Visit(visit.h, visit.x, part)
         if there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
-            dv_next, ds = row_block(W, n, y, dv, place, j0, is_edge(visit), shared, packed, variant, unit, tile)
+            dv_next, ds = row_block(W, n, y, dv, place, j0, is_edge(visit, part), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
@@ -327,12 +368,13 @@ def rows_of_keys(
             arrive(shared.q.empty, y)
             visit = next_visit(visit, keys, variant, tile)
             while there(visit):
-                edge = True if tile.APART else EDGES & is_edge(visit)
-                dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
+                dk, dv = next_of_part(
+                    W, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile
+                )
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
                 if tile.APART:
-                    while there(visit) & ~is_edge(visit):
+                    while there(visit) & ~is_edge(visit, part):
                         dk, dv = next_rows(
                             W, n, y, dk, dv, visit, keys, False, shared, shape, packed, variant, unit, tile
                         )

@@ -122,17 +122,22 @@ def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def part_of(visit, keys, j0, variant, tile: gl.constexpr):
-    """The first visit of the 64 keys from j0 on, and their own walk, if tiles have PARTS; else the same."""
+def part_of(walk, keys, j0, variant, tile: gl.constexpr):
+    """What the 64 keys from j0 on see of a walk, if tiles have PARTS; else all of it."""
     if tile.PARTS:
-        walk = visit.walk
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
         hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
         hi = gl.where(j0 < keys.N, hi, lo)
-        return Visit(visit.h, lo, Walk(lo, part.full_lo, part.full_hi, hi))
+        return Walk(lo, part.full_lo, part.full_hi, hi)
     else:
-        return visit
+        return walk
+
+
+@gluon.jit
+def within(visit, part):
+    """Whether a visit is in a part of its walk."""
+    return (visit.x >= part.lo) & (visit.x < part.hi)
 
 
 @gluon.jit
@@ -143,6 +148,6 @@ def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
 
 
 @gluon.jit
-def is_edge(visit):
-    """Whether a visit needs the mask."""
-    return (visit.x < visit.walk.full_lo) | (visit.x >= visit.walk.full_hi)
+def is_edge(visit, part):
+    """Whether a visit needs the mask, in a part of its walk."""
+    return (visit.x < part.full_lo) | (visit.x >= part.full_hi)

@@ -138,9 +138,8 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     """The backward's constants."""
     heads = heads_of_walk(p, row)
     many = heads > 1  # then it comes to the first tile of each
-    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short; and the walks of
-    # heads that share keys are one
-    parts = bool(p.recipe.mask) and row.B_r < row.B_c and not many and not (p.listed or p.recipe.score)
+    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short
+    parts = bool(p.recipe.mask) and row.B_r < row.B_c and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
     # a second K where there is room; not where heads share keys: long walks are slower with it
     k_stages = 1 if many or p.recipe.dropout or row.sides else 2

@@ -62,7 +62,7 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
         visit = first_visit(keys, variant, tile)
         while there(visit):
             place = place_of(visit, keys, shape, variant, B_R)
-            edge = is_edge(visit)
+            edge = is_edge(visit, visit.walk)
             zero_queries(place, packed, shared, y, tile)
             wait(shared.q.full, y)
             q = stage(shared.q.memory, y).reshape([B_R, D])
