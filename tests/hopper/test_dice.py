@@ -57,7 +57,7 @@ def read(words, columns):
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
 @pytest.mark.parametrize(
     ("rows", "columns", "transposed", "warps"),
-    [(128, 128, False, 4), (128, 64, False, 2), (128, 64, True, 4), (128, 64, True, 2), (64, 64, True, 2)],
+    [(64, 128, False, 4), (64, 64, False, 2), (128, 64, True, 4), (128, 64, True, 2), (64, 64, True, 2)],
     ids=["forward", "forward at 256", "backward at 64", "backward at 128", "backward at 256"],
 )
 def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, warps, p):

@@ -297,7 +297,7 @@ def backward(
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         Channel(p_memory, p_full, p_full),
         tickets(4 if DICE else 3),
-        bits(B_C, 2) if DICE else None,
+        bits(B_C, 1, 2) if DICE else None,
     )
     fence_async_shared()
     if DICE:

@@ -16,10 +16,11 @@ AHEAD = gl.constexpr(4)
 
 
 @gluon.jit
-def bits(ROWS: gl.constexpr, READERS: gl.constexpr):
-    """Their channel: tiles of so many rows, each read by so many warpgroups."""
-    memory = gl.allocate_shared_memory(gl.int32, [AHEAD, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return Channel(memory, barriers(AHEAD, 1), barriers(AHEAD, READERS))
+def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
+    """Their channel: so many uses for each tile, each of so many rows and read by so many warpgroups."""
+    STAGES: gl.constexpr = AHEAD * USES
+    memory = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -51,18 +52,15 @@ def rolled(
     """The bits of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from
     i0 on and columns keys from j0 on, or TRANSPOSED the other way round. The threshold stands in the upper 16 bits.
 
-    There are registers for a few counters at a time, and ptxas would begin with all: the warps go through the columns
-    in steps, the last first, and make room in the words for those before.
+    Two warps that roll in the backward have registers for a few counters at a time, and ptxas would begin with all:
+    they go through the columns in steps, the last first, and make room in the words for those before.
     """
-    STEP: gl.constexpr = 16 if TRANSPOSED and WARPS == 2 else COLUMNS if TRANSPOSED else COLUMNS // 2
-    gl.static_assert(STEP == 64 or COLUMNS <= 64)  # else bits would move from byte to byte
+    STEP: gl.constexpr = 16 if TRANSPOSED and WARPS == 2 else COLUMNS
+    gl.static_assert(STEP == COLUMNS or COLUMNS <= 64)  # at 64, the words of all blocks are one shift apart
     words = step(seed, threshold, matrix, i0, j0, COLUMNS - STEP, ROWS, STEP, TRANSPOSED, WARPS)
     for done in range(STEP, COLUMNS, STEP):
         first = COLUMNS - STEP - done
-        if STEP == 64:
-            words <<= 16
-        else:
-            words >>= STEP // 8
+        words >>= STEP // 8
         words += step(seed, threshold, matrix, i0, j0, first, ROWS, STEP, TRANSPOSED, WARPS)
     return words
 

@@ -142,8 +142,8 @@ def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
             take_turns("sync", W)
             take_turns("arrive", (W + 1) % WARPGROUPS)
         if shared.bits is not None:
-            wait(shared.bits.full, y)
-            arrive(shared.bits.empty, y)
+            wait(shared.bits.full, y * WARPGROUPS + W)
+            arrive(shared.bits.empty, y * WARPGROUPS + W)
         arrive(shared.k.empty, y)
         y += 1
     return y
@@ -220,12 +220,19 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
         place, tile_of_head, _, _ = query_tile(t, shape, packed, tile)
         lists = list_at(variant.visits, place.b, place.h, tile_of_head)
         walk = walk_of(place, variant, lists, tile)
+        first = part_of(walk, place, place.i0, variant, tile)
+        second = part_of(walk, place, place.i0 + 64, variant, tile)
         for passed in range(walk.hi - walk.lo):
-            j0 = key_tile(variant, lists, walk, walk.hi - 1 - passed) * B_C
-            words = rolled(seed, threshold, place.matrix, place.i0, j0, 64 * WARPGROUPS, B_C, False, DICE)
-            wait_before(shared.bits.empty, y)
-            stage(shared.bits.memory, y).store(words)
-            arrive(shared.bits.full, y)
+            x = walk.hi - 1 - passed
+            j = key_tile(variant, lists, walk, x)
+            for w in gl.static_range(WARPGROUPS):
+                part = first if w == 0 else second
+                u = y * WARPGROUPS + w
+                wait_before(shared.bits.empty, u)
+                if (x >= part.lo) & (x < part.hi):
+                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DICE)
+                    stage(shared.bits.memory, u).store(words)
+                arrive(shared.bits.full, u)
             y += 1
         n += 1
         t = ticket(shared.drawn, n, DICE)
@@ -398,7 +405,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         arrive(shared.k.empty, y)
         edge = (x < part.full_lo) | (x >= part.full_hi)
         m, l, P = begin(S, edge, place, row0, j * B_C, variant, c, BOUNDED, s_layout)
-        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y, ROWS * W, zero), variant), p_layout)
+        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout)
         if packed is not None:
             if (j + 1) * B_C > place.N:
                 wait(shared.v.full, y)
@@ -420,7 +427,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
             if TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
-            words = taken(shared.bits, y + 1, ROWS * W, zero)
+            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
@@ -492,7 +499,7 @@ def forward(
             done,
         ),
         tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
-        bits(64 * WARPGROUPS, WARPGROUPS) if DICE else None,
+        bits(64, WARPGROUPS, 1) if DICE else None,
     )
     fence_async_shared()
     if DICE:
