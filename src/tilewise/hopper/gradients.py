@@ -182,18 +182,32 @@ def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """Use y of a tile that none of group W's keys sees: zeros as its dS, and its piece of dQ. Gives the next use."""
-    B_R: gl.constexpr = tile.B_R
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    zero = gl.zeros([64, B_R], gl.float32, layout)
+def pass_by(y, shared):
+    """Takes nothing of use y of a tile that none of group W's keys sees."""
     wait(shared.q.full, y)
     arrive(shared.q.empty, y)
     wait(shared.do.full, y)
     arrive(shared.do.empty, y)
-    taken(shared.bits, y, 64 * W, zero)
-    stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(zero.to(shared.ds.memory.dtype))
+    if shared.bits is not None:
+        wait(shared.bits.full, y)
+        arrive(shared.bits.empty, y)
+
+
+@gluon.jit
+def leave_no_ds(W: gl.constexpr, y, shared):
+    """Zeros as group W's dS of use y."""
+    ds = stage(shared.ds.memory, y).slice(64 * W, 64, 0)
+    B_R: gl.constexpr = ds.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
+    ds.store(gl.zeros([64, B_R], ds.dtype, layout))
     fence_async_shared()
+
+
+@gluon.jit
+def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+    """Use y, which group W passes by, and its piece of dQ. Gives the next use."""
+    pass_by(y, shared)
+    leave_no_ds(W, y, shared)
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
     k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
@@ -203,18 +217,10 @@ def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.co
 
 @gluon.jit
 def stand_by_next(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """The same for use y + 1, behind use y: zeros as its dS, and the piece of dQ of the one before."""
-    B_R: gl.constexpr = tile.B_R
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    zero = gl.zeros([64, B_R], gl.float32, layout)
-    wait(shared.q.full, y + 1)
-    arrive(shared.q.empty, y + 1)
-    wait(shared.do.full, y + 1)
-    arrive(shared.do.empty, y + 1)
-    taken(shared.bits, y + 1, 64 * W, zero)
+    """Use y + 1, which group W passes by, and its piece of dQ of the one before."""
+    pass_by(y + 1, shared)
     wait(shared.ds.full, y)
-    stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(zero.to(shared.ds.memory.dtype))
-    fence_async_shared()
+    leave_no_ds(W, y + 1, shared)
     k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
     dq = warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)])
     arrive(shared.ds.full, y + 1)
@@ -264,7 +270,7 @@ def next_rows(
 def next_of_part(
     W: gl.constexpr, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
-    """The same, where a visit may be outside group W's part of the walk: between two query heads."""
+    """The same, where a visit may be outside group W's part of the walk: where the next query head begins."""
     edge = True if tile.APART else tile.EDGES & is_edge(visit, part)
     if tile.PARTS and tile.GROUP > 1:
         if within(visit, part):

@@ -33,7 +33,8 @@ def give_turns(
 
 @gluon.jit
 def wait_turn(turns, block, visit, keys, tile: gl.constexpr):
-    """Until a visit's query tile, which is `block` of all, may be added to."""
+    """Until a visit's query tile, which is `block` of all, may be added to. Its position is its number in the head:
+    masks with listed tiles are refused."""
     n = visit.x % tile.TURN
     if (n == 0) | (visit.x == visit.walk.lo):
         until(turns + block - n, keys.t)
