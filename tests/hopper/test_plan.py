@@ -94,6 +94,13 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
         assert (False, D != 256) in found, "square calls have a loop without a mask"
 
 
+@pytest.mark.parametrize("mask", [*MASKS, tw.Full()], ids=str)
+def test_a_mask_is_past_where_it_shows_no_key_after_its_query(mask):
+    M, N = 300, 512
+    later = torch.arange(N) > torch.arange(M)[:, None] + N - M
+    assert problem(M, N, 64, mask=mask).past == (not bool((mask.dense(M, N) & later).any()))
+
+
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0])
 def test_the_exponent_or_the_first_score_takes_the_scale(scale):
     wanted = 64**-0.5 if scale is None else scale

@@ -374,9 +374,7 @@ def rows_of_keys(
             arrive(shared.q.empty, y)
             visit = next_visit(visit, keys, variant, tile)
             while there(visit):
-                dk, dv = next_of_part(
-                    W, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile
-                )
+                dk, dv = next_of_part(W, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile)
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
                 if tile.APART:
