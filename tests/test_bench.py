@@ -240,6 +240,20 @@ def test_headlines_say_how_much_faster_and_smaller():
     assert any("less memory" in line and "4.0x at 4096" in line for line in lines)
 
 
+def test_headlines_tell_what_the_host_spends_with_gradients_and_without():
+    costs = {"host_microseconds": 50.0}
+    lines = []
+    for _ in range(2):
+        rows = [replace(row, pass_=FORWARD, **costs) for row in measured_rows()]
+        lines += [line for line in tables.headlines("classic", rows) if "Host" in line]
+        costs["host_microseconds_no_grad"] = 40.0
+    end = "(median of the cases)."
+    assert lines == [
+        f"Host cost of one forward call of tilewise: 50 microseconds {end}",
+        f"Host cost of one forward call of tilewise: 50 microseconds, 40 without gradients {end}",
+    ]
+
+
 def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):
     env = results.environment(CPU)
     rows = [*measured_rows(), Row(asdict(SUITES["classic"].cases[0]), "flash-attn 2", BOTH, "refused", "not installed")]

@@ -14,7 +14,7 @@ from .accuracy import Inputs, Truth, Verdict, run_once
 from .measure import Pace, bound, host_cost, matmul, pace, peak_memory, peak_memory_of_process, sample, spread
 from .peers import PEERS, Attention, Peer
 from .results import FAILED, OK, REFUSED, SKIPPED, WRONG, Row
-from .suites import BOTH, Case, Suite
+from .suites import BOTH, FORWARD, Case, Suite
 
 CPU_MATMUL = 2048
 """Side of the matrix product on a CPU, at most."""
@@ -156,13 +156,15 @@ def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str,
             if row.status == OK and c.peer.name != suite.sparse[0]:
                 tiny = c.peer.computes(replace(case, batch=1, length=TINY))
                 row.host_microseconds = _host_microseconds(c.peer, tiny, pass_, device)
+                if pass_ == FORWARD:
+                    row.host_microseconds_no_grad = _host_microseconds(c.peer, tiny, pass_, device, grad=False)
     return rows
 
 
 @lru_cache(256)
-def _host_microseconds(peer: Peer, tiny: Case, pass_: str, device: torch.device) -> float:
+def _host_microseconds(peer: Peer, tiny: Case, pass_: str, device: torch.device, grad: bool = True) -> float:
     x = Inputs.random(tiny, device)
-    with bound(peer, peer.prepare(tiny, device), x, pass_) as call:
+    with torch.set_grad_enabled(grad), bound(peer, peer.prepare(tiny, device), x, pass_) as call:
         return host_cost(call, device) * 1e6
 
 

@@ -46,6 +46,8 @@ class Row:
     """Above what was allocated before the call."""
     host_microseconds: float | None = None
     """What one call costs the thread that makes it, on a GPU."""
+    host_microseconds_no_grad: float | None = None
+    """The same of a forward under `torch.no_grad()`."""
     error: float | None = None
     """Largest absolute error against fp64; of a backward, in dq, dk and dv."""
     error_plain: float | None = None

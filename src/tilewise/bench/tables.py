@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import median_high
 from typing import NamedTuple
 
 from .ablation import CHANGES
@@ -204,10 +205,13 @@ def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
     """What the suite says about tilewise, in sentences."""
     lines = HEADLINES[suite](rows)
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
-        hosts = [row.host_microseconds for row in rows if row.implementation == ours and row.pass_ == FORWARD]
-        if known := sorted(h for h in hosts if h is not None):
-            median = known[len(known) // 2]
-            lines.append(f"Host cost of one forward call of {ours}: {median:.0f} microseconds (median of the cases).")
+        forwards = [row for row in rows if row.implementation == ours and row.pass_ == FORWARD]
+        hosts = [row.host_microseconds for row in forwards if row.host_microseconds is not None]
+        alone = [row.host_microseconds_no_grad for row in forwards if row.host_microseconds_no_grad is not None]
+        if hosts:
+            cost = f"{median_high(hosts):.0f} microseconds"
+            cost += f", {median_high(alone):.0f} without gradients" if alone else ""
+            lines.append(f"Host cost of one forward call of {ours}: {cost} (median of the cases).")
     ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGES | VARIANTS]
     wrong = [row for row in ours if row.status == WRONG]
     if wrong:
