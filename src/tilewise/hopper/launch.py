@@ -179,8 +179,9 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     """One launch, and one before it if tiles are listed."""
     parts, changes, sink = pl.values or device_values(p, x.extra, scores)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    q, k, v, o, *_ = pl.boxes
     arguments = (
-        *[Descriptor(t, *seen) for t, seen in zip((x.q, x.k, x.v, saved.o), pl.boxes, strict=False)],
+        Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
         rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, pl.shape,
     )  # fmt: skip
