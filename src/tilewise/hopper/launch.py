@@ -65,6 +65,8 @@ class Plan(NamedTuple):
     """Of the forward, all three."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
+    variant: Variant | None
+    """Of the forward, where it holds no tensor."""
     compiled: dict[Any, Any]
 
 
@@ -109,10 +111,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     section = max(SECTION, of_keys) if p.recipe.mask else 1
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
+    values = None if p.extra else device_values(p, (), scores)
+    variant = Variant(*values[:2], None, None) if values and not p.recipe.dropout else None
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
-        p.listed, None if p.extra else device_values(p, (), scores), {},
+        p.listed, values, variant, {},
     )  # fmt: skip
 
 
@@ -177,15 +181,23 @@ def under_diagonal(p: Problem, size: int) -> bool:
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """One launch, and one before it if tiles are listed."""
-    parts, changes, sink = pl.values or device_values(p, x.extra, scores)
-    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    variant, sink, listing = (pl.variant, None, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     q, k, v, o, *_ = pl.boxes
     arguments = (
         Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
         rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
-        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, pl.shape,
+        variant, pl.c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.forward, pl.programs, arguments, pl.constants, pl.compiled)]
+
+
+def forward_variant(
+    p: Problem, pl: Plan, x: Operands, seed: Tensor | None
+) -> tuple[Variant, Tensor | None, list[Launch]]:
+    """The forward's variant, the sink, and what writes the lists of tiles."""
+    parts, changes, sink = pl.values or device_values(p, x.extra, scores)
+    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    return Variant(parts, changes, dropout(p, seed), lists), sink, listing
 
 
 def backward_launches(
