@@ -97,7 +97,8 @@ def attention_qkvpacked(qkv: Tensor, **options: Any) -> Any:
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
         hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
         raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
-    (qkv,) = _autocast(qkv)
+    if qkv.dtype == torch.float32:
+        (qkv,) = _autocast(qkv)
     q, k, v = qkv.unbind(-3)
     x, recipe, longest = _gather(q, k, v, **chosen)
     drawn = _seed(seed, qkv, recipe.dropout)
@@ -201,7 +202,7 @@ def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """fp32 tensors in the type that autocast asks for, if it is on."""
-    if tensors[0].is_meta or torch.float32 not in [t.dtype for t in tensors]:
+    if tensors[0].is_meta:
         return tensors
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -263,9 +264,10 @@ def _gather(
         raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
     if sink is not None and not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor of shape (H,), got {type(sink).__name__}")
-    q, k, v = _autocast(q, k, v)
+    if torch.float32 in (q.dtype, k.dtype, v.dtype):
+        q, k, v = _autocast(q, k, v)
     parts = mask.parts
-    extra = [t for value in (*parts, *changes) for t in value.tensors]
+    extra = [t for value in (*parts, *changes) if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
     extra += [] if layout is None else [layout.cu_q, layout.cu_k]
     recipe = Recipe(

@@ -26,13 +26,12 @@ Tensors = Sequence[Any]
 
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
-    given = [t for t in x if t is not None]
-    refuse_forward_mode(*given)
+    refuse_forward_mode(*x)
     if intercepted(x[0]):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in x):
         return _forward(x, seed, recipe, longest)[:2]
     return _apply_eager(recipe, longest, seed, *x)
 
@@ -52,19 +51,19 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
-def refuse_forward_mode(*tensors: Tensor) -> None:
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
     """RuntimeError under forward-mode AD: register_autograd would answer with zeros, and silence would be worse."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(
             "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
         )
 
 
 def _operands(tensors: Tensors) -> Operands:
-    q, k, v, *extra = tensors
-    if k is None:
-        q, k, v = q.unbind(-3)
-    return Operands(q, k, v, tuple(extra))
+    q, k, v = tensors[0].unbind(-3) if tensors[1] is None else tensors[:3]
+    return Operands(q, k, v, tuple(tensors[3:]))
 
 
 def _forward(tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
