@@ -1,7 +1,11 @@
 """Scores that Hopper computes in its own way, under their names in tile/scores.py."""
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from ..tile.scores import alibi_grad
 
 
 @gluon.jit
@@ -53,3 +57,20 @@ def softcap_grad(dS, S, unit, at, cap):
     """1 - tanh^2."""
     t = softcap_fn(S, unit, at, cap) * (1.0 / cap)
     return dS * (1.0 - t * t)
+
+
+@triton.jit
+def alibi_fn(S, unit, at, slopes, batch, head):
+    """S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32 once."""
+    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
+    return S * unit - slope * tl.abs((at.i0 - at.j0).to(tl.float32) + (at.i - at.j).to(tl.float32))
+
+
+@triton.jit
+def alibi_past_fn(S, unit, at, slopes, batch, head):
+    """The same where the mask hides every key after its query: i - j needs no sign taken off, and a multiply-add."""
+    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
+    return S * unit - (slope * (at.i0 - at.j0).to(tl.float32) + slope * (at.i - at.j).to(tl.float32))
+
+
+alibi_past_grad = alibi_grad

@@ -24,7 +24,7 @@ def scores_gradient(
     S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
 ):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
-    at = Entries(place.b, place.h, place.i0 + place.shift + i, 0, j0, j)
+    at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j)
     S_out = through(variant.scores, S, at, len(variant.scores))
     if MASKED:
         S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))

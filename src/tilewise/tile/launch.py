@@ -137,7 +137,8 @@ def _mask_part(p: Problem, mask: Any) -> masks.Part:
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
-    device = "alibi_past" if score.device == "alibi" and p.past else score.device
+    past = f"{score.device}_past"  # a form for masks that hide later keys
+    device = past if p.past and hasattr(own, f"{past}_fn") else score.device
     names = f"{device}_fn", f"{device}_grad"
     fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
     return scores.Part(fn, grad, unit, _captured(p, score))

@@ -88,25 +88,15 @@ def softcap_grad(dS, S, unit, at, cap):
 
 @triton.jit
 def alibi_fn(S, unit, at, slopes, batch, head):
-    """S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32 once."""
+    """S unit - slope |i - j|."""
     slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
-    return S * unit - slope * tl.abs((at.i0 - at.j0).to(tl.float32) + (at.i - at.j).to(tl.float32))
-
-
-@triton.jit
-def alibi_past_fn(S, unit, at, slopes, batch, head):
-    """The same where the mask hides every key after its query: i - j needs no sign taken off, and a multiply-add."""
-    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
-    return S * unit - (slope * (at.i0 - at.j0).to(tl.float32) + slope * (at.i - at.j).to(tl.float32))
+    return S * unit - slope * tl.abs(at.i0 + at.i - (at.j0 + at.j)).to(tl.float32)
 
 
 @triton.jit
 def alibi_grad(dS, S, unit, at, slopes, batch, head):
     """The slope does not depend on S."""
     return dS
-
-
-alibi_past_grad = alibi_grad
 
 
 @triton.jit
