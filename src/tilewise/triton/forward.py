@@ -21,15 +21,15 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
     S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
-    i, columns = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
-    at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, columns)
-    S = through(variant.scores, S, at, len(variant.scores))
+    i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
+    columns = j0 + tl.arange(0, B_C)[None, :]
+    S = through(variant.scores, S, Entries(place.b, place.h, i, 0, columns, 0), len(variant.scores))
     if MASKED:
-        seen = visible(variant.mask, place.b, place.h, at.i0, j0 + columns) & (j0 + columns < place.N)
+        seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
-        P *= kept(variant.dropout, place.matrix, place.i0, i, j0, columns)
+        P *= kept(variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
     P = weights(P, v[0].dtype, PRECISION)
     if v[0].dtype == tl.float32:
