@@ -7,7 +7,9 @@ import torch
 from hopper.calls import problem
 
 import tilewise as tw
+from tilewise.hopper import scores
 from tilewise.hopper.launch import plan
+from tilewise.tile.launch import DEVICE_SCORES, device_values
 from tilewise.tile.softmax import LOG2E
 
 MASKS = (
@@ -99,6 +101,18 @@ def test_a_mask_is_past_where_it_shows_no_key_after_its_query(mask):
     M, N = 300, 512
     later = torch.arange(N) > torch.arange(M)[:, None] + N - M
     assert problem(M, N, 64, mask=mask).past == (not bool((mask.dense(M, N) & later).any()))
+
+
+def test_alibi_takes_no_sign_off_where_the_mask_hides_later_keys():
+    slopes = torch.ones(4)
+
+    def chosen(mask, own):
+        _, ((fn, *_),), _ = device_values(problem(512, 512, 64, mask=mask, score=tw.Alibi(slopes)), (slopes,), own)
+        return fn
+
+    assert chosen(tw.Causal(), scores) is scores.alibi_past_fn
+    assert chosen(tw.Full(), scores) is scores.alibi_fn
+    assert chosen(tw.Causal(), None) is DEVICE_SCORES.alibi_fn, "other back ends have one form"
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0])

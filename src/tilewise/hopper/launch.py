@@ -176,7 +176,7 @@ def has_edges(p: Problem, own: int, other: int) -> bool:
 def under_diagonal(p: Problem, size: int) -> bool:
     """Whether every row's last key lies on the diagonal, which meets tiles of `size` in their corners."""
     aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
-    return aligned and p.past and all(hides_later_keys(part) for part in p.recipe.mask)
+    return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:

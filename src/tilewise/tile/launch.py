@@ -28,7 +28,7 @@ HERE = nullcontext()
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device; entering q's costs time only where it is another one."""
-    if q.device.index == torch._C._cuda_getDevice():
+    if q.device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(q.device)
 
