@@ -510,6 +510,7 @@ def _large() -> Iterator[Case]:
     yield replace(shared, name="large MQA varlen", D=128, lengths=PACKED_LONG, mask=causal)
     for D in (64, 128, 256):  # the diagonal meets tiles in their corners, once for every head of a walk
         yield replace(a, name=f"large GQA D {D} aligned", dtype=bf16, M=512, N=512, H=6, D=D, mask=causal)
+        yield replace(a, name=f"large GQA D {D}, blocks", dtype=bf16, M=800, N=800, H=8, D=D, mask=_blocks_by_head)
     yield replace(a, name="large long", dtype=bf16, M=2000, N=2000, H=1, H_k=1, mask=causal)
     yield replace(a, name="large long fp32", M=400, N=2000, H=1, H_k=1)
     yield replace(a, name="large window", M=1000, N=1000, mask=window(130, 0))
@@ -545,11 +546,16 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large D 72", M=300, N=300, D=72, D_v=40, dtype=bf16, mask=causal)
 
 
-def _blocks(draw: Draw) -> tw.Mask:
-    """A block-sparse mask: empty, full and partial tiles."""
-    coarse = draw.bools(-(-draw.M // 128), -(-draw.N // 128)) & draw.bools(-(-draw.M // 128), -(-draw.N // 128))
-    fine = coarse.repeat_interleave(128, 0).repeat_interleave(128, 1)[: draw.M, : draw.N]
+def _blocks(draw: Draw, *heads: int) -> tw.Mask:
+    """A block-sparse mask: empty, full and partial tiles, others in each of so many heads."""
+    sizes = *heads, -(-draw.M // 128), -(-draw.N // 128)
+    coarse = draw.bools(*sizes) & draw.bools(*sizes)
+    fine = coarse.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : draw.M, : draw.N]
     return tw.Dense(fine & (torch.arange(draw.N, device=draw.device) % 300 != 7))
+
+
+def _blocks_by_head(draw: Draw) -> tw.Mask:
+    return _blocks(draw, draw.case.H)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,7 +23,18 @@ from . import releases
 from .channel import arrive, end_block, held, stage, wait
 from .dice import dropped, kept, taken
 from .forward import store_inside, zero_from
-from .keys import Visit, first_visit, is_edge, keys_of, next_visit, part_of, place_of, there, within
+from .keys import (
+    Visit,
+    first_visit,
+    is_edge,
+    keys_of,
+    next_visit,
+    part_at,
+    part_of,
+    place_of,
+    there,
+    within,
+)
 from .queue import ticket
 from .shares import by_register, with_shares
 from .threads import as_tile, by_thread, positions
@@ -271,7 +282,7 @@ def next_of_part(
     W: gl.constexpr, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
     """The same, where a visit may be outside group W's part of the walk: where the next query head begins."""
-    edge = True if tile.APART else tile.EDGES & is_edge(visit, part)
+    edge = True if tile.APART else tile.EDGES & is_edge(visit, part_at(visit, part, tile))
     if tile.PARTS and tile.GROUP > 1:
         if within(visit, part):
             dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
@@ -378,7 +389,7 @@ def rows_of_keys(
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
                 if tile.APART:
-                    while there(visit) & ~is_edge(visit, part):
+                    while there(visit) & ~is_edge(visit, part_at(visit, part, tile)):
                         dk, dv = next_rows(
                             W, n, y, dk, dv, visit, keys, False, shared, shape, packed, variant, unit, tile
                         )

@@ -135,6 +135,12 @@ def part_of(walk, keys, j0, variant, tile: gl.constexpr):
 
 
 @gluon.jit
+def part_at(visit, part, tile: gl.constexpr):
+    """A part of a walk, if tiles have PARTS; else all of it, which differs from head to head where tiles are listed."""
+    return part if tile.PARTS else visit.walk
+
+
+@gluon.jit
 def within(visit, part):
     """Whether a visit is in a part of its walk."""
     return (visit.x >= part.lo) & (visit.x < part.hi)
