@@ -15,11 +15,12 @@ from .around import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32_around import Blocks, Scales, fp32_prepare
 from .fp32_gradients import Shape, Tile, fp32_backward
-from .launch import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
+from .launch import TINY
 from .pieces import Split, split
 from .shares import Shares
 from .tiles import KINDS, Kind, padded, precision
 from .turns import give_turns
+from .walks import CACHED_QUERIES, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
 
 
 class Row(NamedTuple):

@@ -27,17 +27,9 @@ from ..tile.visits import Variant
 from . import fp32_backward as gradients
 from . import fp32_forward as kernels
 from .descriptors import TYPES, Box, Descriptor, addressable, box
-from .launch import (
-    CACHED_KEYS,
-    SECTION,
-    TINY,
-    by_row,
-    counter,
-    evenly,
-    has_edges,
-    processors,
-)
+from .launch import CACHED_KEYS, SECTION, TINY, by_row, counter, has_edges
 from .tiles import Fp32Forward, Kind, current_fp32
+from .walks import evenly, processors
 
 KEPT_SHARE = 256
 """Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
