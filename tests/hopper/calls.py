@@ -3,12 +3,18 @@
 import torch
 
 from tilewise.api import _gather, _hypothetical, attention
-from tilewise.problem import Problem
+from tilewise.problem import Operands, Problem
 
 
-def problem(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, **given) -> Problem:
-    """That of a call with a batch of two on an H200."""
-    q, k = (torch.empty(2, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
+def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), **given) -> tuple[Problem, Operands]:
+    """The problem of a call on an H200, and its tensors; packed sequences are no `batch`, ()."""
+    q, k = (torch.empty(*batch, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
-    return _hypothetical(*_gather(q, k, k, **options), "sm_90")
+    x, *rest = _gather(q, k, k, **options)
+    return _hypothetical(x, *rest, "sm_90"), x
+
+
+def problem(*sizes, **given) -> Problem:
+    """The problem alone."""
+    return call(*sizes, **given)[0]

@@ -7,11 +7,10 @@ import torch
 from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
-from tilewise.api import _gather, _hypothetical, attention
 from tilewise.hopper.backward import Shape, Tile
 from tilewise.hopper.launch import plan
 from tilewise.hopper.shares import Shares
-from tilewise.problem import Problem
+from tilewise.problem import Operands, Problem
 from tilewise.tile.launch import device_values
 from tilewise.tile.masks import Part
 from tilewise.tile.rows import Packed
@@ -38,34 +37,23 @@ INSTEAD["tilewise.hopper.gradients"] = {
 
 
 class Rehearsal(NamedTuple):
-    """What has been rehearsed, and all that happened."""
+    """What the kernel was compiled for, query tiles of a head in the sums of dQ, and all that happened."""
 
-    problem: Problem
     tile: Tile
     blocks: int
     events: list[tuple[Any, ...]]
 
 
-def problem(M: int, N: int, D: int, H: int, H_k: int, **given: Any) -> tuple[Problem, tuple[torch.Tensor, ...]]:
-    """That of a call on an H200, with one batch entry or packed sequences, and its extra tensors."""
-    batch = () if given.get("layout") else (1,)
-    q, k = (torch.empty(*batch, length, heads, D, dtype=torch.bfloat16) for length, heads in ((M, H), (N, H_k)))
-    options = {**attention.__kwdefaults__, **given}
-    del options["seed"], options["return_lse"]
-    x, *rest = _gather(q, k, k, **options)
-    return _hypothetical(x, *rest, "sm_90"), x.extra
-
-
-def rehearse(p: Problem, extra: tuple[torch.Tensor, ...], seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
-    """The problem's backward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is
+def rehearse(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
+    """A call's backward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is
     the mask written out, (H, M, N)."""
     pretend.world = world = World(programs)
     tile, made = plan(p).backward_tile, plan(p).backward_shape
     shape = Shape(*map(Scalar, made._replace(section=section)))
-    packed = Packed(*(Pointer(ends.tolist()) for ends in extra[-2:])) if p.recipe.varlen else None
+    packed = Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:])) if p.recipe.varlen else None
     dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
     lists = listed(seen, tile.B_R, tile.B_C) if p.listed else None
-    variant = Variant(() if p.listed else intervals(p, extra), (), dropout, lists)
+    variant = Variant(() if p.listed else intervals(p, x), (), dropout, lists)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
     turns = turns_given(p, packed, variant, tile, shape) if tile.TURN else None
     ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
@@ -84,17 +72,17 @@ def rehearse(p: Problem, extra: tuple[torch.Tensor, ...], seen: torch.Tensor, pr
     if world.failure:
         raise world.failure
     assert counter.memory == [0, 0], "the next launch needs zeros"
-    return Rehearsal(p, tile, made.blocks, world.events)
+    return Rehearsal(tile, made.blocks, world.events)
 
 
-def intervals(p: Problem, extra: tuple[torch.Tensor, ...]) -> tuple[Part, ...]:
+def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
     """The mask's parts."""
 
-    def captured(x: Any) -> Any:
-        return Pointer(x.flatten().tolist()) if isinstance(x, torch.Tensor) else Scalar(x)
+    def captured(given: Any) -> Any:
+        return Pointer(given.flatten().tolist()) if isinstance(given, torch.Tensor) else Scalar(given)
 
     masks = functions("tilewise.tile.masks")
-    parts, _, _ = device_values(p, extra)
+    parts, _, _ = device_values(p, x.extra)
     return tuple(Part(*(masks[f.fn.__name__] for f in part[:3]), tuple(map(captured, part.captured))) for part in parts)
 
 

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from hopper.rehearsal import Rehearsal, problem, rehearse
+from hopper.calls import call
+from hopper.rehearsal import Rehearsal, rehearse
 
 import tilewise as tw
 
@@ -33,7 +34,7 @@ MASKS = {
 def rehearsed(M, N, D, H_k, mask, programs=3, section=2, **given):
     """What happens, held against the mask written out."""
     seen = mask.dense(M, N).reshape(-1, M, N).expand(H, M, N)
-    found = rehearse(*problem(M, N, D, H, H_k, mask=mask, **given), seen, programs, section)
+    found = rehearse(*call(M, N, D, H, H_k, batch=(1,), mask=mask, **given), seen, programs, section)
     check(found, H_k, [(0, 0, seen)])
     return found.tile
 
@@ -106,8 +107,9 @@ def test_ragged_lengths(mask, M, N, programs):
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_packed_sequences(mask, D, H_k):
     last, longest = int(ENDS[-1]), int(ENDS.diff().max())
-    p, extra = problem(last, last, D, H, H_k, mask=MASKS[mask], layout=tw.Varlen(ENDS, ENDS, longest, longest))
-    found = rehearse(p, extra, torch.empty(0), 3, 1)
+    layout = tw.Varlen(ENDS, ENDS, longest, longest)
+    p, x = call(last, last, D, H, H_k, batch=(), mask=MASKS[mask], layout=layout)
+    found = rehearse(p, x, torch.empty(0), 3, 1)
     starts, sizes = ENDS.tolist(), ENDS.diff().tolist()
     masks = [MASKS[mask].dense(size, size).expand(H, size, size) for size in sizes]
     check(found, H_k, list(zip(starts, starts, masks, strict=False)))
