@@ -32,6 +32,7 @@ class World:
         self.live = self.steps = 0
         self.failure: BaseException | None = None
         self.here = threading.local()
+        self.named: dict[tuple[int, int], Barrier] = {}
         self.events: list[tuple[Any, ...]] = []
 
     def record(self, *event: Any) -> None:
@@ -285,6 +286,20 @@ def until(at: Pointer, value: Any) -> None:
     world.wait(lambda: at.get() == int(value), "a number in memory")
 
 
+def take_turns(op: str, who: int) -> None:
+    """In place of a named barrier, of two warpgroups of a program."""
+    barrier = world.named.setdefault((world.here.role[0], who), Barrier(2))
+
+    def arrive() -> int:
+        phase = barrier.phase
+        barrier.arrive()
+        return phase
+
+    phase = world.change(arrive)
+    if op == "sync":
+        world.wait(lambda: barrier.phase > phase, "a named barrier")
+
+
 class Language:
     """Both `gl` and `tl`."""
 
@@ -352,5 +367,5 @@ def functions(module: str) -> dict[str, Any]:
     return names
 
 
-INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.channel": {"until": until}}
+INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.channel": {"until": until, "take_turns": take_turns}}
 """By module, functions that others do not import as they are written."""

@@ -1,4 +1,4 @@
-"""The backward's main kernel, rehearsed: what all its roles do for a problem, without a GPU and without numbers."""
+"""The backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and without numbers."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ import torch
 from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
-from tilewise.hopper.backward import Shape, Tile
+from tilewise.hopper import fp32_backward
 from tilewise.hopper.launch import plan
 from tilewise.hopper.shares import Shares
-from tilewise.problem import Operands, Problem
+from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.launch import device_values
 from tilewise.tile.masks import Part
 from tilewise.tile.rows import Packed
@@ -21,6 +21,17 @@ def weights(S, logs, place, j0, edge, *_):
     """In place of the softmax: whether it is asked for the mask, and where."""
     pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), bool(edge))
     return Numbers()
+
+
+def seen(place, variant, i, j0, j):
+    """In place of the mask of the fp32 kernel."""
+    pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), True)
+    return Numbers()
+
+
+def store_gradient(G, x, keys, row, *_):
+    """In place of the fp32 kernel's storing."""
+    pretend.world.record("stored", G.name, 0, int(keys.h_k), int(keys.k0 + row))
 
 
 def store_inside(G, x, b, h, row, count, *_):
@@ -35,12 +46,15 @@ INSTEAD["tilewise.hopper.gradients"] = {
     "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
 
+INSTEAD["tilewise.tile.gradients"] = {"seen": seen}
+INSTEAD["tilewise.hopper.fp32_gradients"] = {"cut": lambda x, PIECES: (x,) * PIECES, "store_gradient": store_gradient}
+
 
 class Rehearsal(NamedTuple):
-    """What the kernel was compiled for, query tiles of a head in the sums of dQ, and all that happened."""
+    """What the kernel was compiled for, its counts, and all that happened."""
 
-    tile: Tile
-    blocks: int
+    tile: Any
+    shape: Any
     events: list[tuple[Any, ...]]
 
 
@@ -48,31 +62,43 @@ def rehearse(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section
     """A call's backward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is
     the mask written out, (H, M, N)."""
     pretend.world = world = World(programs)
-    tile, made = plan(p).backward_tile, plan(p).backward_shape
-    shape = Shape(*map(Scalar, made._replace(section=section)))
+    fp32 = p.dtype == torch.float32
+    tile, made = made_in_fp32(p, x) if fp32 else (plan(p).backward_tile, plan(p).backward_shape)
+    shape = type(made)(*map(Scalar, made._replace(section=section)))
     packed = Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:])) if p.recipe.varlen else None
     dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
     lists = listed(seen, tile.B_R, tile.B_C) if p.listed else None
     variant = Variant(() if p.listed else intervals(p, x), (), dropout, lists)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
     turns = turns_given(p, packed, variant, tile, shape) if tile.TURN else None
-    ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
     shares = Shares(Numbers(), Pointer([0] * (2 * keys))) if tile.SHARES > 1 else None
     counter = Pointer([0, 0])
     q, do = (Box(name, 2 * tile.D * tile.B_R) for name in ("q", "do"))
-    k, v = (Box(name, 2 * tile.D * tile.B_C) for name in ("k", "v"))
+    k, v = (Box(name, 2 * tile.D * (64 if fp32 else tile.B_C)) for name in ("k", "v"))
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
-    arguments = (
-        q, k, v, do, L, D, dQ, Numbers(), ready, Pointer([0] * heads), dK, dV, dK, dV, shares, counter, turns, packed,
-        variant, 1.0, 1.0, shape, tile,
-    )  # fmt: skip
-    kernel = functions("tilewise.hopper.backward")["backward"]
+    done = Pointer([0] * heads)
+    end = shares, counter, turns, packed, variant, 1.0, 1.0, shape, tile
+    if fp32:
+        kernel = functions("tilewise.hopper.fp32_gradients")["fp32_backward"]
+        arguments = q, k, v, do, L, D, Numbers(), dQ, done, dK, dV, *end
+    else:
+        kernel = functions("tilewise.hopper.backward")["backward"]
+        ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
+        arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
     world.run([((n,), lambda: kernel(*arguments)) for n in range(programs)])
     if world.failure:
         raise world.failure
     assert counter.memory == [0, 0], "the next launch needs zeros"
-    return Rehearsal(tile, made.blocks, world.events)
+    return Rehearsal(tile, made, world.events)
+
+
+def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
+    """The tile and the counts of the launch itself."""
+    device = torch.device("cpu")
+    scratch, pl = fp32_backward.empty_scratch(p, device), SimpleNamespace(listed=p.listed, values=None, compiled={})
+    *_, main = fp32_backward.main_launches(p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32))
+    return main.constants["tile"], main.arguments[-1]
 
 
 def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
@@ -101,7 +127,7 @@ def listed(seen: torch.Tensor, B_R: int, B_C: int) -> Visits:
     return Visits(Pointer(numbers), Scalar(0), Scalar(len(numbers) // H), Scalar(size))
 
 
-def turns_given(p: Problem, packed: Packed | None, variant: Variant, tile: Tile, shape: Shape) -> Pointer:
+def turns_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
     """Who adds first, as the kernel before says."""
     turns = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
     give = functions("tilewise.hopper.turns")["give_turns"]

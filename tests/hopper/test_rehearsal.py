@@ -41,43 +41,79 @@ def rehearsed(M, N, D, H_k, mask, programs=3, section=2, **given):
 
 def check(found: Rehearsal, H_k, sequences):
     """`sequences`: the first query, the first key and the mask of each."""
-    tile = found.tile
-    masks, first, block = {}, {}, {}
+    tile, shape = found.tile, found.shape
+    packed = len(sequences) > 1
+    masks, block, keys = {}, {}, {}
     for b, (q0, k0, seen) in enumerate(sequences):
-        first[b] = q0, k0
         _, M, N = seen.shape
         for h in range(H):
             for i in range(0, M, tile.B_R):
-                block[h, q0 + i] = h * found.blocks + (q0 // tile.B_R + b if len(sequences) > 1 else 0) + i // tile.B_R
+                block[h, q0 + i] = h * shape.blocks + (q0 // tile.B_R + b) * packed + i // tile.B_R
                 for j in range(0, N, 64):
                     masks[h, q0 + i, k0 + j] = seen[h, i : i + tile.B_R, j : j + 64]
-    visited, adds, stored, products, asked = set(), Counter(), Counter(), Counter(), Counter()
-    for kind, *what in found.events:
-        if kind == "product" and what[0][0] == "k":
-            (_, _, h_k, j, _), rows, (_, _, h, i, _) = what
-            assert h_k == h * H_k // H
-            products[h, i, j + rows] += 1
-            visited.add((h, i, j))
-        elif kind == "weights":
-            b, h, i, j, edge = what
-            where = h, first[b][0] + i, first[b][1] + j
-            asked[where] += 1
-            assert edge or (masks[where].all() and masks[where].shape == (tile.B_R, 64)), f"{where} needs the mask"
-        elif kind == "added":
-            adds[what[0] // 16] += 1
-        elif kind == "stored":
-            stored[tuple(what)] += 1
-    assert asked == products
+        for h in range(H_k):
+            for t in range(-(-N // tile.B_C)):
+                keys[h * shape.key_tiles + (k0 // tile.B_C + b) * packed + t] = h, k0 + t * tile.B_C
+    read = Reader(sequences, tile, keys, {number: where for where, number in block.items()})
+    for event in found.events:
+        getattr(read, event[0])(*event[1:])
+    assert read.fp32 or read.placed == read.products
+    both = tile.B_C // 64 == 1 and read.fp32  # groups, with columns of their own
     for where, part in masks.items():
-        assert products[where] == 1 or (products[where] == 0 and not part.any()), where
-    walks = Counter((h, i) for h, i, _ in visited)
+        assert read.products[where] == 1 + both or (read.products[where] == 0 and not part.any()), where
+    for where in read.products - read.asked:
+        assert masks[where].all(), f"{where} needs the mask"
+        assert masks[where].shape == (tile.B_R, 64), f"{where} needs the mask"
+    assert all(h * H_k // H == h_k for h, h_k in read.pairs)
+    walks = Counter((h, i) for h, i, _ in read.visits)
     pieces = tile.D * tile.B_R // 4096
     for where, number in block.items():
         for piece in range(pieces):  # of a single one, both groups add their part
-            assert adds[number * pieces + piece] == walks[where] * (2 if pieces == 1 else 1), where
+            assert read.adds[number * pieces + piece] == walks[where] * (2 if pieces == 1 else 1), where
     rows = {k0 + j for _, k0, seen in sequences for j in range(0, seen.shape[2], 64)}
-    boxes = {(g, 0, h, row): 1 + tile.SIDES for g in ("dk", "dv") for h in range(H_k) for row in rows}
-    assert {box: stored[box] for box in boxes} == boxes
+    boxes = {(g, h, row) for g in ("dk", "dv") for h in range(H_k) for row in rows}
+    halves = both or (not read.fp32 and tile.SIDES)
+    assert {box: read.boxes[box] for box in boxes} == dict.fromkeys(boxes, 1 + halves)
+
+
+class Reader:
+    """Events, as where they are among all queries and all keys: (h, i, j) of a query tile and 64 keys."""
+
+    def __init__(self, sequences, tile, keys, queries):
+        self.sequences, self.tile, self.keys, self.queries = sequences, tile, keys, queries
+        self.fp32 = hasattr(tile, "PIECES")
+        self.products, self.placed, self.asked, self.adds, self.boxes = (Counter() for _ in range(5))
+        self.visits, self.pairs = set(), set()
+
+    def product(self, left, row, right):
+        """Of K and Q; of their pieces the first alone counts."""
+        if left[0] != "k" or (self.fp32 and (left[1] or right[1])):
+            return
+        if self.fp32:
+            number = left[2] // self.tile.B_C
+            h_k, j = self.keys[number]
+            row = left[2] % self.tile.B_C
+            h, i = self.queries[right[2] // self.tile.B_R]
+        else:
+            (_, _, h_k, j, _), (_, _, h, i, _) = left, right
+            number = j
+        self.products[h, i, j + row] += 1
+        self.visits.add((h, i, number))
+        self.pairs.add((h, h_k))
+
+    def weights(self, b, h, i, j, edge):
+        """The softmax, and whether it is asked for the mask; in fp32 only where it is."""
+        q0, k0, _ = self.sequences[b]
+        self.placed[h, q0 + i, k0 + j] += 1
+        self.asked[h, q0 + i, k0 + j] += edge
+
+    def added(self, row):
+        """A piece of dQ."""
+        self.adds[row // 16] += 1
+
+    def stored(self, name, _, h_k, row):
+        """Rows of dK or dV."""
+        self.boxes[name, h_k, row] += 1
 
 
 @pytest.mark.parametrize("H_k", [8, 2, 1])
@@ -93,6 +129,17 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 @pytest.mark.parametrize("given", [{"deterministic": True}, {"dropout": 0.1}, {"score": tw.SoftCap(50.0)}], ids=str)
 def test_with_more_asked_for(given, mask, D, H_k):
     rehearsed(512, 512, D, H_k, MASKS[mask], **given)
+
+
+@pytest.mark.parametrize("H_k", [8, 1])
+@pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
+@pytest.mark.parametrize("precision", ["fp16x3", "bf16x6"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_in_fp32(D, precision, mask, H_k):
+    shown = tw.Dense(blocks(512, 512)[..., :500]) if mask == "blocks" else MASKS[mask]
+    for deterministic in (False, True)[: 1 if mask == "blocks" else 2]:  # lists have no order
+        given = {"dtype": torch.float32, "precision": precision, "deterministic": deterministic}
+        rehearsed(512, 500, D, H_k, shown, **given)
 
 
 @pytest.mark.parametrize("programs", [1, 7])
