@@ -2,7 +2,7 @@
 
 Every role of every program is a thread. Barriers, tickets and integers in memory are real; of a tile of numbers there
 is only the name of what TMA put where it lies. So a kernel's source tells which tiles are multiplied and stored, and
-whether somebody waits for ever.
+whether somebody waits forever.
 """
 
 import ast

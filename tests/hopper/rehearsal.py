@@ -23,7 +23,7 @@ def weights(S, logs, place, j0, edge, *_):
     return Numbers()
 
 
-def seen(place, variant, i, j0, j):
+def asked(place, variant, i, j0, j):
     """In place of the mask of the fp32 kernel."""
     pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), True)
     return Numbers()
@@ -45,8 +45,7 @@ INSTEAD["tilewise.hopper.dice"] = {"rolled": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.gradients"] = {
     "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
-
-INSTEAD["tilewise.tile.gradients"] = {"seen": seen}
+INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
 INSTEAD["tilewise.hopper.fp32_gradients"] = {"cut": lambda x, PIECES: (x,) * PIECES, "store_gradient": store_gradient}
 
 
