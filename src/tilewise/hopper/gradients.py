@@ -158,7 +158,7 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     words = taken(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
     P = weights(S, logs, place, j0, edge, variant, unit, y)
-    if tile.SHARES > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
+    if tile.GROUP > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
         end_block(y)
     LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
     if not LATE:

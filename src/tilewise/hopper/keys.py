@@ -24,6 +24,8 @@ class Keys(NamedTuple):
     k0: object
     M: object
     N: object
+    step: object
+    """1 if walks go from a head's first query tile to its last, -1 if they come down."""
 
 
 class Walk(NamedTuple):
@@ -55,7 +57,17 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
     walks = shape.H // tile.GROUP
     b, w = walk // walks, walk % walks
     q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
-    return Keys(b, w * tile.GROUP, w // SHARES, t_k, t_k * B_C, q0, k0, M, N)
+    return Keys(b, w * tile.GROUP, w // SHARES, t_k, t_k * B_C, q0, k0, M, N, step_of(t, shape, tile))
+
+
+@gluon.jit
+def step_of(t, shape, tile: gl.constexpr):
+    """The step of walks through tile t of all. With a causal mask those of one section begin together, which come down,
+    and those of the next end together, which go up: so they stay near each other, and what they read in the cache."""
+    if tile.GROUP > 1 and tile.TURN == 0 and tile.D <= 128:
+        return gl.where(t // (shape.section * shape.tiles) % 2 == 0, -1, 1)
+    else:
+        return 1
 
 
 @gluon.jit
@@ -69,13 +81,19 @@ def block_of(keys, shape, packed, tile: gl.constexpr):
 def first_visit(keys, variant, tile: gl.constexpr):
     """The first visit of these keys. Query heads that share them come one after the other."""
     walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
-    return skip_empty(Visit(keys.h, walk.lo, walk), keys, variant, tile)
+    return skip_empty(Visit(keys.h, start_of(walk, keys), walk), keys, variant, tile)
+
+
+@gluon.jit
+def start_of(walk, keys):
+    """Where a head's visits begin."""
+    return gl.where(keys.step > 0, walk.lo, walk.hi - 1)
 
 
 @gluon.jit
 def next_visit(visit, keys, variant, tile: gl.constexpr):
     """The visit after this one; past the last, one that is not there."""
-    return skip_empty(Visit(visit.h, visit.x + 1, visit.walk), keys, variant, tile)
+    return skip_empty(Visit(visit.h, visit.x + keys.step, visit.walk), keys, variant, tile)
 
 
 @gluon.jit
@@ -84,14 +102,14 @@ def skip_empty(visit, keys, variant, tile: gl.constexpr):
     a plain count of heads in place of the modulo, ptxas arranges the loops of the products worse."""
     if tile.GROUP > 1:
         more = True
-        while ~there(visit) & more:
+        while ~within(visit, visit.walk) & more:
             h = keys.h + (visit.h - keys.h + 1) % tile.GROUP
             more = h != keys.h
             walk = visit.walk
             if variant.visits is not None:
                 lists = list_at(variant.visits, keys.b, h, keys.t)
                 walk = walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
-            visit = Visit(h, gl.where(more, walk.lo, walk.hi), walk)
+            visit = Visit(h, gl.where(more, start_of(walk, keys), walk.hi), walk)
     return visit
 
 
