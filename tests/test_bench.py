@@ -319,7 +319,7 @@ def test_runs_of_older_kernels_are_left_out():
         return {"suites": {"paper": {"environment": {"when": when, "kernels": kernels}}}}
 
     old, new, again = run_of("2026-01-01", "a"), run_of("2026-01-03", "b"), run_of("2026-01-02", "b")
-    assert field.newest([old, new, again]) == [new, again]
+    assert results.newest([old, new, again], "paper") == [new, again]
 
 
 def test_what_rows_cost_beside_their_blocks_is_found_again():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .results import OK, Row, load, rows_of
+from .results import OK, Row, newest, repeats, rows_of
 from .suites import BACKWARD, FORWARD
 from .tables import length_label, markdown
 
@@ -36,18 +36,6 @@ BEST: dict[Line, tuple[float, ...]] = {
     (256, True, BACKWARD): (1.00, 1.00, 1.00, 1.00, 1.00, 1.00),
 }
 """By length, the fastest of the three over cuDNN."""
-
-
-def repeats(file: Path) -> list[dict[str, Any]]:
-    """Further runs of the suite, next to the results file of a card: repeats/<its name>-paper-*.json."""
-    return [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-paper-*.json"))]
-
-
-def newest(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs of the suite with the kernels that were measured last."""
-    origins = [content["suites"]["paper"]["environment"] for content in contents]
-    kernels = max(origins, key=lambda of: of["when"])["kernels"]
-    return [content for content, of in zip(contents, origins, strict=True) if of["kernels"] == kernels]
 
 
 def ratios(runs: Sequence[Sequence[Row]]) -> dict[Line, list[float]]:
@@ -90,10 +78,10 @@ def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[floa
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
     """A table of the ratios with its means; nothing where the grid was never repeated."""
-    again = repeats(file)
+    again = repeats(file, "paper")
     if "paper" not in content["suites"] or not again:
         return []
-    same = newest([content, *again])
+    same = newest([content, *again], "paper")
     runs, of = [rows_of(each, "paper") for each in same], same[-1]["suites"]["paper"]["environment"]
     found = ratios(runs)
     lines = [

@@ -159,3 +159,15 @@ def merge(
 def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
     """The rows of a loaded file's suite; none if it was not run."""
     return [Row(**row) for row in content["suites"].get(suite, {"rows": ()})["rows"]]
+
+
+def repeats(file: Path, suite: str) -> list[dict[str, Any]]:
+    """Further runs of a suite, next to the results file of a card: repeats/<its name>-<suite>-*.json."""
+    return [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-{suite}-*.json"))]
+
+
+def newest(contents: Sequence[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
+    """The runs of a suite with the kernels that were measured last."""
+    origins = [content["suites"][suite]["environment"] for content in contents]
+    kernels = max(origins, key=lambda of: of["when"])["kernels"]
+    return [content for content, of in zip(contents, origins, strict=True) if of["kernels"] == kernels]

@@ -1,0 +1,39 @@
+"""What variants cost on several cards of one kind: each run of the suite `variants` comes from a card of its own."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from .costs import Cost, costs
+from .results import newest, repeats, rows_of
+from .tables import markdown
+
+SUITE = "variants"
+TEXT = "Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile.\n"
+
+
+def section(file: Path, content: dict[str, Any]) -> list[str]:
+    """A table of every variant's speed: the median, the least and the most; nothing where the suite was run once."""
+    again = repeats(file, SUITE)
+    if SUITE not in content["suites"] or not again:
+        return []
+    runs = newest([content, *again], SUITE)
+    of = runs[-1]["suites"][SUITE]["environment"]
+    found: dict[tuple[str, str, str], list[Cost]] = {}
+    for run in runs:
+        for cost in costs(rows_of(run, SUITE)):
+            found.setdefault((str(cost.row.of), cost.row.pass_, cost.row.implementation), []).append(cost)
+    lines, met = [], []
+    for where, each in found.items():
+        speeds, aim = [cost.aimed for cost in each], each[0].aim
+        middle = statistics.median(speeds)
+        numbers = (f"{speed:.3f}" for speed in (middle, min(speeds), max(speeds)))
+        lines.append([*where, *numbers, f"{aim:.2f}" if aim else ""])
+        met += [middle >= aim] if aim else []
+    return [
+        f"### {SUITE}, on {len(runs)} cards\n",
+        f"Measured at commit {of['commit']}, kernels {of['kernels']}.\n",
+        f"- {sum(met)} of {len(met)} aims are met in the median.\n",
+        TEXT,
+        markdown(["case", "pass", "variant", "median", "least", "most", "aim"], lines) + "\n",
+    ]
