@@ -36,8 +36,9 @@ class World:
         self.events: list[tuple[Any, ...]] = []
 
     def record(self, *event: Any) -> None:
-        """Something that the role of this thread does."""
-        self.events.append(event)
+        """Something that the role of this thread does: its name, the role, and what else is known of it."""
+        what, *more = event
+        self.events.append((what, self.here.role, *more))
 
     def change(self, what: Callable[[], Any]) -> Any:
         """Something that others may wait for."""
@@ -273,11 +274,14 @@ def load(box: Box, at: Sequence[Any], bar: Memory, memory: Memory) -> None:
 
 
 def multiply(a: Any, b: Any, *_: Any, **__: Any) -> Numbers:
-    """A product. If TMA has loaded both factors, it is recorded what they are, and from which row on the first."""
-    if isinstance(a, Memory) and isinstance(b, Memory):
-        left, right = a.cell.content, b.cell.content
-        if isinstance(left, tuple) and isinstance(right, tuple):
-            world.record("product", left, a.row, right)
+    """A product. It is recorded which factors TMA has loaded: both, and from which row on the first, or the right one
+    of a left one in registers."""
+    right = b.cell.content
+    if isinstance(right, tuple):
+        if not isinstance(a, Memory):
+            world.record("weighed", right)
+        elif isinstance(a.cell.content, tuple):
+            world.record("product", a.cell.content, a.row, right)
     return Numbers()
 
 
@@ -305,11 +309,12 @@ class Language:
 
     constexpr = staticmethod(lambda x: x)
     static_range = range
-    where = staticmethod(lambda c, a, b: a if c else b)
+    where = staticmethod(lambda c, a, b: Numbers() if isinstance(c, Numbers) else a if c else b)
     minimum = staticmethod(lambda a, b: a if plain(a) < plain(b) else b)
     maximum = staticmethod(lambda a, b: a if plain(a) > plain(b) else b)
     cdiv = staticmethod(lambda a, b: Scalar(-(-int(a) // int(b))))
     full = staticmethod(lambda shape, value, *_: Numbers(value))
+    split = staticmethod(lambda _: (Numbers(), Numbers()))
     max = staticmethod(lambda x, _: x.value)
     load = staticmethod(lambda at, *_, **__: Scalar(at.get()) if isinstance(at, Pointer) else Numbers())
     store = staticmethod(lambda at, x, **_: at.put(lambda _: x) if isinstance(at, Pointer) else None)
@@ -347,13 +352,27 @@ NAMES = {
 """What kernels import, by the names that they give it."""
 
 
+class Inversions(ast.NodeTransformer):
+    """~x as a call: of a truth that Python has found, ~ would be -1 or -2, both true."""
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Invert):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("inverted", ast.Load()), [node.operand], []), node)
+
+
+def inverted(x: Any) -> Any:
+    return not x if isinstance(x, bool) else ~x
+
+
 @lru_cache
 def functions(module: str) -> dict[str, Any]:
     """A module of kernels as plain functions, by name."""
     path = Path(str(import_module(module).__file__))
-    names: dict[str, Any] = {"__name__": module}
+    names: dict[str, Any] = {"__name__": module, "inverted": inverted}
     body = []
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.fix_missing_locations(Inversions().visit(ast.parse(path.read_text()))).body:
         if isinstance(node, ast.ImportFrom) and node.level:
             source = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
             names |= {one.name: functions(source)[one.name] for one in node.names if one.name not in NAMES}

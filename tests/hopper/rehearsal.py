@@ -1,4 +1,5 @@
-"""The backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and without numbers."""
+"""Hopper's forward and the backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and
+without numbers."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,6 +30,17 @@ def asked(place, variant, i, j0, j):
     return Numbers()
 
 
+def masked(S, place, row0, j0, variant):
+    """In place of the forward's mask."""
+    pretend.world.record("asked", int(place.b), int(place.h), int(row0), int(j0))
+    return Numbers()
+
+
+def pair(*_):
+    """In place of what gives two tiles."""
+    return Numbers(), Numbers()
+
+
 def store_gradient(G, x, keys, row, *_):
     """In place of the fp32 kernel's storing."""
     pretend.world.record("stored", G.name, 0, int(keys.h_k), int(keys.k0 + row))
@@ -40,7 +52,9 @@ def store_inside(G, x, b, h, row, count, *_):
         pretend.world.record("stored", G.name, 0, int(h), int(row))
 
 
-INSTEAD["tilewise.hopper.forward"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
+INSTEAD["tilewise.hopper.forward"] = {
+    "zero_from": lambda *_: None, "store_inside": store_inside, "masked": masked, "row_max": pair, "finalize": pair,
+}  # fmt: skip
 INSTEAD["tilewise.hopper.dice"] = {"rolled": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.gradients"] = {
     "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
@@ -57,17 +71,30 @@ class Rehearsal(NamedTuple):
     events: list[tuple[Any, ...]]
 
 
-def rehearse(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
-    """A call's backward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is
-    the mask written out, (H, M, N)."""
-    pretend.world = world = World(programs)
+def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
+    """A call's forward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is the
+    mask written out, (H, M, N)."""
+    pretend.world = World(programs)
+    pl = plan(p)
+    tile, made, rows = pl.constants["tile"], pl.shape, 64 * pl.constants["tile"].WARPGROUPS
+    lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
+    variant = variant_of(p, x, lists)
+    counted = made._replace(section=section, order=0)
+    shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
+    q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
+    counter = Pointer([0, 0])
+    kernel = functions("tilewise.hopper.forward")["forward"]
+    perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), None, variant, 1.0, shape, tile, 0), counter)
+    return Rehearsal(tile, made, pretend.world.events)
+
+
+def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
+    """A call's backward, likewise."""
+    pretend.world = World(programs)
     fp32 = p.dtype == torch.float32
     tile, made = made_in_fp32(p, x) if fp32 else (plan(p).backward_tile, plan(p).backward_shape)
     shape = type(made)(*map(Scalar, made._replace(section=section)))
-    packed = Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:])) if p.recipe.varlen else None
-    dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
-    lists = listed(seen, tile.B_R, tile.B_C) if p.listed else None
-    variant = Variant(() if p.listed else intervals(p, x), (), dropout, lists)
+    packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
     turns = turns_given(p, packed, variant, tile, shape) if tile.TURN else None
     shares = Shares(Numbers(), Pointer([0] * (2 * keys))) if tile.SHARES > 1 else None
@@ -85,11 +112,28 @@ def rehearse(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section
         kernel = functions("tilewise.hopper.backward")["backward"]
         ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
         arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
-    world.run([((n,), lambda: kernel(*arguments)) for n in range(programs)])
+    perform(kernel, arguments, counter)
+    return Rehearsal(tile, made, pretend.world.events)
+
+
+def perform(kernel: Any, arguments: tuple[Any, ...], counter: Pointer) -> None:
+    """All programs of a launch, side by side."""
+    world = pretend.world
+    world.run([((n,), lambda: kernel(*arguments)) for n in range(world.programs)])
     if world.failure:
         raise world.failure
     assert counter.memory == [0, 0], "the next launch needs zeros"
-    return Rehearsal(tile, made, world.events)
+
+
+def packed_of(p: Problem, x: Operands) -> Packed | None:
+    """Where packed sequences end."""
+    return Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:])) if p.recipe.varlen else None
+
+
+def variant_of(p: Problem, x: Operands, lists: Visits | None) -> Variant:
+    """What the call asks for."""
+    dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
+    return Variant(() if p.listed else intervals(p, x), (), dropout, lists)
 
 
 def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
@@ -112,7 +156,7 @@ def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
 
 
 def listed(seen: torch.Tensor, B_R: int, B_C: int) -> Visits:
-    """The lists that `list_tiles` writes, by key tile."""
+    """The lists that `list_tiles` writes, by key tile; of (H, N, M), by query tile."""
     H, M, N = seen.shape
     size = -(-M // B_R) + 2
     numbers = []
