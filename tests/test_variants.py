@@ -182,14 +182,14 @@ def test_the_report_shows_table_and_picture(tmp_path):
     assert (tmp_path / "docs/images/card-variants-cost.png").stat().st_size > 5000
 
 
-def test_the_report_has_the_median_of_several_cards(tmp_path):
+def test_the_report_has_the_median_of_several_runs(tmp_path):
     speeds = {"dropout 0.1": (0.48, 0.52, 0.51), "varlen": (1.41, 1.2, 1.3)}
     names = "card.json", "repeats/card-variants-2.json", "repeats/card-variants-3.json"
     for n, name in enumerate(names):
         rows = measured({variant: each[n] for variant, each in speeds.items()})
         results.merge(tmp_path / "results" / name, "variants", rows, results.environment(CPU), partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
-    _, section = page.split("### variants, on 3 cards")
+    _, section = page.split("### variants, in 3 runs")
     assert "dropout 0.1 | 0.510 | 0.480 | 0.520 | 0.50 |" in section
     share = replace(CAUSAL, variant="varlen").share
     assert f"varlen | {1.3 * share:.3f} | {1.2 * share:.3f} | {1.41 * share:.3f} | 0.90 |" in section

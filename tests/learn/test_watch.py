@@ -473,7 +473,7 @@ def test_it_opens_within_a_second_and_steps_within_a_frame(visit):
     }"""
     rounds = [page.evaluate(measure) for _ in range(3)]  # the machine may be busy with other tests
     assert all(len(times) == 88 for times in rounds)
-    assert min(statistics.median_low(times) for times in rounds) < 16, rounds
+    assert min(statistics.median_high(times) for times in rounds) < 16, rounds
 
 
 def test_sixty_frames_a_second(visit):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .results import OK, Row, newest, repeats, rows_of
+from .results import OK, Row, repeated, rows_of
 from .suites import BACKWARD, FORWARD
 from .tables import length_label, markdown
 
@@ -78,10 +78,9 @@ def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[floa
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
     """A table of the ratios with its means; nothing where the grid was never repeated."""
-    again = repeats(file, "paper")
-    if "paper" not in content["suites"] or not again:
+    same = repeated(file, content, "paper")
+    if not same:
         return []
-    same = newest([content, *again], "paper")
     runs, of = [rows_of(each, "paper") for each in same], same[-1]["suites"]["paper"]["environment"]
     found = ratios(runs)
     lines = [

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import accumulation, cards, contexts, field, fp32_page, plots, study, trainings, tuned
+from . import accumulation, contexts, field, fp32_page, plots, study, trainings, tuned, variants_page
 from .accumulation_page import HEADER as ACCUMULATION_HEADER
 from .accumulation_page import section as accumulation_section
 from .results import KERNEL_SOURCES, kernels_hash, load, rows_of
@@ -82,7 +82,7 @@ def write(results: Path, docs: Path) -> Path:
             of_sums = stem.with_name(f"{stem.name}-accumulation")
             summed += accumulation_section(content, of_sums, partial(origin, sources=accumulation.SOURCES))
         if of_suites := _sections(content, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
-            sections += heading + of_suites + field.section(file, content) + cards.section(file, content)
+            sections += heading + of_suites + field.section(file, content) + variants_page.section(file, content)
         of_fp32 = _sections(content, [fp32_page.SUITE], stem)
         if trainings.PART in content:
             of_trainings = stem.with_name(f"{stem.name}-training")

@@ -161,9 +161,11 @@ def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
     return [Row(**row) for row in content["suites"].get(suite, {"rows": ()})["rows"]]
 
 
-def repeats(file: Path, suite: str) -> list[dict[str, Any]]:
-    """Further runs of a suite, next to the results file of a card: repeats/<its name>-<suite>-*.json."""
-    return [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-{suite}-*.json"))]
+def repeated(file: Path, content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
+    """A loaded file's run of a suite and those in repeats/<its name>-<suite>-*.json next to it, if they are of the
+    kernels measured last; none if it was run once."""
+    again = [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-{suite}-*.json"))]
+    return newest([content, *again], suite) if suite in content["suites"] and again else []
 
 
 def newest(contents: Sequence[dict[str, Any]], suite: str) -> list[dict[str, Any]]:

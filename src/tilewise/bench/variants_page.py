@@ -1,11 +1,11 @@
-"""What variants cost on several cards of one kind: each run of the suite `variants` comes from a card of its own."""
+"""What variants cost in several runs of the suite `variants`."""
 
 import statistics
 from pathlib import Path
 from typing import Any
 
 from .costs import Cost, costs
-from .results import newest, repeats, rows_of
+from .results import repeated, rows_of
 from .tables import markdown
 
 SUITE = "variants"
@@ -14,10 +14,9 @@ TEXT = "Speed is the plain call's time over the variant's, in the same rounds; o
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
     """A table of every variant's speed: the median, the least and the most; nothing where the suite was run once."""
-    again = repeats(file, SUITE)
-    if SUITE not in content["suites"] or not again:
+    runs = repeated(file, content, SUITE)
+    if not runs:
         return []
-    runs = newest([content, *again], SUITE)
     of = runs[-1]["suites"][SUITE]["environment"]
     found: dict[tuple[str, str, str], list[Cost]] = {}
     for run in runs:
@@ -31,7 +30,7 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         lines.append([*where, *numbers, f"{aim:.2f}" if aim else ""])
         met += [middle >= aim] if aim else []
     return [
-        f"### {SUITE}, on {len(runs)} cards\n",
+        f"### {SUITE}, in {len(runs)} runs\n",
         f"Measured at commit {of['commit']}, kernels {of['kernels']}.\n",
         f"- {sum(met)} of {len(met)} aims are met in the median.\n",
         TEXT,
