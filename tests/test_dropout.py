@@ -32,35 +32,43 @@ def test_philox_takes_negative_seeds_as_their_64_bits():
 
 
 @pytest.mark.parametrize(
-    ("i", "j", "counter", "word", "half"),
+    ("i", "j", "counter", "word", "byte"),
     [
         (3, 5, (5, 3), 0, 0),
-        (3, 13, (5, 3), 1, 0),
-        (3, 21, (5, 3), 0, 1),
-        (3, 29, (5, 3), 1, 1),
-        (11, 5, (5, 3), 2, 0),
-        (11, 13, (5, 3), 3, 0),
-        (11, 21, (5, 3), 2, 1),
-        (11, 29, (5, 3), 3, 1),
-        (16, 47, (15, 8), 1, 0),
-        (1000, 100_019, (25_003, 496), 2, 1),
+        (3, 13, (5, 3), 0, 1),
+        (11, 5, (5, 3), 0, 2),
+        (11, 13, (5, 3), 0, 3),
+        (3, 21, (5, 3), 1, 0),
+        (3, 37, (5, 3), 2, 0),
+        (11, 61, (5, 3), 3, 3),
+        (16, 111, (15, 8), 2, 1),
+        (1000, 100_019, (12_499, 496), 3, 2),
     ],
 )
-def test_the_decision_is_written_down_bit_for_bit(i, j, counter, word, half):
+def test_the_decision_is_written_down_bit_for_bit(i, j, counter, word, byte):
     words = reference.philox(tuple(torch.tensor(c) for c in (*counter, 6, 0)), 11)
-    number = int(words[word]) >> 16 * half & 0xFFFF
+    of_words = [int(w) >> 8 * byte & 0xFF for w in words]
+    number = of_words[word] << 8 | of_words[0] ^ of_words[1] ^ of_words[2] ^ of_words[3]
     at = 11, torch.tensor(6), torch.tensor(i), torch.tensor(j)
     assert int(reference.dropout_number(*at)) == number
     for t in (number - 1, number, number + 1):
         assert bool(reference.dropout_keep(*at, t / 2**16)) == (number >= t)
 
 
-def test_a_counter_decides_eight_entries_and_no_two_share_their_bits():
-    i, j, zero = torch.arange(64)[:, None], torch.arange(128), torch.tensor(0)
+def test_a_counter_decides_sixteen_entries_and_no_two_share_their_upper_bits():
+    i, j, zero = torch.arange(64)[:, None], torch.arange(256), torch.tensor(0)
     words = torch.stack(reference.philox((j[:32], i[:32], zero, zero), 11))
-    halves = torch.cat([words & 0xFFFF, words >> 16])
+    own = torch.stack([words >> byte & 0xFF for byte in (0, 8, 16, 24)])
     numbers = reference.dropout_number(11, zero, i, j)
-    assert torch.equal(numbers.flatten().sort().values, halves.flatten().sort().values)
+    assert torch.equal((numbers >> 8).flatten().sort().values, own.flatten().sort().values)
+
+
+def test_the_lower_bits_are_independent_of_the_upper_ones():
+    numbers = reference.dropout_number(12, torch.tensor(0), torch.arange(1024)[:, None], torch.arange(2048))
+    seen = torch.bincount(numbers.flatten(), minlength=2**16).double()
+    expected = numbers.numel() / 2**16
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 2**16) < 5 * math.sqrt(2 * 2**16)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,7 @@ def test_decisions_differ_by_seed_head_and_batch_and_are_uncorrelated():
 def test_neighbours_are_uncorrelated():
     keep = expected(256, 256, 1, B=1, H=1)[0, 0].double()
     keep = (keep - keep.mean()) / keep.std()
-    for rows, columns in ((0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0), (0, 16), (8, 16), (0, 24), (0, 32)):
+    for rows, columns in ((0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0), (0, 16), (8, 16), (0, 32), (0, 48), (0, 64)):
         moved = keep[rows:, columns:]
         correlation = (moved * keep[: 256 - rows, : 256 - columns]).mean()
         assert abs(correlation) < 5 / math.sqrt(moved.numel())

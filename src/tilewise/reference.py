@@ -104,14 +104,16 @@ def dropout_number(seed: int, row: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """The 16 bits that decide about an entry; they depend on (seed, row, i, j) alone.
 
     Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and high 32 bits, with counter (j', i', row, 0): i' is i
-    with bit 3 taken out, and j' is j with bits 3 and 4 taken out. Word 2 * bit3(i) + bit3(j) decides, its lower half
-    where bit 4 of j is 0, else its upper half. So a counter serves eight entries: rows i and i + 8 of columns j, j + 8,
-    j + 16 and j + 24. A thread of a tensor-core accumulator holds all eight.
+    with bit 3 taken out, and j' is j with bits 3, 4 and 5 taken out. Bits 5 and 4 of j choose one of its four words,
+    and bit 3 of i and bit 3 of j one of that word's bytes: the number's upper eight bits. The lower eight are the
+    exclusive or of all four words in that byte, independent of each of them. So a counter serves sixteen entries: rows
+    i and i + 8 of columns j, j + 8, ..., j + 56. A thread of a tensor-core accumulator holds all sixteen.
     """
-    words = philox(((j >> 5) << 3 | j & 7, (i >> 4) << 3 | i & 7, row, torch.zeros_like(row)), seed)
-    i_3, j_3, j_4 = (i >> 3 & 1) == 1, (j >> 3 & 1) == 1, (j >> 4 & 1) == 1
-    word = torch.where(i_3, torch.where(j_3, words[3], words[2]), torch.where(j_3, words[1], words[0]))
-    return torch.where(j_4, word >> 16, word & HALF)
+    words = torch.stack(philox(((j >> 6) << 3 | j & 7, (i >> 4) << 3 | i & 7, row, torch.zeros_like(row)), seed))
+    byte = 8 * (2 * (i >> 3 & 1) + (j >> 3 & 1))
+    own = words.gather(0, (j >> 4 & 3).expand(words.shape[1:])[None])[0]
+    every = words[0] ^ words[1] ^ words[2] ^ words[3]
+    return (own >> byte & 0xFF) << 8 | every >> byte & 0xFF
 
 
 def dropout_threshold(dropout: float) -> int:

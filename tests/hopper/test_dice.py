@@ -40,18 +40,19 @@ GLUON = SimpleNamespace(
 
 def in_numpy():
     """The functions of dice.py, with numpy in Gluon's place."""
-    names: dict = {"gl": GLUON, "tuple": tuple, "len": len, "range": range}
-    for name in ("philox", "add", "rolled", "step", "packed"):
+    names: dict = {"gl": GLUON, "min": min, "range": range}
+    for name in ("philox", "add", "rolled", "of_queries", "of_keys", "decided", "at_least"):
         names[name] = FunctionType(getattr(dice, name).fn.__code__, names)
-    names["compared"] = lambda kept, number, threshold: 2 * kept + (number >= threshold)  # two instructions of PTX
     return SimpleNamespace(**names)
 
 
 def read(words, columns):
-    """Which entries the words keep: of a row, block b of 8 columns has four threads with a pair of entries each."""
-    blocks, entries = np.arange(columns // 8)[:, None, None], np.arange(2)
-    at = 16 * (blocks // 8) + 8 * entries + 7 - blocks % 8
-    return torch.from_numpy(np.asarray(words[:, None, :, None] >> at & 1)).flatten(1) == 1
+    """Which entries the words keep. Of 16 rows, rows 8 apart share them; a word has one half of the columns: by 16, then
+    8, four threads with a pair of entries each. Byte 2 x (row's eight) + (column's) has bit 7 - 2 x sixteen - entry."""
+    up, right, entry = np.ix_(range(2), range(2), range(2))
+    at = 8 * (2 * up + right)[:, None] + 7 - 2 * np.arange(columns // 32)[:, None, None] - entry[:, None]
+    bits = np.asarray(words)[..., None, None, None, None] >> at & 1  # 16 rows, row, thread, half, up, q, right, entry
+    return torch.from_numpy(bits.transpose(0, 4, 1, 3, 5, 6, 2, 7).reshape(16 * len(words), -1)) == 1
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
@@ -62,12 +63,12 @@ def read(words, columns):
 )
 def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, warps, p):
     i0, j0, matrix = 192, 384, 5
-    threshold = tile(reference.dropout_threshold(p), np.uint32) << 16
+    threshold = tile(reference.dropout_threshold(p), np.uint32)
     with np.errstate(over="ignore"):  # the keys' steps are modulo 2^32
         words = in_numpy().rolled(
             tile(SEED, np.int64), threshold, matrix, i0, j0, rows, columns, transposed, warps
         )  # fmt: skip
-    assert words.shape == (rows, 4)
+    assert words.shape == (rows // 16, 8, 4, 2)
     found = read(words, columns)
     M, N = (columns, rows) if transposed else (rows, columns)
     i, j = torch.arange(i0, i0 + M)[:, None], torch.arange(j0, j0 + N)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..mask import Mask
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
-from ..reference import HALF, dropout_rescale, dropout_threshold, philox, sink_gradient
+from ..reference import dropout_rescale, dropout_threshold, philox, sink_gradient
 from ..score import Bias, Score
 
 LOG2E = 1.4426950408889634
@@ -277,15 +277,17 @@ def _indices(s, tile):
 
 def _dropout_factor(p, s, tile, seed):
     """Z: 0 where dropped, `dropout_rescale` where kept; (H, rows, columns). Bit for bit `reference.dropout_keep`, but
-    each counter is computed once: of the blocks of 16 rows and 32 columns that the tile touches."""
+    each counter is computed once: of the blocks of 16 rows and 64 columns that the tile touches."""
     row = s.b * p.H + torch.arange(p.H)[tile.h, None, None]
     c_i = torch.arange(tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
-    c_j = torch.arange(tile.j0 // 32 * 8, -(-tile.j1 // 32) * 8)
+    c_j = torch.arange(tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
     words = torch.stack(philox((c_j, c_i, row, torch.zeros_like(row)), int(seed)))
-    words = words.view(2, 2, len(row), -1, 8, len(c_j) // 8, 8)  # bit 3 of i, that of j, heads, i, i, j, j
-    halves = torch.stack((words & HALF, words >> 16)).permute(3, 4, 1, 5, 6, 0, 2, 7)
-    numbers = halves.reshape(len(row), 2 * len(c_i), 4 * len(c_j))[:, tile.i0 % 16 :, tile.j0 % 32 :]
-    keep = numbers[:, : tile.i1 - tile.i0, : tile.j1 - tile.j0] >= dropout_threshold(p.recipe.dropout)
+    every = words[0] ^ words[1] ^ words[2] ^ words[3]
+    numbers = torch.stack([(words >> byte & 0xFF) << 8 | every >> byte & 0xFF for byte in (0, 8, 16, 24)])
+    numbers = numbers.view(2, 2, 4, len(row), -1, 8, len(c_j) // 8, 8)  # bit 3 of i, of j, bits 5 and 4; heads, i, j
+    numbers = numbers.permute(3, 4, 0, 5, 6, 2, 1, 7).reshape(len(row), 2 * len(c_i), 8 * len(c_j))
+    numbers = numbers[:, tile.i0 % 16 :, tile.j0 % 64 :][:, : tile.i1 - tile.i0, : tile.j1 - tile.j0]
+    keep = numbers >= dropout_threshold(p.recipe.dropout)
     return keep.to(_compute_type(p)).mul_(dropout_rescale(p.recipe.dropout))
 
 

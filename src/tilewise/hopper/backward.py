@@ -150,7 +150,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
     seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
     y = 0
     n = 0
     t = ticket(shared.drawn, n, DICE)

@@ -1,15 +1,17 @@
 """Dropout's decisions as bits in shared memory: a role of its own rolls them, ahead of those that multiply.
 
-Ten rounds of Philox are 20 wide multiplications, for eight entries of a tile. Between two waits of a warpgroup nothing
-runs beside them; in other warps they run beside everything. The bits of 64 rows of a tile are two words for each thread
-of a warpgroup, one for each of the two rows that it holds.
+Ten rounds of Philox are 20 wide multiplications, for sixteen entries of a tile. Between two waits of a warpgroup nothing
+runs beside them; in other warps they run beside everything.
+
+Of a tile, a word decides 2 x 2 entries in each byte: rows 8 apart, and columns 8 apart. A thread of a warpgroup holds two
+rows of 16, and a pair of neighbours in every 8 columns; so two words, one for each half of the columns, are all it reads.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .channel import Channel, arrive, barriers, stage, wait
-from .threads import as_tile, by_thread
+from .threads import as_tile
 
 AHEAD = gl.constexpr(4)
 """Tiles by which the dice may be ahead."""
@@ -19,7 +21,8 @@ AHEAD = gl.constexpr(4)
 def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
     """Their channel: so many uses for each tile, each of so many rows and read by so many warpgroups."""
     STAGES: gl.constexpr = AHEAD * USES
-    memory = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    memory = gl.allocate_shared_memory(gl.uint32, [STAGES, ROWS // 16, 8, 4, 2], layout)
     return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
@@ -49,98 +52,111 @@ def rolled(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The bits of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from
-    i0 on and columns keys from j0 on, or TRANSPOSED the other way round. The threshold stands in the upper 16 bits.
+    """The words of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from
+    i0 on and columns keys from j0 on, or TRANSPOSED the other way round. By (16 rows, row, thread, half of the columns).
 
-    Two warps that roll in the backward have registers for a few counters at a time, and ptxas would begin with all:
-    they go through the columns in steps, the last first, and make room in the words for those before.
+    A counter decides two queries, 8 apart, of eight keys, 8 apart: as a word of four bytes for each 16 keys. Counters lie
+    such that a thread has all that decide the entries of one thread of the tile, and TRANSPOSED of the threads 16, 32
+    and 48 rows below.
     """
-    STEP: gl.constexpr = 16 if TRANSPOSED and WARPS == 2 else COLUMNS
-    gl.static_assert(STEP == COLUMNS or COLUMNS <= 64)  # at 64, the words of all blocks are one shift apart
-    words = step(seed, threshold, matrix, i0, j0, COLUMNS - STEP, ROWS, STEP, TRANSPOSED, WARPS)
-    for done in range(STEP, COLUMNS, STEP):
-        first = COLUMNS - STEP - done
-        words >>= STEP // 8
-        words += step(seed, threshold, matrix, i0, j0, first, ROWS, STEP, TRANSPOSED, WARPS)
-    return words
+    if TRANSPOSED:
+        # one step after the other: ptxas would begin with every counter at once, and two warps have few registers
+        words = of_keys(seed, threshold, matrix, i0, j0, COLUMNS // 32 - 1, ROWS, COLUMNS, WARPS)
+        for done in range(1, COLUMNS // 32):
+            step = COLUMNS // 32 - 1 - done
+            words = words >> 2 | of_keys(seed, threshold, matrix, i0, j0, step, ROWS, COLUMNS, WARPS)
+        return words
+    else:
+        return of_queries(seed, threshold, matrix, i0, j0, ROWS, COLUMNS, WARPS)
 
 
 @gluon.jit
-def step(
-    seed, threshold, matrix, i0, j0, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
-    WARPS: gl.constexpr,
+def of_queries(
+    seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """The same of so many columns from `first` on, as if they began with block 0. j0 is a multiple of 32.
-
-    A counter decides eight entries: two queries, 8 apart, of four keys, 8 apart. Counters lie such that a thread has
-    all that decide the entries of one thread of the tile, and TRANSPOSED also those of the thread 16 rows below.
-    """
+    """The words of `rolled` where rows are queries: of 128 columns each half has its own counters."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    if TRANSPOSED:
-        row = gl.arange(0, ROWS // 4, row_layout)[:, None]
-        column = gl.arange(0, COLUMNS // 2, column_layout)[None, :]
-        c_i, c_j = (i0 + first >> 1) + column, (j0 >> 2) + row
+    row = gl.arange(0, ROWS // 2, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, layout))[None, :]
+    w0, w1, w2, w3 = decided(seed, threshold, matrix, (i0 >> 1) + row, (j0 >> 3) + column, column & 1)
+    if COLUMNS == 128:
+        words = w0 | w1 >> 2 | w2 >> 4 | w3 >> 6
+        return gl.sum(words.reshape([ROWS // 16, 8, 2, 4, 2]), 4).permute((0, 1, 3, 2))
     else:
-        row = gl.arange(0, ROWS // 2, row_layout)[:, None]
-        column = gl.arange(0, COLUMNS // 4, column_layout)[None, :]
-        c_i, c_j = (i0 >> 1) + row, (j0 + first >> 2) + column
-    zero = 0 * (row + column)
+        words = gl.join(w0 | w1 >> 2, w2 | w3 >> 2)
+        return gl.sum(words.reshape([ROWS // 16, 8, 4, 2, 2]), 3)
+
+
+@gluon.jit
+def of_keys(
+    seed, threshold, matrix, i0, j0, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """What 16 columns of each half add to the words of `rolled` where rows are keys, in front of the next step's."""
+    ABOVE: gl.constexpr = min(WARPS, ROWS // 64)
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [ABOVE, WARPS // ABOVE], [1, 0])
+    row = gl.arange(0, ROWS // 8, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
+    c_i = (i0 >> 1) + 8 * step + (column >> 3) * (COLUMNS // 4) + (column & 7)
+    w0, w1, w2, w3 = decided(seed, threshold, matrix, c_i, (j0 >> 3) + row, column & 1)
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # each of other 16 rows
+    words = gl.sum(words.reshape([ROWS // 64, 8, 2, 4, 2, 2, 2]), 4)
+    words = words.permute((0, 4, 5, 1, 3, 2)).reshape([ROWS // 16, 8, 4, 2])
+    return words & 0xFF0000FF | words << 8 & 0xFF0000 | words >> 8 & 0xFF00  # bytes by query come by row
+
+
+@gluon.jit
+def decided(seed, threshold, matrix, c_i, c_j, place):
+    """What counters decide, four words each: the topmost bit of a byte, or the one `place` lower, is set where its entry
+    is kept."""
+    zero = 0 * (c_i + c_j)
     c_i, c_j, c_row = (c_i + zero).to(gl.uint32), (c_j + zero).to(gl.uint32), (matrix + zero).to(gl.uint32)
     w0, w1, w2, w3 = philox(seed, c_j, c_i, c_row, zero.to(gl.uint32))
-    low0, low1, low2, low3 = w0 << 16, w1 << 16, w2 << 16, w3 << 16  # the topmost 16 bits decide
-    if TRANSPOSED:
-        above = gl.join(packed((low0, low2), threshold, column), packed((w0, w2), threshold, column))
-        below = gl.join(packed((low1, low3), threshold, column), packed((w1, w3), threshold, column))
-        return gl.join(above, below).reshape([ROWS // 32, 8, 4, 2, 2]).permute((0, 3, 4, 1, 2)).reshape([ROWS, 4])
-    else:
-        above = packed((low0, low1, w0, w1), threshold, column)
-        below = packed((low2, low3, w2, w3), threshold, column)
-        return gl.join(above, below).reshape([ROWS // 16, 8, 4, 2]).permute((0, 3, 1, 2)).reshape([ROWS, 4])
-
-
-@gluon.jit
-def packed(numbers, threshold, column):
-    """What every counter decides of a row, as bits; its numbers are of columns 8 apart. A word holds those of one row
-    and thread.
-
-    The thread has a pair of entries in each block of 8 columns: of block b entry e is bit 7 - b % 8 of byte
-    2 (b / 8) + e, where `kept` can reach it.
-    """
-    EACH: gl.constexpr = len(numbers)
-    ROWS: gl.constexpr = numbers[0].shape[0]
-    GROUPS: gl.constexpr = numbers[0].shape[1] // 8
-    kept = gl.zeros_like(numbers[0]).to(gl.int32)
-    for n in gl.static_range(EACH):
-        kept = compared(kept, numbers[n], threshold)
-    b = (column >> 3) * EACH + EACH - 1  # the last block's bit is the lowest
-    kept <<= (b >> 3) * 16 + (column & 1) * 8 + 7 - (b & 7)
-    return gl.sum(gl.sum(kept.reshape([ROWS, GROUPS, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def compared(kept, number, threshold):
-    """2 kept + (number >= threshold), in two instructions: the second, kept - (~kept + borrow), takes the borrow that
-    the first leaves."""
-    return gl.inline_asm_elementwise(
-        "{.reg .u32 x; sub.cc.u32 x, $2, $3; not.b32 x, $1; subc.u32 $0, $1, x;}",
-        "=r,r,r,r", [kept, number, threshold], dtype=gl.int32, is_pure=True, pack=1,
+    upper, lower = (threshold >> 8) * 0x01010101, (threshold & 0xFF) * 0x01010101
+    borrow = (at_least(w0 ^ w1 ^ w2 ^ w3, lower, 0) ^ 0x80808080) >> 7
+    place = (place + zero).to(gl.uint32)
+    return (
+        at_least(w0, upper, borrow) >> place, at_least(w1, upper, borrow) >> place,
+        at_least(w2, upper, borrow) >> place, at_least(w3, upper, borrow) >> place,
     )  # fmt: skip
 
 
 @gluon.jit
+def at_least(x, y, borrow):
+    """Of four bytes each: x >= y + borrow, as the topmost bit. The lower seven bits are compared by subtracting, which
+    the topmost bit of x, set, keeps inside the byte."""
+    low = (x | 0x80808080) - ((y & 0x7F7F7F7F) + borrow)
+    return (x & ~y | ~(x ^ y) & low) & 0x80808080
+
+
+@gluon.jit
 def taken(bits, u, ROW: gl.constexpr, S):
-    """Of use u, the words of every row and thread of a tile that lies as S does, from row ROW on; 0 without dropout."""
+    """Of use u, the words of a tile that lies as S does, from row ROW on; 0 without dropout."""
     if bits is None:
         return 0
     else:
-        layout: gl.constexpr = by_thread(S).type.layout
+        layout: gl.constexpr = by_word(S).type.layout
         wait(bits.full, u)
-        memory = stage(bits.memory, u).slice(ROW, S.shape[0], 0)
-        words = memory.load(gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+        memory = stage(bits.memory, u).slice(ROW // 16, S.shape[0] // 16, 0)
+        words = memory.load(gl.SliceLayout(4, layout))
         arrive(bits.empty, u)
         return words
+
+
+@gluon.jit
+def by_word(S):
+    """A tile of S as (16 rows, row of 8, thread, half of the columns, entry): the last counts a word's entries, by lower
+    or upper 8 rows, 16 columns, left or right 8 columns, and place in a pair."""
+    STEPS: gl.constexpr = S.shape[1] // 32
+    S = S.reshape([S.shape[0] // 16, 2, 8, 2, STEPS, 2, 4, 2]).permute((0, 2, 6, 3, 1, 4, 5, 7))
+    return S.reshape([S.shape[0], 8, 4, 2, 8 * STEPS])
+
+
+@gluon.jit
+def from_words(x, S):
+    """Undoes `by_word`."""
+    STEPS: gl.constexpr = S.shape[1] // 32
+    x = x.reshape([S.shape[0] // 16, 8, 4, 2, 2, STEPS, 2, 2]).permute((0, 4, 1, 3, 5, 6, 2, 7))
+    return as_tile(x, S)
 
 
 @gluon.jit
@@ -154,24 +170,24 @@ def dropped(x, words, variant):
 
 @gluon.jit
 def kept(x, words):
-    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two bytes over the mask of a
-    pair of 16-bit numbers, or of one byte over that of a 32-bit number."""
-    tile = by_thread(x)
+    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two words' bytes over the mask
+    of a pair of 16-bit numbers, or that of one over the mask of a 32-bit number."""
+    tile = by_word(x)
     layout: gl.constexpr = tile.type.layout
-    b = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    b = b[None, :, None, None]
-    lifted = words[:, None, :, None] << (b & 7)
+    entries: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    n = gl.arange(0, tile.shape[4], entries)
+    byte = 2 * (n * 2 // tile.shape[4]) + (n >> 1 & 1)
+    byte = byte[None, None, None, None, :]
+    bit = 2 * ((n >> 2) % (tile.shape[4] // 8)) + (n & 1)
+    lifted = words[:, :, :, :, None] << bit.to(gl.uint32)[None, None, None, None, :]
     if x.dtype.primitive_bitwidth == 16:
         tile = gl.inline_asm_elementwise(
-            "{.reg .b32 mask; prmt.b32 mask, $2, 0, $4; and.b32 $0, $1, mask;}",
-            "=r,r,r,r,r,r", [tile, lifted, gl.where(b < 8, 0x9988, 0xBBAA)],
-            dtype=x.dtype, is_pure=True, pack=2,
+            "{.reg .b32 mask; prmt.b32 mask, $2, $3, $4; and.b32 $0, $1, mask;}",
+            "=r,r,r,r,r,r", [tile, lifted, 0xCC88 + 0x1111 * byte], dtype=x.dtype, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
         tile = gl.inline_asm_elementwise(
             "{.reg .b32 mask; prmt.b32 mask, $2, 0, $3; and.b32 $0, $1, mask;}",
-            "=r,r,r,r", [tile, lifted, gl.where(b < 8, 0x8888, 0xAAAA) + 0x1111 * e],
-            dtype=x.dtype, is_pure=True, pack=1,
+            "=r,r,r,r", [tile, lifted, 0x8888 + 0x1111 * byte], dtype=x.dtype, is_pure=True, pack=1,
         )  # fmt: skip
-    return as_tile(tile, x)
+    return from_words(tile, x)

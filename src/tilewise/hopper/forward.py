@@ -212,7 +212,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
     seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32) << 16
+    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     t = ticket(shared.drawn, n, DICE)
