@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.backend import load
-from tilewise.problem import Operands, Recipe, describe, matmul_setting
+from tilewise.describe import describe
+from tilewise.problem import Operands, Recipe, matmul_setting
 
 
 class Largest(TorchDispatchMode):

@@ -169,7 +169,8 @@ def test_decisions_differ_by_seed_head_and_batch_and_are_uncorrelated():
 def test_neighbours_are_uncorrelated():
     keep = expected(256, 256, 1, B=1, H=1)[0, 0].double()
     keep = (keep - keep.mean()) / keep.std()
-    for rows, columns in ((0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0), (0, 16), (8, 16), (0, 32), (0, 48), (0, 64)):
+    apart = (0, 1), (1, 0), (8, 0), (0, 8), (8, 8), (1, 1), (16, 0), (0, 16), (8, 16), (0, 32), (0, 48), (0, 64)
+    for rows, columns in apart:
         moved = keep[rows:, columns:]
         correlation = (moved * keep[: 256 - rows, : 256 - columns]).mean()
         assert abs(correlation) < 5 / math.sqrt(moved.numel())

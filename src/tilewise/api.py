@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .backend import ORDER, load
+from .describe import check_number, describe_fake
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
-from .problem import PRECISIONS, Operands, Problem, Recipe, check_number, describe_fake, matmul_setting, target_of
+from .problem import PRECISIONS, Operands, Problem, Recipe, matmul_setting, target_of
 from .score import Alibi, Score
 
 FULL = Full()

@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .backend import select
-from .problem import Operands, Recipe, Saved, batched_ranks, check_contents, describe, describe_fake
+from .describe import check_contents, describe, describe_fake
+from .problem import Operands, Recipe, Saved, batched_ranks
 
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]

@@ -52,15 +52,16 @@ def store_inside(G, x, b, h, row, count, *_):
         pretend.world.record("stored", G.name, 0, int(h), int(row))
 
 
-INSTEAD["tilewise.hopper.forward"] = {
-    "zero_from": lambda *_: None, "store_inside": store_inside, "masked": masked, "row_max": pair, "finalize": pair,
-}  # fmt: skip
+INSTEAD["tilewise.hopper.forward"] = {"finalize": pair}
+INSTEAD["tilewise.hopper.softmax"] = {"masked": masked, "row_max": pair}
+INSTEAD["tilewise.hopper.ends"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
 INSTEAD["tilewise.hopper.dice"] = {"rolled": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.gradients"] = {
     "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
 INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
-INSTEAD["tilewise.hopper.fp32_gradients"] = {"cut": lambda x, PIECES: (x,) * PIECES, "store_gradient": store_gradient}
+INSTEAD["tilewise.hopper.fp32_gradients"] = {"store_gradient": store_gradient}
+INSTEAD["tilewise.hopper.fp32_gradients_pieces"] = {"cut": lambda x, PIECES: (x,) * PIECES}
 
 
 class Rehearsal(NamedTuple):

@@ -47,12 +47,12 @@ def in_numpy():
 
 
 def read(words, columns):
-    """Which entries the words keep. Of 16 rows, rows 8 apart share them; a word has one half of the columns: by 16, then
-    8, four threads with a pair of entries each. Byte 2 x (row's eight) + (column's) has bit 7 - 2 x sixteen - entry."""
-    up, right, entry = np.ix_(range(2), range(2), range(2))
-    at = 8 * (2 * up + right)[:, None] + 7 - 2 * np.arange(columns // 32)[:, None, None] - entry[:, None]
-    bits = np.asarray(words)[..., None, None, None, None] >> at & 1  # 16 rows, row, thread, half, up, q, right, entry
-    return torch.from_numpy(bits.transpose(0, 4, 1, 3, 5, 6, 2, 7).reshape(16 * len(words), -1)) == 1
+    """Which entries the words keep. A word has one half of the columns, and rows 8 apart: in byte 2 x (lower row) +
+    (odd block of 8 columns), bit 7 - 2 x (16 columns) - (second of a pair)."""
+    up, q, right, entry = np.ix_(range(2), range(columns // 32), range(2), range(2))
+    bits = np.asarray(words)[..., None, None, None, None] >> 8 * (2 * up + right) + 7 - 2 * q - entry & 1
+    bits = bits.transpose(1, 4, 2, 0, 5, 6, 3, 7)  # 16 rows, lower, row; half, 16 columns, odd, thread, entry
+    return torch.from_numpy(bits.reshape(16 * words.shape[1], columns)) == 1
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
@@ -68,7 +68,7 @@ def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, 
         words = in_numpy().rolled(
             tile(SEED, np.int64), threshold, matrix, i0, j0, rows, columns, transposed, warps
         )  # fmt: skip
-    assert words.shape == (rows // 16, 8, 4, 2)
+    assert words.shape == (2, rows // 16, 8, 4)
     found = read(words, columns)
     M, N = (columns, rows) if transposed else (rows, columns)
     i, j = torch.arange(i0, i0 + M)[:, None], torch.arange(j0, j0 + N)

@@ -10,10 +10,11 @@ import torch
 
 import tilewise as tw
 from tilewise.api import _gather
+from tilewise.describe import describe
 from tilewise.hopper import fp32_backward as backward
 from tilewise.hopper import fp32_launch
 from tilewise.hopper.pieces import split
-from tilewise.problem import Grads, Saved, describe
+from tilewise.problem import Grads, Saved
 from tilewise.reference import attention, gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..backend import load
-from ..problem import Operands, Problem, Recipe, Saved, describe_fake, target_of
+from ..describe import describe_fake
+from ..problem import Operands, Problem, Recipe, Saved, target_of
 
 if TYPE_CHECKING:  # Triton need not be installed
     from ..tile.launch import Launch

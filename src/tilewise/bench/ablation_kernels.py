@@ -17,7 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..hopper import releases
 from ..hopper.channel import Channel, barriers, expect, stage, wait
-from ..hopper.forward import exponentials, key_tile, masked, query_tile, walk_of, write
+from ..hopper.forward import write
+from ..hopper.queries import is_edge, key_tile, query_tile, walk_of
+from ..hopper.softmax import exponentials, masked
 from ..tile.blocks import block, dot, load_rows, store_rows
 from ..tile.masks import OPEN, Part, everywhere, visible
 from ..tile.rows import row_values
@@ -58,7 +60,7 @@ def fetch(X, channel, y, walk, place, variant, shape):
     """Starts the load of the y-th key tile into its stage, if there is one."""
     B_C: gl.constexpr = channel.memory.shape[3]
     if y < walk.hi - walk.lo:
-        j = key_tile(variant, 0, walk, walk.hi - 1 - y)
+        j = key_tile(variant, walk, walk.hi - 1 - y)
         bar = expect(channel.full, y, X.block_type.nbytes)
         releases.load(X, [place.b, place.h // shape.group, j * B_C, 0], bar, stage(channel.memory, y))
 
@@ -86,8 +88,8 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     fence_async_shared()
     releases.barrier()
 
-    place, _, _, _ = query_tile(gl.program_id(0), shape, None, tile)
-    walk = walk_of(place, variant, 0, tile)
+    place, tile_of_head, _, _ = query_tile(gl.program_id(0), shape, None, tile)
+    walk = walk_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     releases.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
     for s in gl.static_range(STAGES):
@@ -97,7 +99,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     q = stage(queries.memory, 0).reshape([ROWS, D])
     zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
     x = walk.hi - 1
-    j = key_tile(variant, 0, walk, x)
+    j = key_tile(variant, walk, x)
     wait(queries.full, 0)
     wait(keys.full, 0)
     k = stage(keys.memory, 0).reshape([B_C, D])
@@ -105,7 +107,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     S = warpgroup_mma_wait(0, [S])
     releases.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
-    if (x < walk.full_lo) | (x >= walk.full_hi):
+    if is_edge(x, walk):
         S = masked(S, place, place.i0, j * B_C, variant)
     m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
     P = gl.exp2(S * c - shift[:, None])
@@ -115,7 +117,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     y = 0
     while x > walk.lo:
         x -= 1
-        j = key_tile(variant, 0, walk, x)
+        j = key_tile(variant, walk, x)
         wait(keys.full, y + 1)
         k_next = stage(keys.memory, y + 1).reshape([B_C, D])
         S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -123,7 +125,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
         o_next = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
         S_new = warpgroup_mma_wait(1, [S_next])
         if EDGES:
-            if (x < walk.full_lo) | (x >= walk.full_hi):
+            if is_edge(x, walk):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         m_new, shift = row_max(S_new, m, c)
         P_new = exponentials(S_new, shift, c, y, SPLIT)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..describe import describe
 from ..experimental import LARGEST, Accumulate, rounded
-from ..problem import Operands, Problem, Recipe, describe
+from ..problem import Operands, Problem, Recipe
 from .engine import excuse
 from .results import OK
 

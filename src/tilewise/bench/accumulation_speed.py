@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Operands, Problem, Recipe, describe
+from ..describe import describe
+from ..problem import Operands, Problem, Recipe
 from .accumulation import KERNELS, Combination
 from .engine import excuse
 from .measure import Pace, pace, sample, spread

@@ -18,8 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from ..describe import describe_fake
 from ..experimental import launch
-from ..problem import Operands, Recipe, describe_fake
+from ..problem import Operands, Recipe
 from .accumulation import KERNELS
 from .accumulation_speed import TILES, Kernel, cases, tiles_for
 

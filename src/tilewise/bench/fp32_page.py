@@ -108,7 +108,7 @@ return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 ### Smallest products first
 
-In the forward ([`fp32_forward.py`](../src/tilewise/hopper/fp32_forward.py)), with pieces counted from 0:
+In the forward ([`fp32_forward_pieces.py`](../src/tilewise/hopper/fp32_forward_pieces.py)), with pieces counted from 0:
 
     S = sum over n = 0, 1, ... of the sum over i of a_(pieces - 1 - n - i) b_i
 
@@ -126,7 +126,7 @@ the sum is small loses least, so the smallest products come first and a_1 b_1 la
 They also cut, where an FMA rounds. Rounding errs to either side, and many errors partly cancel; cutting errs to one
 side, and its errors add up: a sum kept in the matrix unit over a whole row is off in proportion to the row's length.
 So the product of each tile begins at zero, and joins the sum so far by an FMA, which is needed anyway to rescale it.
-On Hopper, with what undoes V's scale in the same line, and P's (`fp32_forward.py`, above):
+On Hopper, with what undoes V's scale in the same line, and P's (`joined`, in the same file):
 
     O = alpha O + 2^-e P V_j
 

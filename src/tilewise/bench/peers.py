@@ -21,7 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise as tw
 
 from ..cpu import Cpu
-from ..problem import PRECISIONS, Operands, Recipe, Saved, describe, target_of
+from ..describe import describe
+from ..problem import PRECISIONS, Operands, Recipe, Saved, target_of
 from . import ablation
 from .suites import Case
 from .variants import VARIANTS, Variant

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backend import load
-from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, describe, describe_fake, matmul_setting, target_of
+from ..describe import describe, describe_fake
+from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
 from ..tile.tables import label
 from .accuracy import NAMES, Inputs, Truth
 from .engine import Watch

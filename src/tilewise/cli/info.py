@@ -11,7 +11,8 @@ import tilewise as tw
 
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
-from ..problem import Operands, Recipe, describe
+from ..describe import describe
+from ..problem import Operands, Recipe
 from ..tile.tables import whose
 from .console import out, print_json, sentences, table
 

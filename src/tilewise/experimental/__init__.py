@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..api import DEFAULTS, FULL, _gather
+from ..describe import check_number, describe
 from ..mask import Mask
-from ..problem import Operands, Problem, Unsupported, check_number, describe
+from ..problem import Operands, Problem, Unsupported
 from . import rounded
 
 __all__ = ["LARGEST", "Accumulate", "attention"]

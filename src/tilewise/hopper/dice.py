@@ -1,10 +1,12 @@
 """Dropout's decisions as bits in shared memory: a role of its own rolls them, ahead of those that multiply.
 
-Ten rounds of Philox are 20 wide multiplications, for sixteen entries of a tile. Between two waits of a warpgroup nothing
-runs beside them; in other warps they run beside everything.
+Ten rounds of Philox are 20 wide multiplications, for sixteen entries of a tile. Between two waits of a warpgroup
+nothing runs beside them; in other warps they run beside everything.
 
-Of a tile, a word decides 2 x 2 entries in each byte: rows 8 apart, and columns 8 apart. A thread of a warpgroup holds two
-rows of 16, and a pair of neighbours in every 8 columns; so two words, one for each half of the columns, are all it reads.
+A thread of a warpgroup holds two rows of a tile, 8 apart, and a pair of neighbours in every 8 columns. A word has the
+bits of 64 columns. Of its bytes one is for the upper row's even blocks of 8 columns, one for its odd ones, and two for
+the lower row's; of a byte's bits, from the topmost on, two are for each 16 columns. In shared memory words come by half
+of the columns; halves of 64 columns lie in two words, half empty, which the reader puts together.
 """
 
 from triton.experimental import gluon
@@ -22,7 +24,7 @@ def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
     """Their channel: so many uses for each tile, each of so many rows and read by so many warpgroups."""
     STAGES: gl.constexpr = AHEAD * USES
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    memory = gl.allocate_shared_memory(gl.uint32, [STAGES, ROWS // 16, 8, 4, 2], layout)
+    memory = gl.allocate_shared_memory(gl.uint32, [STAGES, 2, ROWS // 16, 8, 4], layout)
     return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
 
 
@@ -52,12 +54,12 @@ def rolled(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The words of score matrix `matrix` = b H + h, bit for bit those of reference.dropout_keep: rows are queries from
-    i0 on and columns keys from j0 on, or TRANSPOSED the other way round. By (16 rows, row, thread, half of the columns).
+    """The words of score matrix `matrix` = b H + h, bit for bit reference.dropout_keep: rows are queries from i0 on and
+    columns keys from j0 on, or TRANSPOSED the other way round. By (half of the columns, 16 rows, row of 8, thread).
 
-    A counter decides two queries, 8 apart, of eight keys, 8 apart: as a word of four bytes for each 16 keys. Counters lie
-    such that a thread has all that decide the entries of one thread of the tile, and TRANSPOSED of the threads 16, 32
-    and 48 rows below.
+    A counter decides two queries, 8 apart, of eight keys, 8 apart: a word of four bytes for each 16 keys. Counters lie
+    such that a thread has all that decide the entries of one thread of the tile, and TRANSPOSED of those 16, 32 and 48
+    rows below it. i0 is a multiple of 16, j0 of 64.
     """
     if TRANSPOSED:
         # one step after the other: ptxas would begin with every counter at once, and two warps have few registers
@@ -81,10 +83,10 @@ def of_queries(
     w0, w1, w2, w3 = decided(seed, threshold, matrix, (i0 >> 1) + row, (j0 >> 3) + column, column & 1)
     if COLUMNS == 128:
         words = w0 | w1 >> 2 | w2 >> 4 | w3 >> 6
-        return gl.sum(words.reshape([ROWS // 16, 8, 2, 4, 2]), 4).permute((0, 1, 3, 2))
+        return gl.sum(words.reshape([ROWS // 16, 8, 2, 4, 2]), 4).permute((2, 0, 1, 3))
     else:
         words = gl.join(w0 | w1 >> 2, w2 | w3 >> 2)
-        return gl.sum(words.reshape([ROWS // 16, 8, 4, 2, 2]), 3)
+        return gl.sum(words.reshape([ROWS // 16, 8, 4, 2, 2]), 3).permute((3, 0, 1, 2))
 
 
 @gluon.jit
@@ -100,23 +102,23 @@ def of_keys(
     w0, w1, w2, w3 = decided(seed, threshold, matrix, c_i, (j0 >> 3) + row, column & 1)
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # each of other 16 rows
     words = gl.sum(words.reshape([ROWS // 64, 8, 2, 4, 2, 2, 2]), 4)
-    words = words.permute((0, 4, 5, 1, 3, 2)).reshape([ROWS // 16, 8, 4, 2])
+    words = words.permute((2, 0, 4, 5, 1, 3)).reshape([2, ROWS // 16, 8, 4])
     return words & 0xFF0000FF | words << 8 & 0xFF0000 | words >> 8 & 0xFF00  # bytes by query come by row
 
 
 @gluon.jit
-def decided(seed, threshold, matrix, c_i, c_j, place):
-    """What counters decide, four words each: the topmost bit of a byte, or the one `place` lower, is set where its entry
-    is kept."""
+def decided(seed, threshold, matrix, c_i, c_j, entry):
+    """What counters decide, four words each: the topmost bit of a byte, or of a pair's second `entry` the one below
+    it, is set where the entry is kept."""
     zero = 0 * (c_i + c_j)
     c_i, c_j, c_row = (c_i + zero).to(gl.uint32), (c_j + zero).to(gl.uint32), (matrix + zero).to(gl.uint32)
     w0, w1, w2, w3 = philox(seed, c_j, c_i, c_row, zero.to(gl.uint32))
     upper, lower = (threshold >> 8) * 0x01010101, (threshold & 0xFF) * 0x01010101
     borrow = (at_least(w0 ^ w1 ^ w2 ^ w3, lower, 0) ^ 0x80808080) >> 7
-    place = (place + zero).to(gl.uint32)
+    entry = (entry + zero).to(gl.uint32)
     return (
-        at_least(w0, upper, borrow) >> place, at_least(w1, upper, borrow) >> place,
-        at_least(w2, upper, borrow) >> place, at_least(w3, upper, borrow) >> place,
+        at_least(w0, upper, borrow) >> entry, at_least(w1, upper, borrow) >> entry,
+        at_least(w2, upper, borrow) >> entry, at_least(w3, upper, borrow) >> entry,
     )  # fmt: skip
 
 
@@ -136,26 +138,28 @@ def taken(bits, u, ROW: gl.constexpr, S):
     else:
         layout: gl.constexpr = by_word(S).type.layout
         wait(bits.full, u)
-        memory = stage(bits.memory, u).slice(ROW // 16, S.shape[0] // 16, 0)
-        words = memory.load(gl.SliceLayout(4, layout))
+        memory = stage(bits.memory, u).slice(ROW // 16, S.shape[0] // 16, 1)
+        words = memory.slice(0, S.shape[1] // 64, 0).load(gl.SliceLayout(4, layout))
+        if S.shape[1] == 64:
+            words |= memory.slice(1, 1, 0).load(gl.SliceLayout(4, layout)) >> 4
         arrive(bits.empty, u)
         return words
 
 
 @gluon.jit
 def by_word(S):
-    """A tile of S as (16 rows, row of 8, thread, half of the columns, entry): the last counts a word's entries, by lower
-    or upper 8 rows, 16 columns, left or right 8 columns, and place in a pair."""
-    STEPS: gl.constexpr = S.shape[1] // 32
-    S = S.reshape([S.shape[0] // 16, 2, 8, 2, STEPS, 2, 4, 2]).permute((0, 2, 6, 3, 1, 4, 5, 7))
-    return S.reshape([S.shape[0], 8, 4, 2, 8 * STEPS])
+    """A tile of S as (64 columns, 16 rows, row of 8, thread, entry). A word's 32 entries are counted by upper or lower
+    row, 16 columns, even or odd 8 of them, and place in a pair."""
+    ROWS: gl.constexpr = S.shape[0] // 16
+    WORDS: gl.constexpr = S.shape[1] // 64
+    S = S.reshape([ROWS, 2, 8, WORDS, 4, 2, 4, 2]).permute((3, 0, 2, 6, 1, 4, 5, 7))
+    return S.reshape([WORDS, ROWS, 8, 4, 32])
 
 
 @gluon.jit
 def from_words(x, S):
     """Undoes `by_word`."""
-    STEPS: gl.constexpr = S.shape[1] // 32
-    x = x.reshape([S.shape[0] // 16, 8, 4, 2, 2, STEPS, 2, 2]).permute((0, 4, 1, 3, 5, 6, 2, 7))
+    x = x.reshape([S.shape[1] // 64, S.shape[0] // 16, 8, 4, 2, 4, 2, 2]).permute((1, 4, 2, 0, 5, 6, 3, 7))
     return as_tile(x, S)
 
 
@@ -175,11 +179,9 @@ def kept(x, words):
     tile = by_word(x)
     layout: gl.constexpr = tile.type.layout
     entries: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    n = gl.arange(0, tile.shape[4], entries)
-    byte = 2 * (n * 2 // tile.shape[4]) + (n >> 1 & 1)
-    byte = byte[None, None, None, None, :]
-    bit = 2 * ((n >> 2) % (tile.shape[4] // 8)) + (n & 1)
-    lifted = words[:, :, :, :, None] << bit.to(gl.uint32)[None, None, None, None, :]
+    n = gl.arange(0, 32, entries)[None, None, None, None, :]
+    byte, bit = 2 * (n >> 4) + (n >> 1 & 1), 2 * (n >> 2 & 3) + (n & 1)
+    lifted = words[:, :, :, :, None] << bit.to(gl.uint32)
     if x.dtype.primitive_bitwidth == 16:
         tile = gl.inline_asm_elementwise(
             "{.reg .b32 mask; prmt.b32 mask, $2, $3, $4; and.b32 $0, $1, mask;}",

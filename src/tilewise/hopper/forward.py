@@ -19,16 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.masks import key_range_of, visible
-from ..tile.rows import origin, row_values, rows_of
-from ..tile.scores import Entries, through
-from ..tile.softmax import finalize, join_sink, row_max
-from ..tile.visits import Place, key_range, list_at, tile_at
+from ..tile.rows import row_values
+from ..tile.softmax import finalize, join_sink
 from . import releases
-from .channel import Channel, arrive, barriers, end_block, expect, stage, take_turns, wait, wait_before
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
 from .dice import bits, dropped, rolled, taken
+from .ends import store_inside, zero_values
+from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
 from .queue import draw, hand_on, leave, ticket, tickets
-from .threads import as_tile, by_thread, positions
+from .softmax import begin, masked, online, scored
 
 
 class Tile(NamedTuple):
@@ -85,76 +84,6 @@ class Shared(NamedTuple):
     """Dropout's, or None."""
 
 
-class Walk(NamedTuple):
-    """The key tiles of one query tile: positions hi - 1 down to lo, of which [full_lo, full_hi) need no mask."""
-
-    lo: object
-    full_lo: object
-    full_hi: object
-    hi: object
-    some: object
-    """Whether any key is seen; if none is, tile 0 is visited, all of it masked."""
-
-
-@gluon.jit
-def query_tile(t, shape, packed, tile: gl.constexpr):
-    """Where tile t of all is, and the first rows of its queries and keys."""
-    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    matrix, m = shape.order(t, shape.tiles, shape.heads, shape.section)
-    b, h = matrix // shape.H, matrix % shape.H
-    q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
-    return Place(b, h, matrix, m * (64 * WARPGROUPS), M, N, N - M), m, q0, k0
-
-
-@gluon.jit
-def walk_of(place, variant, lists, tile: gl.constexpr):
-    """The key tiles of a query tile; one at least, so that a row without keys gets its zeros the same way."""
-    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    B_C: gl.constexpr = tile.B_C
-    lo, full_lo, full_hi, hi = key_range(variant, lists, place, 64 * WARPGROUPS, B_C)
-    return Walk(lo, full_lo, full_hi, gl.maximum(hi, lo + 1), hi > lo)
-
-
-@gluon.jit
-def part_of(walk, place, row0, variant, tile: gl.constexpr):
-    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is
-    left out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
-    B_C: gl.constexpr = tile.B_C
-    KV_STAGES: gl.constexpr = tile.KV_STAGES
-    if variant.visits is None:
-        rows = Place(place.b, place.h, place.matrix, row0, place.M, place.N, place.shift)
-        lo, full_lo, full_hi, hi = key_range(variant, 0, rows, 64, B_C)
-        hi = gl.minimum(gl.maximum(hi, walk.lo + 1), walk.hi)
-        lo = gl.minimum(gl.maximum(lo, walk.lo), gl.minimum(hi, walk.lo + KV_STAGES) - 1)
-        return Walk(lo, full_lo, full_hi, hi, walk.some)
-    else:
-        return walk
-
-
-@gluon.jit
-def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
-    """The number of the key tile behind `count` that warpgroup W has no use for; it takes its turns all the same."""
-    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    TURNS: gl.constexpr = tile.TURNS
-    for _ in range(count):
-        wait(shared.k.full, y)
-        if TURNS:
-            take_turns("sync", W)
-            take_turns("arrive", (W + 1) % WARPGROUPS)
-        if shared.bits is not None:
-            wait(shared.bits.full, y * WARPGROUPS + W)
-            arrive(shared.bits.empty, y * WARPGROUPS + W)
-        arrive(shared.k.empty, y)
-        y += 1
-    return y
-
-
-@gluon.jit
-def key_tile(variant, lists, walk, x):
-    """The key tile at position x."""
-    return gl.where(walk.some, tile_at(variant.visits, lists, x), 0)
-
-
 @gluon.jit
 def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     """The producer warp."""
@@ -170,8 +99,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
         if place.i0 < place.M:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
             b = place.b if packed is None else 0
-            lists = list_at(variant.visits, place.b, place.h, m)
-            walk = walk_of(place, variant, lists, tile)
+            walk = walk_of(place, m, variant, tile)
             h_k = place.h // shape.group
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
@@ -184,7 +112,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = key_tile(variant, lists, walk, walk.hi - 1 - x)
+                    j = key_tile(variant, walk, walk.hi - 1 - x)
                     bar = expect(shared.k.full, y, K.block_type.nbytes)
                     releases.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
                 if x > 0:
@@ -218,13 +146,12 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
     t = ticket(shared.drawn, n, DICE)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, _, _ = query_tile(t, shape, packed, tile)
-        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
-        walk = walk_of(place, variant, lists, tile)
+        walk = walk_of(place, tile_of_head, variant, tile)
         first = part_of(walk, place, place.i0, variant, tile)
         second = part_of(walk, place, place.i0 + 64, variant, tile)
         for passed in range(walk.hi - walk.lo):
             x = walk.hi - 1 - passed
-            j = key_tile(variant, lists, walk, x)
+            j = key_tile(variant, walk, x)
             for w in gl.static_range(WARPGROUPS):
                 part = first if w == 0 else second
                 u = y * WARPGROUPS + w
@@ -246,100 +173,6 @@ def logits(q, k, CORNER: gl.constexpr):
     k = k.slice(0, B_C, 0)
     S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, B_C], gl.float32, layout), use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [S])
-
-
-@gluon.jit
-def indices(S, place, row0, j0):
-    """Rows (shifted) and columns of a tile of S, as they broadcast."""
-    layout: gl.constexpr = S.type.layout
-    i = row0 + place.shift + gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))
-    columns = j0 + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
-    return i[:, None], columns[None, :]
-
-
-@gluon.jit
-def scored(S, place, row0, j0, variant):
-    """The logits after all scores."""
-    if len(variant.scores) == 0:
-        return S
-    else:
-        row, first, column = positions(S)
-        at = Entries(place.b, place.h, row0 + place.shift + row, 0, j0 + first, column)
-        return as_tile(through(variant.scores, by_thread(S), at, len(variant.scores)), S)
-
-
-@gluon.jit
-def masked(S, place, row0, j0, variant):
-    """The logits where the mask shows them, else -inf."""
-    i, columns = indices(S, place, row0, j0)
-    if variant.visits is None:  # one comparison for both ends: before the first key, the difference wraps around
-        lo, hi = key_range_of(variant.mask, place.b, i, place.N)
-        seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
-    else:
-        seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
-    return gl.where(seen, S, float("-inf"))
-
-
-@gluon.jit
-def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout: gl.constexpr):
-    """m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0: logits
-    in base 2 are between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
-    S = scored(S, place, row0, j0, variant)
-    if partial:
-        S = masked(S, place, row0, j0, variant)
-    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c)
-    if BOUNDED:
-        m = gl.maximum(m, 0.0)
-        shift = m
-    P = gl.exp2(S * c - shift[:, None])
-    l = gl.sum(P, 1)
-    if P.type.layout != layout:
-        ROWS: gl.constexpr = P.shape[0]
-        P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
-
-
-@gluon.jit
-def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
-    """P = exp2(c S - shift). Left to itself, ptxas moves the wait that follows up above all exponentials."""
-    if SPLIT == 1:
-        end_block(y)
-    x = S * c - shift[:, None]
-    if SPLIT == 2:
-        ROWS: gl.constexpr = S.shape[0]
-        COLUMNS: gl.constexpr = S.shape[1]
-        left, right = gl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
-        left = gl.exp2(left)
-        end_block(y)
-        P = gl.join(left, gl.exp2(right)).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
-        return gl.convert_layout(P, S.type.layout)
-    else:
-        return gl.exp2(x)
-
-
-@gluon.jit
-def zero_from(memory, row):
-    """Zeros in a tile from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
-    ROWS: gl.constexpr = memory.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for r in gl.static_range(ROWS // 16):
-        if row < 16 * (r + 1):
-            part = memory.slice(16 * r, 16, 0)
-            rows = 16 * r + gl.arange(0, 16, gl.SliceLayout(1, layout))
-            part.store(gl.where((rows < row)[:, None], part.load(layout), 0.0))
-    fence_async_shared()
-    releases.barrier()
-
-
-@gluon.jit
-def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
-    """Rows of which M exist, from registers: behind a packed sequence a box of TMA would write over the next."""
-    layout: gl.constexpr = o.type.layout
-    rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
-    columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
-    at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
-    gl.store(at, o, mask=(rows < M) & (columns < d_v))
 
 
 @gluon.jit
@@ -372,82 +205,63 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     Q_STAGES: gl.constexpr = tile.Q_STAGES
-    TURNS: gl.constexpr = tile.TURNS
-    EDGES: gl.constexpr = tile.EDGES
-    SPLIT: gl.constexpr = tile.SPLIT
-    BOUNDED: gl.constexpr = tile.BOUNDED
     CORNER: gl.constexpr = tile.CORNER and W == 0
-    ROWS: gl.constexpr = 64
     dtype: gl.constexpr = O.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
+    zero = gl.zeros([64, B_C], gl.float32, s_layout)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    if TURNS and W == WARPGROUPS - 1:
+    if tile.TURNS and W == WARPGROUPS - 1:
         take_turns("arrive", 0)
     t = ticket(shared.drawn, n, 4)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, _ = query_tile(t, shape, packed, tile)
-        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
-        walk = walk_of(place, variant, lists, tile)
-        row0 = place.i0 + ROWS * W
-        q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([ROWS, D])
+        walk = walk_of(place, tile_of_head, variant, tile)
+        row0 = place.i0 + 64 * W
+        q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([64, D])
         part = part_of(walk, place, row0, variant, tile)
         y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, lists, walk, x)
+        j = key_tile(variant, walk, x)
         wait(shared.q.full, n)
         wait(shared.k.full, y)
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
         arrive(shared.k.empty, y)
-        edge = (x < part.full_lo) | (x >= part.full_hi)
-        m, l, P = begin(S, edge, place, row0, j * B_C, variant, c, BOUNDED, s_layout)
+        m, l, P = begin(S, is_edge(x, part), place, row0, j * B_C, variant, c, tile.BOUNDED, s_layout)
         p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout)
-        if packed is not None:
-            if (j + 1) * B_C > place.N:
-                wait(shared.v.full, y)
-                zero_from(stage(shared.v.memory, y).reshape([B_C, D]), place.N - j * B_C)
-        o = gl.zeros([ROWS, D], gl.float32, o_layout)
+        zero_values(place, j, packed, shared, y, tile)
+        o = gl.zeros([64, D], gl.float32, o_layout)
         if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
             if n > 0:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n - 1)
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, lists, walk, x)
+            j = key_tile(variant, walk, x)
             wait(shared.k.full, y + 1)
-            if TURNS:
+            if tile.TURNS:
                 take_turns("sync", W)
             k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
             wait(shared.v.full, y)
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-            if TURNS:
+            if tile.TURNS:
                 take_turns("arrive", (W + 1) % WARPGROUPS)
             words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
-            if SPLIT == 3:
+            if tile.SPLIT == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
-            if EDGES:
-                if (x < part.full_lo) | (x >= part.full_hi):
+            if tile.EDGES:
+                if is_edge(x, part):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
-            if BOUNDED:
-                P_new = exponentials(S_new, m, c, y, SPLIT)
-                l += gl.sum(P_new, 1)
-            else:
-                m_new, shift = row_max(S_new, m, c)
-                P_new = exponentials(S_new, shift, c, y, SPLIT)
-                alpha = gl.exp2(m - shift)
-                l = l * alpha + gl.sum(P_new, 1)
-                m = m_new
+            P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
-            if not BOUNDED:
-                o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
+            if alpha is not None:
+                o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
         wait(shared.v.full, y)
         o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
@@ -456,7 +270,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
         o = warpgroup_mma_wait(0, [o_last])
         if variant.dropout is not None:
             o = o * variant.dropout.rescale
-        if BOUNDED:
+        if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
         write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
         y = pass_by(W, shared, y, part.lo - walk.lo, tile)

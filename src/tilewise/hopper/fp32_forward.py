@@ -20,20 +20,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..tile.rows import origin, row_values
 from ..tile.softmax import finalize, join_sink, row_max
-from ..tile.visits import list_at
 from . import releases
 from .around import first_block
-from .channel import Channel, arrive, barriers, expect, held, stage, take_turns, wait, wait_before, wait_kernels
-from .forward import exponentials, key_tile, masked, part_of, pass_by, query_tile, walk_of
-from .gradients import rounded
-from .pieces import largest, next_piece, power_of_two
+from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
+from .fp32_forward_pieces import (
+    begin_logits,
+    end_logits,
+    joined,
+    left_sides,
+    pieces_of,
+    product,
+    split_columns,
+    to_base_2,
+    undo_of,
+    unit_ahead,
+    unit_of,
+)
+from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
 from .queue import draw, hand_on, leave, ticket, tickets
+from .softmax import exponentials, masked
 
 
 class Tile(NamedTuple):
@@ -146,8 +156,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:  # packed sequences may end before
             hand_on(shared.drawn, t, n)
-            lists = list_at(variant.visits, place.b, place.h, m)
-            walk = walk_of(place, variant, lists, tile)
+            walk = walk_of(place, m, variant, tile)
             first = first_tile(place, k0, packed, shape, tile)
             count = walk.hi - walk.lo
             j_before = 0
@@ -158,7 +167,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = first + key_tile(variant, lists, walk, walk.hi - 1 - x)
+                    j = first + key_tile(variant, walk, walk.hi - 1 - x)
                     load_pieces(K, shared.k, y, j, shape.rows, PIECES)
                 if not tile.Q_APART:
                     if x == 0:  # behind K, which need not wait for the queries before
@@ -178,142 +187,6 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
-    """A key tile's pieces in shared memory."""
-    found = ()
-    for n in gl.static_range(PIECES):
-        piece = stage(channel.memory, y * PIECES + n)
-        found = found + ((piece.permute((1, 0)) if TRANSPOSED else piece),)
-    return found
-
-
-@gluon.jit
-def product(a, b, zero, PIECES: gl.constexpr):
-    """Starts a b, in all the parts that count, the smallest first."""
-    acc = zero
-    for n in gl.static_range(PIECES):
-        for i in gl.static_range(PIECES - n):
-            acc = warpgroup_mma(a[PIECES - 1 - n - i], b[i], acc, use_acc=n + i > 0, is_async=True)
-    return acc
-
-
-@gluon.jit
-def paired_product(q, channel, y, zero, tile: gl.constexpr):
-    """Starts S of key tile y in two parts: smallest products, and all others with the first two pieces side by side."""
-    B_C: gl.constexpr = tile.B_C
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * B_C, 16])
-    pair, rest = channel.memory
-    pair, last = stage(pair, y).reshape([2 * B_C, tile.D]), stage(rest, y)
-    low = warpgroup_mma(q[2], pair.slice(0, B_C, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    low = warpgroup_mma(q[0], last.permute((1, 0)), low, is_async=True)
-    zeros = gl.zeros([64, 2 * B_C], gl.float32, layout)
-    both = warpgroup_mma(q[1], pair.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return low, warpgroup_mma(q[0], pair.permute((1, 0)), both, is_async=True)
-
-
-@gluon.jit
-def begin_logits(q, channel, y, zero, tile: gl.constexpr):
-    """Starts S of key tile y, in as many parts as it takes."""
-    PIECES: gl.constexpr = tile.PIECES
-    if tile.PAIRED:
-        return paired_product(q, channel, y, zero, tile)
-    else:
-        return (product(q, pieces_of(channel, y, True, PIECES), zero, PIECES),)
-
-
-@gluon.jit
-def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
-    """S, once no more products are under way than the LATER ones."""
-    if tile.PAIRED:
-        S, both = warpgroup_mma_wait(LATER, parts)
-        first, second = gl.split(both.reshape([64, 2, tile.B_C]).permute((0, 2, 1)))  # moves nothing
-        return S + gl.convert_layout(second, S.type.layout) + gl.convert_layout(first, S.type.layout)
-    else:
-        return warpgroup_mma_wait(LATER, parts)
-
-
-@gluon.jit
-def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """64 rows of Q to their pieces in shared memory; what undoes each row's scale."""
-    PIECES: gl.constexpr = tile.PIECES
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    x = whole.reshape([64, tile.D]).load(layout)
-    undo = gl.full([64], 1.0, gl.float32, row_layout)
-    if PIECES == 2:
-        scale, back = power_of_two(largest(x, 1))
-        x = x * scale[:, None]
-        undo = gl.convert_layout(back, row_layout)
-    releases.barrier()  # the pieces may take the place of what was read
-    for n in gl.static_range(PIECES):
-        piece, x = next_piece(x, pieces.dtype, n == PIECES - 1)
-        pieces.index(slot(W, n)).store(piece)
-    fence_async_shared()
-    releases.barrier()
-    return undo
-
-
-@gluon.jit
-def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
-    """A tile of Q for products with key tile y."""
-    PIECES: gl.constexpr = tile.PIECES
-    found = ()
-    for n in gl.static_range(PIECES):
-        found = found + (held(pieces, slot(W, n), y),)
-    return found
-
-
-@gluon.jit
-def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """Splits the queries of tile n; what turns their logits into base 2."""
-    wait(shared.q.full, n)
-    unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
-    if tile.Q_APART:
-        arrive(shared.q.empty, n)
-    return unit
-
-
-@gluon.jit
-def slot(W: gl.constexpr, n: gl.constexpr):
-    """Where piece n of warpgroup W's rows lies: the first two in the place of the rows themselves."""
-    return 2 * W + n if n < 2 else 4 + W
-
-
-@gluon.jit
-def undo_of(X, t, tile: gl.constexpr):
-    """What undoes the scale of key tile t."""
-    if X.undo is None:
-        return gl.to_tensor(1.0)
-    else:
-        return gl.load(X.undo + t // (tile.KEYS // tile.B_C))
-
-
-@gluon.jit
-def to_base_2(unit, undo):
-    """What S of a key tile is multiplied by: a normal number, so that a hidden key's -inf stays that, and 0 stays 0."""
-    return gl.minimum(gl.maximum(unit * undo, 2.0**-126), 2.0**127)
-
-
-@gluon.jit
-def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.constexpr):
-    """P's pieces, as left sides of products."""
-    pieces = ()
-    for _ in gl.static_range(PIECES):
-        piece, value = rounded(P, dtype)
-        pieces = pieces + (gl.convert_layout(piece, layout),)
-        P = P - value
-    return pieces
-
-
-@gluon.jit
-def joined(o, alpha, fresh, undo, RAISE: gl.constexpr):
-    """O once a tile's product has joined it: rescaled, and the product without the scales of V and P."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    if RAISE:
-        fresh = fresh * (undo * 2.0**-RAISE)
-    return o * alpha + fresh
-
-
-@gluon.jit
 def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constexpr):
     """O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m so much too small."""
     if sink is not None:
@@ -330,14 +203,22 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
 
 
 @gluon.jit
+def next_weights(S, m, l, unit, y, shared, tile: gl.constexpr):
+    """P of the next key tile, m and l with it, and what O so far is multiplied by."""
+    m_new, shift = row_max(S, m, unit, tile.RAISE)
+    P = exponentials(S, shift, unit[:, None], y, tile.SPLIT)
+    if tile.SPLIT == 3:  # passed long ago; but a basic block ends here, and ptxas moves no wait above it
+        wait(shared.v.full, y)
+    alpha = gl.exp2(m - shift)
+    return P, m_new, l * alpha + gl.sum(P, 1), alpha
+
+
+@gluon.jit
 def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
     """Warpgroup W: 64 rows of every query tile."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     PIECES: gl.constexpr = tile.PIECES
-    PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
-    RAISE: gl.constexpr = tile.RAISE
-    dtype: gl.constexpr = shared.pieces.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -350,20 +231,17 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         take_turns("arrive", 0)
     t = ticket(shared.drawn, n, 4)
     unit = gl.full([64], 0.0, gl.float32, row_layout)
-    if tile.Q_APART:
-        if t < shape.tiles * shape.heads:
-            unit = unit_of(c, shared, n, W, row_layout, tile)
+    unit = unit_ahead(unit, t, c, shared, shape, n, W, row_layout, tile)
     wait_kernels()
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
-        lists = list_at(variant.visits, place.b, place.h, tile_of_head)
-        walk = walk_of(place, variant, lists, tile)
+        walk = walk_of(place, tile_of_head, variant, tile)
         first = first_tile(place, k0, packed, shape, tile)
         row0 = place.i0 + 64 * W
         part = part_of(walk, place, row0, variant, tile)
         y = pass_by(W, shared, y, walk.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, lists, walk, x)
+        j = key_tile(variant, walk, x)
         if not tile.Q_APART:
             unit = unit_of(c, shared, n, W, row_layout, tile)
         undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
@@ -372,17 +250,17 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         S = end_logits(begin_logits(q, shared.k, y, zero, tile), 0, tile)
         arrive(shared.k.empty, y)
         unit_j = to_base_2(unit, undo_k)
-        if (x < part.full_lo) | (x >= part.full_hi):
+        if is_edge(x, part):
             S = masked(S, place, row0, j * B_C, variant)
-        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, RAISE)
+        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, tile.RAISE)
         P = gl.exp2(S * unit_j[:, None] - shift[:, None])
         l = gl.sum(P, 1)
-        p = split_columns(P, dtype, p_layout, PIECES)
+        p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
         alpha = gl.full([64], 0.0, gl.float32, row_layout)
         o = zero_o
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, lists, walk, x)
+            j = key_tile(variant, walk, x)
             undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: it takes long
             wait(shared.k.full, y + 1)
             if tile.TURNS:
@@ -393,22 +271,16 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
             o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
             if tile.TURNS:
                 take_turns("arrive", 1 - W)
-            S_new = end_logits(S_next, PRODUCTS, tile)
+            S_new = end_logits(S_next, PIECES * (PIECES + 1) // 2, tile)
             unit_j = to_base_2(unit, undo_k)
             if tile.EDGES:
-                if (x < part.full_lo) | (x >= part.full_hi):
+                if is_edge(x, part):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
-            m_new, shift = row_max(S_new, m, unit_j, RAISE)
-            P = exponentials(S_new, shift, unit_j[:, None], y, tile.SPLIT)
-            if tile.SPLIT == 3:
-                wait(shared.v.full, y)
-            alpha_new = gl.exp2(m - shift)
-            l = l * alpha_new + gl.sum(P, 1)
-            m = m_new
+            P, m, l, alpha_new = next_weights(S_new, m, l, unit_j, y, shared, tile)
             o_next = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
-            o = joined(o, alpha, o_next, undo, RAISE)
-            p = split_columns(P, dtype, p_layout, PIECES)
+            o = joined(o, alpha, o_next, undo, tile.RAISE)
+            p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
             undo, alpha = undo_next, alpha_new
             y += 1
         if not tile.Q_APART:
@@ -416,12 +288,10 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         wait(shared.v.full, y)
         o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
         t = ticket(shared.drawn, n + 1, 4)
-        if tile.Q_APART:  # all products that read this tile's pieces are complete
-            if t < shape.tiles * shape.heads:
-                unit = unit_of(c, shared, n + 1, W, row_layout, tile)
-        o_last = warpgroup_mma_wait(0, [o_last])
-        o = joined(o, alpha, o_last, undo, RAISE)
-        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE)
+        # all products that read this tile's pieces are complete
+        unit = unit_ahead(unit, t, c, shared, shape, n + 1, W, row_layout, tile)
+        o = joined(o, alpha, warpgroup_mma_wait(0, [o_last]), undo, tile.RAISE)
+        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, tile.RAISE)
         y = pass_by(W, shared, y + 1, part.lo - walk.lo, tile)
         n += 1
 

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -43,6 +42,7 @@ from .channel import (
     wait_before,
     wait_kernels,
 )
+from .fp32_gradients_pieces import as_operand, cut, pieces, power_above, product, store_ds, undo_of
 from .gradients import hand_over
 from .keys import (
     block_of,
@@ -202,108 +202,6 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """One piece of 64 rows, or 64 columns of it from COLUMN on."""
-    x = memory.index(n).reshape([64, memory.shape[3]])
-    if COLUMN is not None and memory.shape[3] > 64:
-        x = x.slice(COLUMN, 64, 1)
-    return x.permute((1, 0)) if TRANSPOSED else x
-
-
-@gluon.jit
-def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANSPOSED: gl.constexpr = False):
-    """All pieces of a block of rows."""
-    found = ()
-    for i in gl.static_range(PIECES):
-        found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)
-    return found
-
-
-@gluon.jit
-def product(a, b, zero):
-    """Starts a b in a fresh accumulator: of pieces i and j those with i + j < PIECES, the smallest products first."""
-    PIECES: gl.constexpr = len(a)
-    c = zero
-    for s in gl.static_range(PIECES):
-        for i in gl.static_range(PIECES - s):
-            c = warpgroup_mma(a[i], b[PIECES - 1 - s - i], c, use_acc=s + i > 0, is_async=True)
-    return c
-
-
-@gluon.jit
-def cut(x, PIECES: gl.constexpr):
-    """Numbers in registers as 16-bit pieces, two numbers at a time."""
-    if PIECES == 2:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b16 a, b;
-            .reg .f32 x, y;
-            cvt.rn.f16x2.f32 $0, $3, $2;
-            mov.b32 {a, b}, $0;
-            cvt.f32.f16 x, a;
-            cvt.f32.f16 y, b;
-            sub.f32 x, $2, x;
-            sub.f32 y, $3, y;
-            cvt.rn.f16x2.f32 $1, y, x;
-            }""",
-            "=&r,=&r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b;
-            .reg .f32 x, y, u, v;
-            cvt.rn.bf16x2.f32 $0, $4, $3;
-            shl.b32 a, $0, 16;
-            and.b32 b, $0, 0xffff0000;
-            mov.b32 u, a;
-            mov.b32 v, b;
-            sub.f32 x, $3, u;
-            sub.f32 y, $4, v;
-            cvt.rn.bf16x2.f32 $1, y, x;
-            shl.b32 a, $1, 16;
-            and.b32 b, $1, 0xffff0000;
-            mov.b32 u, a;
-            mov.b32 v, b;
-            sub.f32 x, x, u;
-            sub.f32 y, y, v;
-            cvt.rn.bf16x2.f32 $2, y, x;
-            }""",
-            "=&r,=&r,=&r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-
-
-@gluon.jit
-def as_operand(a):
-    """Pieces in registers as the first operand of a product."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
-    found = ()
-    for i in gl.static_range(len(a)):
-        found = found + (gl.convert_layout(a[i], layout),)
-    return found
-
-
-@gluon.jit
-def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
-    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them."""
-    if IN_STEP:
-        return i
-    else:
-        return 2 * W + i if i < 2 else 4 + W
-
-
-@gluon.jit
-def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
-    """dS to shared memory; gives it transposed. zero is one that ptxas cannot know: see channel.only."""
-    found = ()
-    for i in gl.static_range(len(ds)):
-        at = memory.index(zero + slot(W, i, IN_STEP))
-        at.store(ds[i])
-        found = found + (at.permute((1, 0)),)
-    return found
-
-
-@gluon.jit
 def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
     """Rows of dK or dV, from `row` of the sequence and column COLUMN on. Offsets hold the row, or ptxas would keep them
     from tile to tile."""
@@ -315,16 +213,14 @@ def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def undo_of(undo, block, PIECES: gl.constexpr):
-    """What undoes the scale of a block's pieces; bf16's have none."""
-    return gl.load(undo + block) if PIECES == 2 else 1.0
-
-
-@gluon.jit
-def power_above(bound):
-    """2^-e and 2^e for bound < 2^e."""
-    e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -126), 126)
-    return ((127 - e) << 23).to(gl.float32, bitcast=True), ((127 + e) << 23).to(gl.float32, bitcast=True)
+def shown(P, visit, keys, j0, shape, variant, tile: gl.constexpr):
+    """P of the keys from j0 on, 0 where the mask hides it."""
+    if tile.EDGES:
+        if is_edge(visit, visit.walk):
+            i = gl.arange(0, tile.B_R, gl.SliceLayout(0, P.type.layout))[None, :]
+            j = gl.arange(0, 64, gl.SliceLayout(1, P.type.layout))[:, None]
+            P = gl.where(seen(place_of(visit, keys, shape, variant, tile.B_R), variant, i, j0, j), P, 0.0)
+    return P
 
 
 @gluon.jit
@@ -332,9 +228,7 @@ def half_of_tile(
     W: gl.constexpr, dK, dV, shares, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
     """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
-    B_R: gl.constexpr = tile.B_R
     PIECES: gl.constexpr = tile.PIECES
-    IN_STEP: gl.constexpr = tile.IN_STEP
     PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
     HALF: gl.constexpr = W if tile.B_C == 128 else 0  # which 64 keys
     COLUMN: gl.constexpr = 0 if tile.B_C == 128 else 64 * W
@@ -354,8 +248,7 @@ def half_of_tile(
         block = block_of(keys, shape, packed, tile)
         k_undo, v_undo = undo_of(scales.k, block, PIECES), undo_of(scales.v, block, PIECES)
         v_norm = gl.load(scales.v_norm + block)
-        dk = gl.zeros([64, 64], gl.float32, layout)
-        dv = gl.zeros([64, 64], gl.float32, layout)
+        dk, dv = zero, zero
         wait(shared.kv.full, n)
         visit = first_visit(keys, variant, tile)
         while there(visit):
@@ -372,12 +265,7 @@ def half_of_tile(
             logs = stage(shared.logs, y).load(row_layout)
             S = warpgroup_mma_wait(PRODUCTS, [S])
             P = gl.exp2((S * (k_undo * q_undo * unit) - logs[None, :]) * LOG2E + SHIFT)
-            if tile.EDGES:
-                if is_edge(visit, visit.walk):
-                    i = gl.arange(0, B_R, row_layout)[None, :]
-                    j = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-                    place = place_of(visit, keys, shape, variant, B_R)
-                    P = gl.where(seen(place, variant, i, j0, j), P, 0.0)
+            P = shown(P, visit, keys, j0, shape, variant, tile)
             p = as_operand(cut(P, PIECES))
             sums = stage(shared.sums, y).load(row_layout) * down
             dP = warpgroup_mma_wait(0, [dP])
@@ -385,13 +273,13 @@ def half_of_tile(
             dv_tile = product(p, do, zero)
             dS = P * (dP * (do_undo * v_undo * down) - sums[None, :])
             ds = cut(dS, PIECES)
-            if not IN_STEP:
+            if not tile.IN_STEP:
                 mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-            ds_transposed = store_ds(ds, shared.ds, y >> 31, W, IN_STEP)
+            ds_transposed = store_ds(ds, shared.ds, y >> 31, W, tile.IN_STEP)
             fence_async_shared()
             releases.barrier()
             dv_tile = warpgroup_mma_wait(0, [dv_tile])
-            if not IN_STEP:
+            if not tile.IN_STEP:
                 arrive(shared.do.empty, y)
             dv += dv_tile * (do_undo * UNDO)
             q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, COLUMN)
@@ -401,7 +289,7 @@ def half_of_tile(
             arrive(shared.q.empty, y)
             dk += dk_tile * (q_undo * up * UNDO)
             dq = warpgroup_mma_wait(0, [dq])
-            if IN_STEP:
+            if tile.IN_STEP:
                 take_turns("sync", 0)  # both groups: dS and dO are read
             else:
                 releases.barrier()  # dS is read

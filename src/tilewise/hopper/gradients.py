@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,10 +18,9 @@ from ..tile.gradients import seen
 from ..tile.masks import query_range_of
 from ..tile.scores import Entries, back, through
 from ..tile.softmax import probabilities
-from . import releases
 from .channel import arrive, end_block, held, stage, wait
 from .dice import dropped, kept, taken
-from .forward import store_inside, zero_from
+from .ends import zero_keys, zero_queries
 from .keys import (
     Visit,
     first_visit,
@@ -35,6 +33,7 @@ from .keys import (
     there,
     within,
 )
+from .outputs import memory_of_gradients, store_gradient, stored
 from .queue import ticket
 from .shares import by_register, with_shares
 from .threads import as_tile, by_thread, positions
@@ -109,30 +108,6 @@ def rounded(P, dtype: gl.constexpr):
             "cvt.rn.f16x2.f32 $0, $4, $3; {.reg .b16 x, y; mov.b32 {x, y}, $0; cvt.f32.f16 $1, x; cvt.f32.f16 $2, y;}",
             "=r,=f,=f,f,f", [P], dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
         )  # fmt: skip
-
-
-@gluon.jit
-def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
-    """The keys past the end of a packed sequence are another's."""
-    B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
-    if packed is not None:
-        if keys.j0 + B_C > keys.N:
-            zero_from(stage(shared.k, n).reshape([B_C, D]), keys.N - keys.j0)
-            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
-
-
-@gluon.jit
-def zero_queries(place, packed, shared, y, tile: gl.constexpr):
-    """The queries past the end of a packed sequence are another's."""
-    B_R: gl.constexpr = tile.B_R
-    D: gl.constexpr = tile.D
-    if packed is not None:
-        if place.i0 + B_R > place.M:
-            wait(shared.q.full, y)
-            wait(shared.do.full, y)
-            zero_from(stage(shared.q.memory, y).reshape([B_R, D]), place.M - place.i0)
-            zero_from(stage(shared.do.memory, y).reshape([B_R, D]), place.M - place.i0)
 
 
 @gluon.jit
@@ -295,58 +270,12 @@ def next_of_part(
 
 
 @gluon.jit
-def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
-    x = x.to(G.dtype)
-    if packed is None:
-        store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
-    elif row + x.shape[0] <= keys.N:
-        store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
-    else:
-        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
-
-
-@gluon.jit
-def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
-    """One box of TMA."""
-    out = releases.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
-    out.store(x.reshape(G.block_shape))
-    fence_async_shared()
-    releases.barrier()
-    releases.store(G, [b, h, row, COLUMN], out)
-
-
-@gluon.jit
-def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
-    """Where TMA finds group W's rows of dK and of dV of tile n. With two stages of K each has memory of its own: halves
-    of a piece of dQ, or for dK those columns of K that this group alone has read for dQ."""
-    piece = shared.dq.memory.index(W)
-    if tile.K_STAGES == 1:
-        return piece, piece
-    elif tile.D == 64:
-        halves = releases.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
-        return halves.index(0), halves.index(1)
-    else:
-        halves = releases.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
-        return halves.index(W), piece
-
-
-@gluon.jit
-def stored():
-    """Until what this group stored is read, and its buffer may be written again."""
-    tma.store_wait(0)
-    releases.barrier()
-
-
-@gluon.jit
 def rows_of_keys(
     W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
     """Rows 64 W to 64 W + 63 of a tile of keys."""
-    B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    K_STAGES: gl.constexpr = tile.K_STAGES
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -372,12 +301,12 @@ def rows_of_keys(
                 left_out = visit.walk.hi - gl.maximum(visit.x, part.hi)
                 visit = Visit(visit.h, visit.x, part)
         if there(visit):
-            place = place_of(visit, keys, shape, variant, B_R)
+            place = place_of(visit, keys, shape, variant, tile.B_R)
             dv_next, ds = row_block(W, n, y, dv, place, j0, is_edge(visit, part), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
-            q = stage(shared.q.memory, y).reshape([B_R, D])
+            q = stage(shared.q.memory, y).reshape([tile.B_R, D])
             dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, [dv_next])
             arrive(shared.do.empty, y)
@@ -395,17 +324,17 @@ def rows_of_keys(
                         )
                         y += 1
                         visit = next_visit(visit, keys, variant, tile)
-            if K_STAGES > 1:  # V is free, and the next K has a stage of its own
+            if tile.K_STAGES > 1:  # V is free, and the next K has a stage of its own
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
             hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
-        elif K_STAGES > 1:
+        elif tile.K_STAGES > 1:
             arrive(shared.kv.empty, 0)
         for _ in range(left_out):
             y = stand_by(W, n, y, shared, dq_layout, tile)
-        if K_STAGES == 1:
+        if tile.K_STAGES == 1:
             arrive(shared.kv.empty, 0)
         of_dk, of_dv = memory_of_gradients(W, n, dK, shared, tile)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
@@ -415,7 +344,7 @@ def rows_of_keys(
         if last:
             dk, dv = parts
             store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
-            if K_STAGES == 1:
+            if tile.K_STAGES == 1:
                 stored()
             store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
         n += 1

@@ -62,9 +62,10 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def step_of(t, shape, tile: gl.constexpr):
-    """The step of walks through tile t of all. With a causal mask those of one section begin together, which come down,
-    and those of the next end together, which go up: so they stay near each other, and what they read in the cache."""
-    if tile.GROUP > 1 and tile.TURN == 0 and tile.D <= 128:
+    """The step of walks through tile t of all: up, or where query heads share keys, down in one section and up in the
+    next. So with a causal mask the walks of a section begin or end together, and what they read stays in the cache.
+    Where turns say who adds to dQ, walks go up; at head size 256, down is slower."""
+    if tile.GROUP > 1 and tile.TURN == 0 and tile.D < 256:
         return gl.where(t // (shape.section * shape.tiles) % 2 == 0, -1, 1)
     else:
         return 1

@@ -14,8 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import arrive, stage, wait
 from .dice import dropped, kept, taken
-from .gradients import gradient, hand_over, store_gradient, stored, weights, zero_keys, zero_queries
+from .ends import zero_keys, zero_queries
+from .gradients import gradient, hand_over, weights
 from .keys import first_visit, is_edge, keys_of, next_visit, place_of, there
+from .outputs import store_gradient, stored
 from .queue import ticket
 from .shares import with_shares
 

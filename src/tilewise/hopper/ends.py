@@ -1,0 +1,68 @@
+"""Where a packed sequence ends, a box of TMA goes on into the next one: what was read from there becomes zeros, and
+nothing is written there."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..tile.rows import origin
+from . import releases
+from .channel import stage, wait
+
+
+@gluon.jit
+def zero_from(memory, row):
+    """Zeros in a tile from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
+    ROWS: gl.constexpr = memory.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for r in gl.static_range(ROWS // 16):
+        if row < 16 * (r + 1):
+            part = memory.slice(16 * r, 16, 0)
+            rows = 16 * r + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            part.store(gl.where((rows < row)[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+    releases.barrier()
+
+
+@gluon.jit
+def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
+    """The keys past the end of a packed sequence are another's."""
+    B_C: gl.constexpr = tile.B_C
+    D: gl.constexpr = tile.D
+    if packed is not None:
+        if keys.j0 + B_C > keys.N:
+            zero_from(stage(shared.k, n).reshape([B_C, D]), keys.N - keys.j0)
+            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
+
+
+@gluon.jit
+def zero_queries(place, packed, shared, y, tile: gl.constexpr):
+    """The queries past the end of a packed sequence are another's."""
+    B_R: gl.constexpr = tile.B_R
+    D: gl.constexpr = tile.D
+    if packed is not None:
+        if place.i0 + B_R > place.M:
+            wait(shared.q.full, y)
+            wait(shared.do.full, y)
+            zero_from(stage(shared.q.memory, y).reshape([B_R, D]), place.M - place.i0)
+            zero_from(stage(shared.do.memory, y).reshape([B_R, D]), place.M - place.i0)
+
+
+@gluon.jit
+def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
+    """The values of the forward's key tile j, use y, past the end of a packed sequence."""
+    B_C: gl.constexpr = tile.B_C
+    if packed is not None:
+        if (j + 1) * B_C > place.N:
+            wait(shared.v.full, y)
+            zero_from(stage(shared.v.memory, y).reshape([B_C, tile.D]), place.N - j * B_C)
+
+
+@gluon.jit
+def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
+    """Rows of which M exist, from registers: behind a packed sequence a box of TMA would write over the next."""
+    layout: gl.constexpr = o.type.layout
+    rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
+    columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
+    gl.store(at, o, mask=(rows < M) & (columns < d_v))

@@ -1,0 +1,53 @@
+"""How dK and dV leave: through shared memory, by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from . import releases
+from .channel import stage
+from .ends import store_inside
+
+
+@gluon.jit
+def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
+    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
+    x = x.to(G.dtype)
+    if packed is None:
+        store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
+    elif row + x.shape[0] <= keys.N:
+        store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+    else:
+        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+
+
+@gluon.jit
+def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
+    """One box of TMA."""
+    out = releases.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
+    out.store(x.reshape(G.block_shape))
+    fence_async_shared()
+    releases.barrier()
+    releases.store(G, [b, h, row, COLUMN], out)
+
+
+@gluon.jit
+def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
+    """Where TMA finds group W's rows of dK and of dV of tile n. With two stages of K each has memory of its own: halves
+    of a piece of dQ, or for dK those columns of K that this group alone has read for dQ."""
+    piece = shared.dq.memory.index(W)
+    if tile.K_STAGES == 1:
+        return piece, piece
+    elif tile.D == 64:
+        halves = releases.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
+        return halves.index(0), halves.index(1)
+    else:
+        halves = releases.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
+        return halves.index(W), piece
+
+
+@gluon.jit
+def stored():
+    """Until what this group stored is read, and its buffer may be written again."""
+    tma.store_wait(0)
+    releases.barrier()

@@ -1,0 +1,89 @@
+"""Where the forward is: a tile of queries, and the key tiles that it sees."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tile.rows import rows_of
+from ..tile.visits import Place, key_range, list_at, tile_at
+from .channel import arrive, take_turns, wait
+
+
+class Walk(NamedTuple):
+    """The key tiles of one query tile: positions hi - 1 down to lo, of which [full_lo, full_hi) need no mask."""
+
+    lo: object
+    full_lo: object
+    full_hi: object
+    hi: object
+    some: object
+    """Whether any key is seen; if none is, tile 0 is visited, all of it masked."""
+    lists: object
+    """Where tiles are listed, if the mask is no interval."""
+
+
+@gluon.jit
+def query_tile(t, shape, packed, tile: gl.constexpr):
+    """Where tile t of all is, and the first rows of its queries and keys."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    matrix, m = shape.order(t, shape.tiles, shape.heads, shape.section)
+    b, h = matrix // shape.H, matrix % shape.H
+    q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
+    return Place(b, h, matrix, m * (64 * WARPGROUPS), M, N, N - M), m, q0, k0
+
+
+@gluon.jit
+def walk_of(place, m, variant, tile: gl.constexpr):
+    """The key tiles of query tile m; one at least, so that a row without keys gets its zeros the same way."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    lists = list_at(variant.visits, place.b, place.h, m)
+    lo, full_lo, full_hi, hi = key_range(variant, lists, place, 64 * WARPGROUPS, B_C)
+    return Walk(lo, full_lo, full_hi, gl.maximum(hi, lo + 1), hi > lo, lists)
+
+
+@gluon.jit
+def part_of(walk, place, row0, variant, tile: gl.constexpr):
+    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is
+    left out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
+    B_C: gl.constexpr = tile.B_C
+    KV_STAGES: gl.constexpr = tile.KV_STAGES
+    if variant.visits is None:
+        rows = Place(place.b, place.h, place.matrix, row0, place.M, place.N, place.shift)
+        lo, full_lo, full_hi, hi = key_range(variant, 0, rows, 64, B_C)
+        hi = gl.minimum(gl.maximum(hi, walk.lo + 1), walk.hi)
+        lo = gl.minimum(gl.maximum(lo, walk.lo), gl.minimum(hi, walk.lo + KV_STAGES) - 1)
+        return Walk(lo, full_lo, full_hi, hi, walk.some, walk.lists)
+    else:
+        return walk
+
+
+@gluon.jit
+def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
+    """The number of the key tile behind `count` that warpgroup W has no use for; it takes its turns all the same."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    TURNS: gl.constexpr = tile.TURNS
+    for _ in range(count):
+        wait(shared.k.full, y)
+        if TURNS:
+            take_turns("sync", W)
+            take_turns("arrive", (W + 1) % WARPGROUPS)
+        if shared.bits is not None:
+            wait(shared.bits.full, y * WARPGROUPS + W)
+            arrive(shared.bits.empty, y * WARPGROUPS + W)
+        arrive(shared.k.empty, y)
+        y += 1
+    return y
+
+
+@gluon.jit
+def key_tile(variant, walk, x):
+    """The key tile at position x."""
+    return gl.where(walk.some, tile_at(variant.visits, walk.lists, x), 0)
+
+
+@gluon.jit
+def is_edge(x, walk):
+    """Whether the key tile at position x needs the mask."""
+    return (x < walk.full_lo) | (x >= walk.full_hi)

@@ -1,0 +1,93 @@
+"""The forward's softmax: from the logits of a key tile, in registers, to its P, with m and l of all tiles so far."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tile.masks import key_range_of, visible
+from ..tile.scores import Entries, through
+from ..tile.softmax import row_max
+from .channel import end_block
+from .threads import as_tile, by_thread, positions
+
+
+@gluon.jit
+def indices(S, place, row0, j0):
+    """Rows (shifted) and columns of a tile of S, as they broadcast."""
+    layout: gl.constexpr = S.type.layout
+    i = row0 + place.shift + gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))
+    columns = j0 + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
+    return i[:, None], columns[None, :]
+
+
+@gluon.jit
+def scored(S, place, row0, j0, variant):
+    """The logits after all scores."""
+    if len(variant.scores) == 0:
+        return S
+    else:
+        row, first, column = positions(S)
+        at = Entries(place.b, place.h, row0 + place.shift + row, 0, j0 + first, column)
+        return as_tile(through(variant.scores, by_thread(S), at, len(variant.scores)), S)
+
+
+@gluon.jit
+def masked(S, place, row0, j0, variant):
+    """The logits where the mask shows them, else -inf."""
+    i, columns = indices(S, place, row0, j0)
+    if variant.visits is None:  # one comparison for both ends: before the first key, the difference wraps around
+        lo, hi = key_range_of(variant.mask, place.b, i, place.N)
+        seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
+    else:
+        seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
+    return gl.where(seen, S, float("-inf"))
+
+
+@gluon.jit
+def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout: gl.constexpr):
+    """m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0: logits
+    in base 2 are between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
+    S = scored(S, place, row0, j0, variant)
+    if partial:
+        S = masked(S, place, row0, j0, variant)
+    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c)
+    if BOUNDED:
+        m = gl.maximum(m, 0.0)
+        shift = m
+    P = gl.exp2(S * c - shift[:, None])
+    l = gl.sum(P, 1)
+    if P.type.layout != layout:
+        ROWS: gl.constexpr = P.shape[0]
+        P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
+
+
+@gluon.jit
+def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
+    """P = exp2(c S - shift). Left to itself, ptxas moves the wait that follows up above all exponentials."""
+    if SPLIT == 1:
+        end_block(y)
+    x = S * c - shift[:, None]
+    if SPLIT == 2:
+        ROWS: gl.constexpr = S.shape[0]
+        COLUMNS: gl.constexpr = S.shape[1]
+        left, right = gl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        left = gl.exp2(left)
+        end_block(y)
+        P = gl.join(left, gl.exp2(right)).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+        return gl.convert_layout(P, S.type.layout)
+    else:
+        return gl.exp2(x)
+
+
+@gluon.jit
+def online(S, m, l, c, y, tile: gl.constexpr):
+    """P of the next key tile, m and l with it, and what O so far is multiplied by: None if m is final."""
+    if tile.BOUNDED:
+        P = exponentials(S, m, c, y, tile.SPLIT)
+        return P, m, l + gl.sum(P, 1), None
+    else:
+        m_new, shift = row_max(S, m, c)
+        P = exponentials(S, shift, c, y, tile.SPLIT)
+        alpha = gl.exp2(m - shift)
+        return P, m_new, l * alpha + gl.sum(P, 1), alpha
