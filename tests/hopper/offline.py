@@ -26,7 +26,7 @@ DTYPES = torch.bfloat16, torch.float32
 
 CALLS = {
     64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
-    128: ("full", "causal", "varlen", "scored", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6", "biased"),
+    128: ("full", "causal", "varlen", "scored", "bounded", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6", "biased"),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
 }
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
@@ -48,6 +48,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
         "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
+        "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
         "rich": {
             "mask": tw.Causal(),

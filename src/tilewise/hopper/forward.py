@@ -260,7 +260,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
-            if alpha is not None:
+            if not tile.BOUNDED:
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
         wait(shared.v.full, y)

@@ -82,10 +82,10 @@ def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
 
 @gluon.jit
 def online(S, m, l, c, y, tile: gl.constexpr):
-    """P of the next key tile, m and l with it, and what O so far is multiplied by: None if m is final."""
+    """P of the next key tile, m and l with it, and what O so far is multiplied by: 1 if m is final."""
     if tile.BOUNDED:
         P = exponentials(S, m, c, y, tile.SPLIT)
-        return P, m, l + gl.sum(P, 1), None
+        return P, m, l + gl.sum(P, 1), 1.0
     else:
         m_new, shift = row_max(S, m, c)
         P = exponentials(S, shift, c, y, tile.SPLIT)
