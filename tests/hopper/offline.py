@@ -26,9 +26,12 @@ DTYPES = torch.bfloat16, torch.float32
 
 CALLS = {
     64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
-    128: ("full", "causal", "varlen", "scored", "bounded", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6", "biased"),
+    128: (
+        "full", "causal", "varlen", "scored", "bounded", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6",
+        "biased",
+    ),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
-}
+}  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
 

@@ -28,8 +28,8 @@ def kept(dropout, row, i0, i, j0, j):
     c_j = ((j0 >> 6) << 3) + ((j >> 6) << 3 | j & 7)  # bits 3, 4 and 5 taken out
     c_row = row + 0 * (c_i + c_j)
     w0, w1, w2, w3 = tl.philox(seed, c_j + 0 * c_i, c_i + 0 * c_j, c_row, 0 * c_row)
-    fourth, half = (j0 >> 4 | j >> 4) & 1 == 1, (j0 >> 5 | j >> 5) & 1 == 1
-    own = tl.where(half, tl.where(fourth, w3, w2), tl.where(fourth, w1, w0))
+    bit_4, bit_5 = (j0 >> 4 | j >> 4) & 1 == 1, (j0 >> 5 | j >> 5) & 1 == 1
+    own = tl.where(bit_5, tl.where(bit_4, w3, w2), tl.where(bit_4, w1, w0))
     byte = 8 * (2 * (i >> 3 & 1) + (j >> 3 & 1))
     number = (own >> byte & 0xFF) << 8 | (w0 ^ w1 ^ w2 ^ w3) >> byte & 0xFF
     return tl.where(number >= dropout.threshold, dropout.rescale, 0.0)
