@@ -19,12 +19,12 @@ from ..hopper import releases
 from ..hopper.channel import Channel, barriers, expect, stage, wait
 from ..hopper.forward import write
 from ..hopper.queries import is_edge, key_tile, query_tile, walk_of
-from ..hopper.softmax import exponentials, masked
+from ..hopper.softmax import begin, masked, online
 from ..tile.blocks import block, dot, load_rows, store_rows
 from ..tile.masks import OPEN, Part, everywhere, visible
 from ..tile.rows import row_values
 from ..tile.schedule import assign
-from ..tile.softmax import finalize, online_softmax, row_max
+from ..tile.softmax import finalize, online_softmax
 from ..tile.visits import query_range, tile_at
 
 
@@ -75,12 +75,10 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     D: gl.constexpr = tile.D
     STAGES: gl.constexpr = tile.KV_STAGES
     EDGES: gl.constexpr = tile.EDGES
-    SPLIT: gl.constexpr = tile.SPLIT
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     queries = Channel(gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], Q.layout), barriers(1, 1), None)
     keys = Channel(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, B_C, D], K.layout), barriers(STAGES, 1), None)
@@ -107,11 +105,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     S = warpgroup_mma_wait(0, [S])
     releases.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
-    if is_edge(x, walk):
-        S = masked(S, place, place.i0, j * B_C, variant)
-    m, shift = row_max(S, gl.full([ROWS], float("-inf"), gl.float32, row_layout), c)
-    P = gl.exp2(S * c - shift[:, None])
-    l = gl.sum(P, 1)
+    m, l, P = begin(S, is_edge(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
@@ -127,11 +121,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
         if EDGES:
             if is_edge(x, walk):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
-        m_new, shift = row_max(S_new, m, c)
-        P_new = exponentials(S_new, shift, c, y, SPLIT)
-        alpha = gl.exp2(m - shift)
-        l = l * alpha + gl.sum(P_new, 1)
-        m = m_new
+        P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
         o = warpgroup_mma_wait(0, [o_next])
         releases.barrier()
         fetch(K, keys, y + 1 + STAGES, walk, place, variant, shape)
