@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile.gradients import seen
 from ..tile.masks import query_range_of
 from ..tile.scores import Entries, back, through
-from ..tile.softmax import probabilities
+from ..tile.softmax import LN2, probabilities
 from .channel import arrive, end_block, held, stage, wait
 from .dice import dropped, kept, taken
 from .ends import zero_keys, zero_queries
@@ -85,13 +85,23 @@ def scored(S, place, j0, variant):
 
 
 @gluon.jit
-def gradient(P, dP, sums, S, place, j0, variant):
+def logits(P, logs):
+    """The logits that gave P, which take no registers until then; any number where P is 0, as it is past the last row,
+    where logs are inf."""
+    PTX: gl.constexpr = "max.f32 $0, $1, 0f00800000; lg2.approx.ftz.f32 $0, $0;"
+    log = gl.inline_asm_elementwise(PTX, "=f,f", [P], dtype=gl.float32, is_pure=True, pack=1)
+    return log * LN2 + gl.where(logs < float("inf"), logs, 0.0) * LN2
+
+
+@gluon.jit
+def gradient(P, dP, logs, sums, S, place, j0, variant):
     """dS of a transposed tile: the gradient with respect to the scaled logits."""
     dS = P * (dP - sums)
     if len(variant.scores) == 0:
         return dS
     else:
-        return as_tile(back(variant.scores, by_thread(dS), by_thread(S), entries(S, place, j0), 0), S)
+        T = by_thread(logits(P, logs))
+        return as_tile(back(variant.scores, by_thread(dS), by_thread(S), T, entries(S, place, j0), 0), S)
 
 
 @gluon.jit
@@ -147,11 +157,13 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         sums = stage(shared.sums, y).load(row_layout)
+        if len(variant.scores) > 0:
+            logs = stage(shared.logs, y).load(row_layout)
     if variant.dropout is not None:
         dP = kept(dP, words) * variant.dropout.rescale
-        if D == 128:  # until here it waits in 16 bits, in half as many registers
+        if D == 128 and len(variant.scores) == 0:  # until here it waits in 16 bits, in half as many registers
             P = p16.to(gl.float32)
-    return dv, gradient(P, dP, sums[None, :], S, place, j0, variant).to(dtype)
+    return dv, gradient(P, dP, logs[None, :], sums[None, :], S, place, j0, variant).to(dtype)
 
 
 @gluon.jit

@@ -29,8 +29,8 @@ from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as backward_kernel
+from . import backward_scores, scores
 from . import forward as kernels
-from . import scores
 from .around import finish, prepare
 from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
 from .shares import Shares
@@ -43,6 +43,8 @@ SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
+LEFT_TO_FINISH = 3
+"""Processors that the backward's main kernel leaves to the last one under a narrow window."""
 
 
 class Plan(NamedTuple):
@@ -202,7 +204,7 @@ def backward_launches(
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
-    parts, changes, _ = pl.values or device_values(p, x.extra, scores)
+    parts, changes, _ = pl.values or device_values(p, x.extra, backward_scores)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
@@ -249,9 +251,16 @@ def main_launch(
         dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), scratch.shares, counter,
         scratch.turns, where, variant, pl.c, p.scale, shape,
     )  # fmt: skip
-    programs = min(shape.heads * shape.tiles, processors(x.q.device))
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
-    return Launch(backward_kernel.backward, programs, arguments, constants, pl.compiled, key)
+    return Launch(backward_kernel.backward, programs_of_main(p, shape), arguments, constants, pl.compiled, key)
+
+
+def programs_of_main(p: Problem, shape: Any) -> int:
+    """One a processor. Under a narrow window `finish`, which has little less to do than without, gets some processors
+    from the start; it would take longest at the end."""
+    tiles, most = shape.heads * shape.tiles, processors(p.q.device)
+    narrow = any(part[0] == "Window" and None not in part and 8 * sum(part[1:]) < p.M for part in p.recipe.mask)
+    return most - LEFT_TO_FINISH if narrow and tiles > 8 * most else min(tiles, most)
 
 
 def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:

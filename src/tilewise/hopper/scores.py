@@ -53,10 +53,10 @@ def softcap_fn(S, unit, at, cap):
 
 
 @gluon.jit
-def softcap_grad(dS, S, unit, at, cap):
-    """1 - tanh^2."""
-    t = softcap_fn(S, unit, at, cap) * (1.0 / cap)
-    return dS * (1.0 - t * t)
+def softcap_grad(dS, S, T, unit, at, cap):
+    """1 - tanh^2. T, which comes from P, may be a little above cap."""
+    t = T * (1.0 / cap)
+    return dS * tl.maximum(1.0 - t * t, 0.0)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
             # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
             ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
             p = dropped(P.to(dtype), words, variant)
-            shared.p.memory.store(gradient(P, ones, 0.0, S, place, keys.j0, variant).to(dtype))
+            shared.p.memory.store(gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, variant).to(dtype))
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
             do = stage(shared.do.memory, y).reshape([B_R, D])

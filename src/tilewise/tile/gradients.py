@@ -25,12 +25,13 @@ def scores_gradient(
 ):
     """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
     at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j)
-    S_out = through(variant.scores, S, at, len(variant.scores))
+    T = through(variant.scores, S, at, len(variant.scores))
+    shown = T
     if MASKED:
-        S_out = tl.where(seen(place, variant, i, j0, j), S_out, float("-inf"))
-    P = probabilities(S_out, L, unit, EXACT)
+        shown = tl.where(seen(place, variant, i, j0, j), T, float("-inf"))
+    P = probabilities(shown, L, unit, EXACT)
     P_kept = P
     if variant.dropout is not None:
         Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
-    return P_kept, back(variant.scores, P * (dP - D), S, at, STOP)
+    return P_kept, back(variant.scores, P * (dP - D), S, T, at, STOP)

@@ -1,7 +1,7 @@
 """Device side of score.py. Each score is a pair.
 
-fn(S, unit, at, *captured)        the logits that leave; S unit are those that entered
-grad(dS, S, unit, at, *captured)  the gradient with respect to S unit
+fn(S, unit, at, *captured)           the logits that leave; S unit are those that entered
+grad(dS, S, T, unit, at, *captured)  the gradient with respect to S unit; T left, or is any number where dS is 0
 """
 
 from typing import NamedTuple
@@ -39,9 +39,9 @@ def applied(score, S, at):
 
 
 @triton.jit
-def pulled(score, dS, S, at):
+def pulled(score, dS, S, T, at):
     """The gradient of what entered it."""
-    return score.grad(dS, S, score.unit, at, *score.captured)
+    return score.grad(dS, S, T, score.unit, at, *score.captured)
 
 
 @triton.jit
@@ -53,11 +53,12 @@ def through(scores, S, at, COUNT: tl.constexpr):
 
 
 @triton.jit
-def back(scores, dS, S, at, STOP: tl.constexpr):
-    """The gradient of the logits that entered score STOP, from that of the last; S entered the first."""
+def back(scores, dS, S, T, at, STOP: tl.constexpr):
+    """The gradient of the logits that entered score STOP, from that of T, which left the last; S entered the first."""
     for n in tl.static_range(len(scores) - STOP):
         S_in = through(scores, S, at, len(scores) - 1 - n)
-        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, at)
+        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, T, at)
+        T = S_in
     return dS
 
 
@@ -80,7 +81,7 @@ def softcap_fn(S, unit, at, cap):
 
 
 @triton.jit
-def softcap_grad(dS, S, unit, at, cap):
+def softcap_grad(dS, S, T, unit, at, cap):
     """1 - tanh^2."""
     t = tanh(S * unit / cap)
     return dS * (1.0 - t * t)
@@ -94,7 +95,7 @@ def alibi_fn(S, unit, at, slopes, batch, head):
 
 
 @triton.jit
-def alibi_grad(dS, S, unit, at, slopes, batch, head):
+def alibi_grad(dS, S, T, unit, at, slopes, batch, head):
     """The slope does not depend on S."""
     return dS
 
@@ -109,6 +110,6 @@ def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 
 @triton.jit
-def bias_grad(dS, S, unit, at, bias, batch, head, row_stride, entry, M, N):
+def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
     """The bias does not depend on S."""
     return dS
