@@ -531,6 +531,7 @@ def _large() -> Iterator[Case]:
         yield replace(
             a, name=f"large scores D {D}", D=D, M=300, N=300, score=(softcap(), alibi()), dtype=bf16, mask=causal
         )
+        yield replace(a, name=f"large softcap D {D}", D=D, M=300, N=300, score=(softcap(),), dtype=bf16, mask=causal)
     # more tiles than a card has processors, so that programs work on several
     yield replace(a, name="large many matrices", B=10, H=8, H_k=8, M=260, N=260, dtype=bf16, mask=causal)
     yield replace(a, name="large many matrices D 128", B=10, H=8, H_k=8, D=128, M=260, N=260, dtype=bf16, mask=causal)

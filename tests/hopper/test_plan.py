@@ -7,8 +7,8 @@ import torch
 from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.hopper import scores
-from tilewise.hopper.launch import plan
+from tilewise.hopper import backward_scores, scores
+from tilewise.hopper.launch import LEFT_TO_FINISH, plan, programs_of_main
 from tilewise.tile.launch import DEVICE_SCORES, device_values
 from tilewise.tile.softmax import LOG2E
 
@@ -111,8 +111,23 @@ def test_alibi_takes_no_sign_off_where_the_mask_hides_later_keys():
         return fn
 
     assert chosen(tw.Causal(), scores) is scores.alibi_past_fn
-    assert chosen(tw.Full(), scores) is scores.alibi_fn
+    assert chosen(tw.Causal(), backward_scores) is backward_scores.alibi_past_fn is not scores.alibi_past_fn
+    for own in (scores, backward_scores):
+        assert chosen(tw.Full(), own) is scores.alibi_fn
     assert chosen(tw.Causal(), None) is DEVICE_SCORES.alibi_fn, "other back ends have one form"
+
+
+def test_under_a_narrow_window_finish_has_processors_of_its_own():
+    def programs(mask, M=8192, H=16):
+        p = problem(M, M, 128, H=H, H_k=H, mask=mask)
+        return programs_of_main(p, plan(p).backward_shape)
+
+    for narrow in (tw.Window(1022, 0), tw.Window(300, 700), tw.Causal() & tw.Window(511, 511)):
+        assert programs(narrow) == 132 - LEFT_TO_FINISH
+    for wide in (tw.Full(), tw.Causal(), tw.Window(1024, 0), tw.Window(512, 512), tw.Window(8, None)):
+        assert programs(wide) == 132
+    assert programs(tw.Window(127, 0), M=2048) == 132, "four tiles a processor end at four times anyway"
+    assert programs(tw.Window(15, 0), M=512) == 128, "no more than there are tiles"
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0])
