@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,8 +224,10 @@ def barriers(llir: str) -> list[int]:
     return sorted({int(at) for at in re.findall(r"mbarrier\.init[^\n]*global_smem, i\d+ (\d+)", llir)})
 
 
+@lru_cache(1)
 def sass(cubin: bytes) -> str:
-    """Read by Triton's own tool, or by that of TILEWISE_CUOBJDUMP: the newest compiles for sm_70 but cannot read it."""
+    """Read by Triton's own tool, or by that of TILEWISE_CUOBJDUMP: the newest compiles for sm_70 but cannot read it.
+    Without the instructions' bits, which are most of the text."""
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -232,7 +235,7 @@ def sass(cubin: bytes) -> str:
         for tool in (own, os.environ.get("TILEWISE_CUOBJDUMP", own)):
             done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                return done.stdout
+                return re.sub(r"\s*/\* 0x\w+ \*/", "", done.stdout)
     raise RuntimeError(done.stderr)
 
 
@@ -243,7 +246,14 @@ ENDS = re.compile(r"\*/\s+(?:BRA 0x|EXIT|RET)|\bs_branch\b|\bs_endpgm\b|\bs_setp
 
 
 def innermost_loops(text: str, holding: str) -> list[str]:
-    """The natural loops whose lines match `holding` and that have no other such loop inside.
+    """The natural loops whose lines match `holding` and that have no other such loop inside."""
+    kept = {blocks: body for blocks, body in natural_loops(text).items() if re.search(holding, body)}
+    return [body for blocks, body in kept.items() if not any(other < blocks for other in kept)]
+
+
+@lru_cache(1)
+def natural_loops(text: str) -> dict[frozenset[int], str]:
+    """The blocks of each loop, by their first lines, and its lines.
 
     A jump back closes a loop if nothing reaches it but through its target; so a wait that stands behind the loop and
     returns into its middle is part of the loop and not one of its own.
@@ -271,15 +281,14 @@ def innermost_loops(text: str, holding: str) -> list[str]:
     for start, nexts in follow.items():
         for following in nexts:
             before[following].append(start)
-    loops: dict[int, set[int]] = {}  # by the block that one enters through
+    loops = {}
     reachable = _reach([0], follow, None)
     for head in reachable - {0}:
         around = _reach([0], follow, head)
         if back := [start for start in before[head] if start in reachable - around]:
-            loops[head] = {head, *_reach(back, before, head)}
-    bodies = {head: "\n".join("\n".join(lines[s : after[s]]) for s in sorted(loop)) for head, loop in loops.items()}
-    kept = {head: loops[head] for head, body in bodies.items() if re.search(holding, body)}
-    return [bodies[head] for head, loop in kept.items() if not any(other < loop for other in kept.values())]
+            blocks = frozenset({head, *_reach(back, before, head)})
+            loops[blocks] = "\n".join("\n".join(lines[start : after[start]]) for start in sorted(blocks))
+    return loops
 
 
 def _reach(starts: list[int], follow: Any, avoiding: int | None) -> set[int]:
