@@ -7,6 +7,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 import draw
@@ -40,6 +41,12 @@ SCHEDULES = {
 DRAWN = [(overlap, in_step) for _, overlap, in_step in FORWARDS]
 
 
+def described(path):
+    """What stands in a picture."""
+    with Image.open(path) as picture:
+        return picture.info["Description"]
+
+
 def by_name(spans):
     """Spans under their name and group."""
     found = {(span.name, span.group): span for span in spans}
@@ -57,7 +64,9 @@ def test_every_picture_of_the_pages_is_drawn(tmp_path):
         height, width, *_ = draw.plt.imread(path).shape
         assert 600 < width < 1000, f"{path.name} is {width} wide: GitHub shows about 850"
         assert height < 1000
-        assert (DOCS / "images" / path.name).exists()
+        assert described(path) == described(DOCS / "images" / path.name), (
+            f"{path.name} is older: `make report` draws it"
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,6 +11,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from flow import backward_flow
 from learn import PICTURES as LEARN
+from matplotlib.text import Text
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
 
 from tilewise.bench.plots import STYLE
@@ -33,9 +34,15 @@ def draw(folder: Path) -> list[Path]:
         with mpl.rc_context(STYLE):
             figure = picture()
             paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], metadata={"Software": None})
+            figure.savefig(paths[-1], metadata={"Software": None, "Description": words(figure)})
             plt.close(figure)
     return paths
+
+
+def words(figure: Any) -> str:
+    """What stands in a picture; the file keeps it, so that one whose numbers have changed since is found."""
+    figure.canvas.draw()  # axes have no labels before
+    return "\n".join(text for part in figure.findobj(Text) if (text := part.get_text()))
 
 
 if __name__ == "__main__":

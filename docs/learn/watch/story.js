@@ -191,7 +191,8 @@ tilewise.story = (() => {
       depth: 2,
       code: `${dQi} ← ${dQi} + <i>c dS</i> ${Kj}`,
       why: `dQ adds up over keys, and here the keys stay: so dQ has to come and go at every tile, the one sum that lives in
-        memory. The GPU kernels of tilewise take a second walk instead, with the loops the other way round.`,
+        memory. The kernels of tilewise for Hopper do the same; its portable ones take a second walk instead, with the loops the
+        other way round.`,
       tell(s, v, r) {
         const { before, after } = row(s, "dQ", r);
         return `Query ${r}: the first entry of dQ goes from ${number(before[0])} to ${number(after[0])}.`;

@@ -87,8 +87,8 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         "### paper, beside FlashAttention-3 and FlashAttention-4\n",
         f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of",
         "its ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same",
-        f"kind (`BEST` in [`field.py`](../src/tilewise/bench/field.py)). Measured at commit {of['commit']}, kernels",
-        f"{of['kernels']}.\n",
+        "kind. No results file is kept of that; the ratios are `BEST` in [`field.py`](../src/tilewise/bench/field.py).",
+        f"Measured at commit {of['commit']}, kernels {of['kernels']}.\n",
     ]
     table = [
         [str(size), "causal" if causal else "full", pass_, *("" if math.isnan(x) else f"{x:.2f}" for x in cells)]

@@ -9,7 +9,10 @@ from .results import repeated, rows_of
 from .tables import markdown
 
 SUITE = "variants"
-TEXT = "Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile.\n"
+TEXT = """\
+Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile. An aim is
+what the project asks of a variant (`AIMS` in [`costs.py`](../src/tilewise/bench/costs.py)).
+"""
 
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
