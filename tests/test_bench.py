@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise import reference
@@ -16,6 +17,7 @@ from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED, Peer
 from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
+from tilewise.cli.app import app
 from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")
@@ -252,6 +254,13 @@ def test_headlines_tell_what_the_host_spends_with_gradients_and_without():
         f"Host cost of one forward call of tilewise: 50 microseconds {end}",
         f"Host cost of one forward call of tilewise: 50 microseconds, 40 without gradients {end}",
     ]
+
+
+def test_the_report_of_a_run_without_times_has_no_picture(tmp_path):
+    file = tmp_path / "results" / "card.json"
+    assert CliRunner().invoke(app, ["bench", "--device=cpu", "--seconds=0", f"--json={file}"]).exit_code == 0
+    assert "time budget of 0 s was spent" in report.write(file.parent, tmp_path / "docs").read_text()
+    assert not list((tmp_path / "docs" / "images").glob("*.png"))
 
 
 def test_the_report_draws_its_pictures_and_tells_old_kernels(tmp_path):

@@ -114,6 +114,19 @@ def test_the_matmul_setting_is_put_back(matmul, setting, dtype):
     assert matmul.fp32_precision == setting
 
 
+def test_an_inherited_matmul_setting_goes_on_to_be_inherited(matmul):
+    of_all, q = torch.backends.mkldnn, torch.randn(1, 8, 2, 8)
+    matmul.fp32_precision = "none"
+    before = of_all.fp32_precision
+    try:
+        for setting in ("bf16", "ieee"):
+            of_all.fp32_precision = setting
+            tw.attention(q, q, q)
+            assert matmul.fp32_precision == setting
+    finally:
+        of_all.fp32_precision = before
+
+
 def test_the_matmul_setting_is_put_back_after_an_error(matmul, monkeypatch):
     def fail(*args):
         raise MemoryError("no more")
@@ -176,6 +189,45 @@ def test_both_paths_agree():
             results.append(tw.attention(q, k, v, mask=tw.Causal(), return_lse=True))
     for fused, tiled in zip(*results, strict=True):
         torch.testing.assert_close(fused, tiled)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mask": tw.Window(2, 0)}, {"score": tw.SoftCap(3.0)}, {"dropout": 0.2, "seed": 1}]
+)
+def test_torchs_default_device_does_not_matter(options):
+    q = torch.randn(1, 6, 2, 8, requires_grad=True)
+    o = tw.attention(q, q, q, **options)
+    (dq,) = torch.autograd.grad(o.sum(), q)
+    with torch.device("meta"):
+        o_meta = tw.attention(q, q, q, **options)
+        (dq_meta,) = torch.autograd.grad(o_meta.sum(), q, torch.ones((), device="cpu"))
+    assert torch.equal(o_meta, o)
+    assert torch.equal(dq_meta, dq)
+
+
+@pytest.mark.parametrize("keys", [5, 40])
+def test_logits_that_are_all_minus_infinity_give_a_row_without_keys(keys):
+    q = torch.full((1, 1, 1, 8), torch.inf, requires_grad=True)
+    k, v = -torch.rand(1, keys, 1, 8), torch.randn(1, keys, 1, 8, requires_grad=True)
+    o, lse = tw.attention(q, k, v, return_lse=True)
+    assert lse.item() == -torch.inf
+    assert not o.any()
+    (dv,) = torch.autograd.grad(o.sum(), v)
+    assert not dv.any()
+
+
+def test_views_with_a_minus_of_their_own_are_read_as_what_they_are():
+    z = torch.randn(4, 2, 9, 2, 8, dtype=torch.complex64)
+    negative = z.conj().imag
+    assert negative.is_neg()
+    q, k, v, do = negative
+    plain = [t.resolve_neg().requires_grad_() for t in (q, k, v)]
+    o = tw.attention(*plain, mask=tw.Window(3, 0))
+    given = [t.detach().requires_grad_() for t in (q, k, v)]
+    assert torch.equal(tw.attention(*given, mask=tw.Window(3, 0)), o)
+    found = torch.autograd.grad(tw.attention(*given, mask=tw.Window(3, 0)), given, do)
+    for grad, truth in zip(found, torch.autograd.grad(o, plain, do.resolve_neg()), strict=True):
+        assert torch.equal(grad, truth)
 
 
 def test_the_inputs_are_left_as_they_were():

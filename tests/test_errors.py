@@ -46,6 +46,15 @@ WRONG = {
     "head size of k": (call(k_=k(2, 7, 2, 9)), ValueError, ["q and k", "head size", "8", "9"]),
     "heads not a multiple": (call(k_=k(2, 7, 3, 8)), ValueError, ["heads", "multiple", "4", "3"]),
     "no key heads": (call(k_=k(2, 7, 0, 8)), ValueError, ["heads", "multiple", "4", "0"]),
+    "no query heads": (call(q(2, 5, 0, 8)), ValueError, ["heads", "multiple", "0", "2", "some"]),
+    "sparse q": (call(q().to_sparse()), ValueError, ["q", "strided", "torch.sparse_coo", "Varlen"]),
+    "a mask of the user's": (
+        call(mask=type("Mine", (tw.Causal,), {})()),
+        TypeError,
+        ["Mine", "Dense", "CONTRIBUTING.md"],
+    ),
+    "a mask of no kind": (call(mask=tw.Mask()), TypeError, ["Mask", "Dense"]),
+    "a score of no kind": (call(score=tw.Score()), TypeError, ["Score", "Bias"]),
     "mixed types": (
         call(k_=k(dtype=torch.float16)),
         TypeError,
@@ -61,6 +70,7 @@ WRONG = {
     ),
     "head size of v over 256": (call(v_=k(2, 7, 2, 300)), ValueError, ["head size of v", "300", "between 1 and 256"]),
     "head size 0": (call(q(2, 5, 4, 0), k(2, 7, 2, 0)), ValueError, ["head size", "0", "between 1 and 256"]),
+    "huge scale": (call(scale=1e39), ValueError, ["scale", "1e+39", "2^126"]),
     "negative scale": (call(scale=-0.5), ValueError, ["scale", "-0.5", ">= 0"]),
     "NaN scale": (call(scale=float("nan")), ValueError, ["scale", "nan", "finite"]),
     "infinite scale": (call(scale=float("inf")), ValueError, ["scale", "inf", "finite"]),

@@ -78,6 +78,29 @@ def test_it_takes_what_attention_takes():
     assert found.backend == "cpu"
 
 
+def test_tensors_that_are_here_have_addresses():
+    whole = torch.zeros(64 * 128 + 1, dtype=torch.bfloat16)
+    given = [part.view(1, 64, 2, 64) for part in (whole[:-1], whole[1:])]
+    plans = [tw.explain(q, q, q, device="sm_90") for q in given]
+    assert [plan.backend for plan in plans] == ["hopper", "triton"]
+    assert "q does not start on a 16-byte boundary" in " ".join(plans[1].refusals["hopper"])
+
+
+def test_torchs_setting_asks_for_deterministic_gradients():
+    q, ids = meta(2, 128, 2, 64), torch.zeros(2, 128, dtype=torch.int32, device="meta")
+
+    def ask():
+        return tw.explain(q, q, q, mask=tw.Documents(ids, ids), device="sm_90").backend
+
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert ask() == "hopper"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ask() == "triton"
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def test_forcing_a_back_end_that_refuses_leaves_none():
     q = torch.zeros(1, 8, 2, 8, dtype=torch.float64)
     found = tw.explain(q, q, q, backend="triton")

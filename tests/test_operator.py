@@ -399,6 +399,19 @@ def test_forward_mode_is_refused_by_name(which):
         of_one(forward_ad.make_dual(x[which], torch.ones_like(x[which])))
 
 
+def test_a_hessian_is_refused_by_name():
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.hessian(lambda q: tw.attention(q, k, v).sum())(q)
+
+
+def test_autograds_older_vmap_is_refused_by_name():
+    x = [t.requires_grad_() for t in qkv()]
+    o = tw.attention(*x, mask=tw.Window(6, 0))
+    with pytest.raises(RuntimeError, match=r"older vmap .*torch\.func"):
+        torch.autograd.grad(o, x, torch.ones(2, *o.shape), is_grads_batched=True)
+
+
 def test_forward_mode_of_what_does_not_reach_attention_is_fine():
     with forward_ad.dual_level():
         assert tw.attention(*qkv()).shape == (2, 12, 4, 8)

@@ -361,6 +361,55 @@ def test_meta_tensors():
     assert y.is_contiguous()
 
 
+def test_offsets_and_cu_seqlens_may_have_any_stride(form):
+    (cos, sin), x = tables(8), random(3, 4, 2, 8)
+    offsets = torch.tensor([[0, 9], [17, 9], [30, 9]], device=DEVICE)[:, 0]
+    assert torch.equal(rotary(x, cos, sin, offsets=offsets), rotary(x, cos, sin, offsets=offsets.clone()))
+    cu = torch.tensor([[0, 9], [5, 9], [12, 9]], dtype=torch.int32, device=DEVICE)[:, 0]
+    packed = x.flatten(0, 1)
+    assert torch.equal(rotary(packed, cos, sin, cu_seqlens=cu), rotary(packed, cos, sin, cu_seqlens=cu.clone()))
+
+
+@pytest.mark.parametrize("mapped", ["x", "q of qk", "cos", "x and cos", "offsets", "packed x", "last dimension"])
+def test_vmap(form, mapped):
+    (cos, sin), x = tables(6), random(3, 2, 4, 2, 8)
+    cu, offsets = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE), torch.tensor([[0, 2], [5, 1], [9, 9]])
+    offsets, cosines = offsets.to(DEVICE), random(3, *cos.shape)
+    f, given, dims = {
+        "x": (lambda x: rotary(x, cos, sin), (x,), 0),
+        "q of qk": (lambda q: rotary_qk(q, x[0], cos, sin), (x,), 0),
+        "cos": (lambda c: rotary(x[0], c, sin), (cosines,), 0),
+        "x and cos": (lambda x, c: rotary(x, c, sin), (x, cosines), 0),
+        "offsets": (lambda x, at: rotary(x, cos, sin, offsets=at), (x, offsets), 0),
+        "packed x": (lambda x: rotary(x, cos, sin, cu_seqlens=cu), (x[:, 0],), 0),
+        "last dimension": (lambda x: rotary(x, cos, sin), (x.movedim(0, -1),), -1),
+    }[mapped]
+    found = torch.vmap(f, in_dims=dims)(*given)
+    each = [f(*one) for one in zip(*(t.unbind(dims) for t in given), strict=True)]
+    if mapped == "q of qk":
+        found, each = torch.stack(found), [torch.stack(pair) for pair in each]
+    assert torch.equal(found, torch.stack(each, 1 if mapped == "q of qk" else 0))
+
+
+def test_gradients_under_torch_func(form):
+    (cos, sin), x, dy = tables(6), random(3, 2, 4, 2, 8), random(2, 4, 2, 8)
+
+    def f(x):
+        return (rotary(x, cos, sin, offsets=2) * dy).sum()
+
+    assert torch.equal(torch.func.grad(f)(x[0]), rotary(dy, cos, -sin, offsets=2))
+    expected = torch.stack([torch.func.grad(f)(one) for one in x])
+    assert torch.equal(torch.vmap(torch.func.grad(f))(x), expected)
+
+
+def test_forward_mode_of_the_tables_is_refused():
+    (cos, sin), x = tables(8), random(2, 4, 2, 8)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(lambda c: rotary(x, c, sin), (cos,), (cos,))
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.hessian(lambda x: rotary(x, cos, sin).sum())(x)
+
+
 def test_forward_mode_is_refused():
     x, (cos, sin) = random(1, 3, 2, 8), tables(8)
     with pytest.raises(RuntimeError, match="forward-mode"):

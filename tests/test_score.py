@@ -95,6 +95,7 @@ def test_one_score_needs_no_sequence():
         (lambda: tw.SoftCap(-2), ValueError, ["SoftCap", "cap", "-2", "> 0"]),
         (lambda: tw.SoftCap(float("nan")), ValueError, ["SoftCap", "cap", "nan", "finite"]),
         (lambda: tw.SoftCap(float("inf")), ValueError, ["SoftCap", "cap", "inf", "finite"]),
+        (lambda: tw.SoftCap(1e39), ValueError, ["SoftCap", "cap", "1e+39", "2^126"]),
         (lambda: tw.SoftCap("50"), TypeError, ["SoftCap", "cap", "'50'", "number"]),
         (lambda: tw.Alibi([1.0]), TypeError, ["Alibi", "slopes", "list", "tensor"]),
         (lambda: tw.Alibi(torch.tensor([1])), TypeError, ["Alibi", "slopes", "int64", "floating"]),

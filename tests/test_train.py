@@ -64,7 +64,7 @@ def test_batches_repeat_with_their_seed():
 
 def test_train_compares_two_processes(tmp_path):
     options = [f"--{name}={getattr(SMALL, name)}" for name in SIZES]
-    file, picture = tmp_path / "t.json", tmp_path / "t.png"
+    file, picture = tmp_path / "new" / "t.json", tmp_path / "t.png"
     result = CliRunner().invoke(app, ["train", "--device=cpu", *options, f"--json={file}", f"--plot={picture}"])
     assert result.exit_code == 0, result.output
     assert "equal but for rounding" in result.stdout

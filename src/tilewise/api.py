@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backend import ORDER, load
-from .describe import check_number, describe_fake
+from .describe import check_number, check_values, describe, describe_fake
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
@@ -52,7 +52,8 @@ def attention(
         layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
         precision: for fp32 inputs, at least this accuracy: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             None asks for a class by torch.get_float32_matmul_precision().
-        deterministic: bitwise repeatable gradients (o, dk and dv always are).
+        deterministic: bitwise repeatable gradients (o, dk and dv always are); so does
+            torch.use_deterministic_algorithms(True).
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
         backend: None chooses; "hopper", "triton" or "cpu" forces.
 
@@ -217,7 +218,8 @@ def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device:
     target = device or target_of(x.q.device)
     if target == "meta":
         raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
-    return describe_fake(x, recipe, longest)._replace(target=target, matmul=matmul)
+    addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
+    return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)
 
 
 def _gather(
@@ -235,9 +237,8 @@ def _gather(
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """All tensors of a call in order, what was chosen, and the longest lengths of packed sequences."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.layout is not torch.strided:
+        _refuse_operands(q=q, k=k, v=v)
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a Mask such as tilewise.Causal(), got {mask!r}; wrap a bool tensor in Dense(...)"
@@ -256,7 +257,7 @@ def _gather(
     if layout is not None and not isinstance(layout, Varlen):
         raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
     if scale is not None:
-        scale = check_number("scale", scale, "finite and >= 0", 0.0, float("inf"))
+        scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     left_out = type(dropout) is float and dropout == 0.0  # torch.compile wants the constant itself
     dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
@@ -268,6 +269,8 @@ def _gather(
     if torch.float32 in (q.dtype, k.dtype, v.dtype):
         q, k, v = _autocast(q, k, v)
     parts = mask.parts
+    if parts or changes:
+        check_values((*parts, *changes))
     extra = [t for value in (*parts, *changes) if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
     extra += [] if layout is None else [layout.cu_q, layout.cu_k]
@@ -279,10 +282,26 @@ def _gather(
         scale,
         dropout,
         precision,
-        bool(deterministic),
+        bool(deterministic) or asks_for_determinism(),
         backend,
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot trace it, and compiles anew where the setting changes
+def asks_for_determinism() -> bool:
+    """Whether torch.use_deterministic_algorithms(True) is in force, and not only to warn."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _refuse_operands(**operands: Any) -> None:
+    for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    raise ValueError(
+        f"q, k and v must be strided tensors, got layout {operands['q'].layout}; convert them, and pass sequences of "
+        "several lengths packed, with layout=Varlen(...)"
+    )
 
 
 def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:

@@ -1,6 +1,7 @@
 """From the tensors of a call to its checked Problem. Errors name the argument, what it got, and what to do instead."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from . import score as scores
 from .mask import Value
 from .problem import (
     FLOATING_TYPES,
+    KINDS,
     MAX_HEAD_SIZE,
     Operands,
     Problem,
@@ -54,6 +56,16 @@ def checked(p: Problem) -> Problem:
     return p
 
 
+def check_values(values: Sequence[Value]) -> None:
+    """TypeError for a mask or score that no back end knows, such as a class derived from one of ours."""
+    for value in values:
+        if KINDS.get(type(value).__name__) is not type(value):
+            raise TypeError(
+                f"{type(value).__name__} is no mask or score that the back ends know; use Dense or Bias for one of "
+                "your own, or add it as CONTRIBUTING.md shows"
+            )
+
+
 def _check_operands(p: Problem) -> None:
     rank, shape = (3, "(T, heads, head size)") if p.recipe.varlen else (4, "(batch, length, heads, head size)")
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
@@ -72,8 +84,9 @@ def _check_operands(p: Problem) -> None:
         raise ValueError(f"q, k and v must have one batch size, got {p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}")
     if p.k.shape[:-1] != p.v.shape[:-1]:
         raise ValueError(f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}")
-    if p.H_k == 0 or p.H % p.H_k != 0:
-        raise ValueError(f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; repeat or drop heads of k and v")
+    if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
+        hint = "there must be some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
+        raise ValueError(f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}")
     if p.k.shape[-1] != p.D:
         raise ValueError(f"q and k must have one head size, got {p.D} and {p.k.shape[-1]} (v's may differ)")
     for name, size in (("q and k", p.D), ("v", p.D_v)):

@@ -8,7 +8,7 @@ for its backward: operators have a fixed form. `attend` decides.
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ Tensors = Sequence[Any]
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
     refuse_forward_mode(*x)
-    if intercepted(x[0]):
+    if intercepted(x[0], *(x[3:] if x[1] is None else x[1:])):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
@@ -37,13 +37,16 @@ def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) ->
     return _apply_eager(recipe, longest, seed, *x)
 
 
-def intercepted(q: Tensor) -> bool:
-    """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators."""
+def intercepted(q: Tensor, *others: Tensor) -> bool:
+    """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators; or whether torch's dispatcher
+    has to negate what a view such as `z.conj().imag` shows."""
     return (
         torch.compiler.is_compiling()
         or type(q) not in (Tensor, torch.nn.Parameter)
         or q.is_meta
         or torch._C._len_torch_dispatch_stack() > 0
+        or q.is_neg()
+        or any(map(Tensor.is_neg, others))
     )
 
 
@@ -57,9 +60,22 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(
-            "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
-        )
+        no_forward_mode()
+
+
+def no_forward_mode() -> NoReturn:
+    """The error."""
+    raise RuntimeError(
+        "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+    )
+
+
+class ReverseMode(torch.autograd.Function):
+    """A function of autograd whose forward-mode derivative is that error."""
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        no_forward_mode()
 
 
 def _operands(tensors: Tensors) -> Operands:
@@ -82,6 +98,13 @@ def _backward(
     dlse: Tensor | None,
     call: tuple[Recipe, Longest, tuple[bool, ...]],
 ) -> Tensors:
+    for grad in (do, dlse):
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "tilewise has no rule for autograd's older vmap (is_grads_batched, vectorize=True, "
+                "check_batched_grad); use torch.func (vmap of vjp, jacrev), or take one gradient at a time"
+            )
+    do, dlse = (grad if grad is None else grad.resolve_neg() for grad in (do, dlse))
     x = _operands(tensors)
     problem = describe(x, *call)
     grads = select(problem).backward(problem, x, saved, do, dlse)
@@ -99,7 +122,7 @@ def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Te
     return [next(found) if there else None for there in (True, not packed, not packed, *wanted)]
 
 
-class _Eager(torch.autograd.Function):
+class _Eager(ReverseMode):
     """The light road: no dispatcher between autograd and the back end."""
 
     @staticmethod
@@ -148,7 +171,7 @@ class _Transformed(_Eager):
         return _vmap(info.batch_size, in_dims[3:], in_dims[2], tensors, seed, recipe, longest)
 
 
-class _Gradient(torch.autograd.Function):
+class _Gradient(ReverseMode):
     """The backward as a function that transforms can see; its own derivative is an error."""
 
     @staticmethod
@@ -165,7 +188,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:
-        calls = [_pick(given, in_dims[1:], index) for index in range(info.batch_size)]
+        calls = [pick(given, in_dims[1:], index) for index in range(info.batch_size)]
         grads = [_Gradient.apply(call, *each) for each in calls]
         return tuple(torch.stack(parts) for parts in zip(*grads, strict=True)), (0,) * len(grads[0])
 
@@ -261,7 +284,7 @@ def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, extra: Any, seed: Any, re
 
 @attention_backward_op.register_vmap
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    calls = [_pick(args, in_dims, index) for index in range(info.batch_size)]
+    calls = [pick(args, in_dims, index) for index in range(info.batch_size)]
     grads = [torch.ops.tilewise.attention_backward(*call) for call in calls]
     return [torch.stack(parts) for parts in zip(*grads, strict=True)], [0] * len(grads[0])
 
@@ -279,7 +302,7 @@ def _vmap(
     on the batch index, go one call at a time instead."""
     mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
     if recipe.varlen or mapped_sink or seed is not None:
-        calls = [_pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
+        calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
@@ -302,9 +325,10 @@ def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -
     return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 
-def _pick(args: Any, dims: Any, index: int) -> Any:
+def pick(args: Any, dims: Any, index: int) -> Any:
+    """Arguments at one index of what vmap maps: `dims` says in which dimension of each, None in none."""
     if isinstance(dims, (list, tuple)):
-        return [_pick(a, d, index) for a, d in zip(args, dims, strict=True)]
+        return [pick(a, d, index) for a, d in zip(args, dims, strict=True)]
     return args if dims is None else args.select(dims, index)
 
 

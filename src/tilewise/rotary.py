@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operator import CHECK, intercepted, refuse_forward_mode, transformed
+from .operator import CHECK, ReverseMode, intercepted, pick, refuse_forward_mode, transformed
 from .problem import FLOATING_TYPES
 
 
@@ -100,15 +100,15 @@ def _rotate(
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
     turn = Turn(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
     _check_shapes(x, turn)
-    refuse_forward_mode(*xs.values())
+    refuse_forward_mode(*xs.values(), cos, sin)
     return _apply(list(xs.values()), turn)
 
 
 def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
     """All xs turned, differentiable: by the operator for whoever watches operators, else by the lighter road."""
-    if intercepted(xs[0]) or transformed():
+    if intercepted(*xs, turn.cos, turn.sin):
         return torch.ops.tilewise.rotary(xs, *turn)
-    return list(_Eager.apply(turn, *xs))
+    return list((_Transformed if transformed() else _Eager).apply(turn, *xs))
 
 
 def _run(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
@@ -126,7 +126,7 @@ def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn)
     return [next(dxs) if here else None for here in present]
 
 
-class _Eager(torch.autograd.Function):
+class _Eager(ReverseMode):
     """The light road: an operator on lists costs five times as much on the host."""
 
     @staticmethod
@@ -139,6 +139,42 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:  # type: ignore[override]
         return None, *_turn_back(dys, ctx.needs_input_grad[1:], Turn(*ctx.saved_tensors, *ctx.plain))
+
+
+class _Transformed(_Eager):
+    """The same under torch.func's transforms, which want the context set up apart and a rule for vmap."""
+
+    @staticmethod
+    def forward(turn: Turn, *xs: Tensor) -> Any:  # type: ignore[override]
+        return tuple(_run(xs, turn))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        turn, *_ = inputs
+        ctx.save_for_backward(*turn[:4])
+        ctx.plain = turn[4:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, turn: Turn, *xs: Tensor) -> Any:
+        ys = _vmap(info.batch_size, in_dims[1:], xs, in_dims[0] or (None,) * len(turn), turn)
+        return tuple(ys), (0,) * len(ys)
+
+
+def _vmap(
+    size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], turn: Turn
+) -> Any:
+    """The mapped dimension becomes one of heads, which all turn alike; a mapped turn goes one call at a time."""
+    if any(dim is not None for dim in of_turn):
+        calls = [pick((xs, turn), (dims, of_turn), index) for index in range(size)]
+        each = [_apply(one, Turn(*where)) for one, where in calls]
+        return [torch.stack(ys) for ys in zip(*each, strict=True)]
+    whole = [x if dim is None else x.movedim(dim, -3).flatten(-3, -2) for x, dim in zip(xs, dims, strict=True)]
+    ys = _apply(whole, turn)
+    return [
+        y.expand(size, *y.shape) if dim is None else y.unflatten(-2, (size, -1)).movedim(-3, 0)
+        for y, dim in zip(ys, dims, strict=True)
+    ]
 
 
 @torch.library.custom_op("tilewise::rotary", mutates_args=())
@@ -173,6 +209,12 @@ def _differentiate(ctx: Any, dys: Sequence[Tensor | None]) -> Any:
 
 
 rotary_op.register_autograd(_differentiate, setup_context=_setup)
+
+
+@rotary_op.register_vmap
+def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *turn: Any) -> Any:
+    ys = _vmap(info.batch_size, in_dims[0], xs, in_dims[1:], Turn(*turn))
+    return ys, [0] * len(ys)
 
 
 def _in_torch(x: Tensor, turn: Turn) -> Tensor:

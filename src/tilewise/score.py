@@ -4,7 +4,6 @@ A score is a pair, so that nobody can forget the gradient: `apply` maps the logi
 `pull` maps the gradient of what leaves back to what entered. The kernels' pair is named by `device` in tile/scores.py.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,8 +43,10 @@ class SoftCap(Score):
         if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
             raise TypeError(f"SoftCap: cap is {self.cap!r}; it must be a number > 0")
         cap = constant(float(self.cap))
-        if not (cap > 0 and math.isfinite(cap)):
-            raise ValueError(f"SoftCap: cap is {cap}; it must be finite and > 0; leave the score out for no cap")
+        if not 0 < cap <= 2.0**126:
+            raise ValueError(
+                f"SoftCap: cap is {cap}; it must be finite, > 0 and at most 2^126; leave the score out for no cap"
+            )
         object.__setattr__(self, "cap", cap)
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from tilewise.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from tilewise.compat.flash_attn.bert_padding import (
     index_first_axis,
+    index_first_axis_residual,
     index_put_first_axis,
     pad_input,
     unpad_input,
@@ -21,6 +22,8 @@ def test_index_first_axis(tail):
     indices = torch.tensor([4, 0, 4, 2])
     assert torch.equal(index_first_axis(x, indices), x[indices])
     assert torch.autograd.gradcheck(index_first_axis, (x, indices))
+    assert torch.autograd.gradcheck(index_first_axis_residual, (x, indices))
+    assert torch.equal(index_first_axis_residual(x, indices)[1], x)
 
 
 @pytest.mark.parametrize("tail", [(5,), (2, 3), ()], ids=str)

@@ -204,6 +204,15 @@ def test_varlen_qkvpacked():
     assert_near(got, wanted)
 
 
+def test_the_dropout_pattern_is_exact_under_autocast():
+    q, k, v = qkv()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, _, S_dmask = flash_attn_func(q, k, v, 0.4, return_attn_probs=True)
+    assert S_dmask.dtype == out.dtype == torch.bfloat16
+    rows = S_dmask.float().abs().sum(-1)
+    assert (rows - 1.0).abs().max() < 2**-8
+
+
 def test_dropout_pattern_is_the_one_that_was_used():
     q, k, v = qkv(grad=True)
     slopes = torch.stack([SLOPES, SLOPES * 2])

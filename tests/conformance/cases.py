@@ -121,6 +121,7 @@ def make(case: Case, device: str) -> Call:
     else:
         q, k, v = (STRIDES[case.strides](draw.normal(*shape)) for shape in shapes)
     q, k, v = VALUES[case.values](q, k, v)
+    sink = None if case.sink is None else draw.normal(case.H, dtype=case.sink)
     do = STRIDES.get(case.strides, plain)(draw.normal(*rows, case.H, D_v))
     dlse = draw.normal(case.H, *rows) if packed else draw.normal(case.B, case.H, case.M)
     layout = None
@@ -133,7 +134,7 @@ def make(case: Case, device: str) -> Call:
         v,
         case.mask(draw),
         tuple(build(draw) for build in case.score),
-        None if case.sink is None else draw.normal(case.H, dtype=case.sink),
+        every_second(sink) if sink is not None and case.strides == "every_second" else sink,
         layout,
         draw.tensor(0x123456789ABCDEF) if case.dropout else None,
         do if case.loss in ("o", "both") else None,
@@ -362,6 +363,7 @@ def _sink_and_dropout() -> Iterator[Case]:
     yield Case("sink fp32 for fp16", sink=fp32, dtype=fp16, mask=causal)
     yield Case("sink, softcap, bias", sink=fp32, score=(softcap(), bias("HMN")))
     yield Case("sink, rows without keys", sink=fp32, M=53, N=17, mask=causal)
+    yield Case("sink every_second", sink=fp32, strides="every_second")
     for p in (0.1, 0.5, 0.95):
         yield Case(f"dropout {p}", dropout=p)
     yield Case("dropout fp16", dropout=0.3, dtype=fp16, mask=causal)
@@ -410,6 +412,7 @@ def _lengths() -> Iterator[Case]:
         yield Case(f"no {name}", **sizes)
         yield Case(f"no {name}, causal", **sizes, mask=causal)
         yield Case(f"no {name}, sink, bias, dropout", **sizes, sink=fp32, score=(bias("HMN"),), dropout=0.1)
+        yield Case(f"no {name}, dense", **sizes, mask=dense())
 
 
 def _varlen() -> Iterator[Case]:
@@ -473,6 +476,7 @@ def _numbers() -> Iterator[Case]:
         if "in" in values.split():
             yield Case(values, values=values, D=8)
             yield Case(f"{values}, GQA", values=values, D=8, H=4, loss="o")
+            yield Case(f"{values}, few keys", values=values, M=5, N=7, loss="o")
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
     for D in (128, 256):  # where its pieces need tiles of their own

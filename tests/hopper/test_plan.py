@@ -122,7 +122,13 @@ def test_under_a_narrow_window_finish_has_processors_of_its_own():
         p = problem(M, M, 128, H=H, H_k=H, mask=mask)
         return programs_of_main(p, plan(p).backward_shape)
 
-    for narrow in (tw.Window(1022, 0), tw.Window(300, 700), tw.Causal() & tw.Window(511, 511)):
+    causal = tw.Causal()
+    for narrow in (
+        tw.Window(1022, 0),
+        tw.Window(300, 700),
+        causal & tw.Window(511, 511),
+        causal & tw.Window(900, None),
+    ):
         assert programs(narrow) == 132 - LEFT_TO_FINISH
     for wide in (tw.Full(), tw.Causal(), tw.Window(1024, 0), tw.Window(512, 512), tw.Window(8, None)):
         assert programs(wide) == 132

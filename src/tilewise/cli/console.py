@@ -57,7 +57,7 @@ def sentences() -> Iterator[None]:
     """Bad input ends with a sentence and exit status 2, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

@@ -20,9 +20,9 @@ MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
 
 def explain(
     q: Annotated[str, typer.Option(help="Shape of q: batch,length,heads,head size.")] = "2,1024,16,64",
-    keys: Annotated[int | None, typer.Option(help="Keys; as many as queries if left out.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and v; as many as q's if left out.")] = None,
-    v_size: Annotated[int | None, typer.Option(help="Head size of v; q's if left out.")] = None,
+    keys: Annotated[int | None, typer.Option(min=0, help="Keys; as many as queries if left out.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of k and v; as many as q's if left out.")] = None,
+    v_size: Annotated[int | None, typer.Option(min=1, help="Head size of v; q's if left out.")] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
     device: Annotated[str | None, typer.Option(help="cpu, sm_90, gfx942, ...; this machine's if left out.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MASKS)}; several are combined.")] = None,
@@ -109,7 +109,10 @@ def _scores(softcap: float | None, alibi: bool, bias: str | None, H: int) -> lis
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except RuntimeError as error:
+        raise ValueError(f"no tensor can have shape {shape}: {error}") from None
 
 
 def _here() -> str:

@@ -122,6 +122,8 @@ def train(
         if model == "small" and (attention or seeds > 1 or results_folder):
             raise ValueError("attention, seeds and results are for --model gpt2-124m; small compares two attentions")
         chosen = known(attention or CONTENDERS)
+        if json_file:
+            json_file.parent.mkdir(parents=True, exist_ok=True)  # told before, not after, the training
     if model == "small":
         _train_small(settings, json_file, plot)
     else:

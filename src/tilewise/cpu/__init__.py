@@ -38,13 +38,16 @@ class Cpu:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         with _exact_products(problem):
             if self.fuse and not fused.why_not(problem):
-                return fused.forward(problem, x)
+                saved = fused.forward(problem, x)
+                if not bool((saved.lse == 0.0).any()):  # what it gives where all logits of a row are NaN or -inf
+                    return saved
             return tiled.forward(problem, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         do = torch.zeros_like(saved.o) if do is None else do
         with _exact_products(problem):
-            if self.fuse and dlse is None and not fused.why_not(problem):
+            blind = saved.lse.isneginf().any
+            if self.fuse and dlse is None and not fused.why_not(problem) and not bool(blind()):
                 return fused.backward(problem, x, saved, do)
             return tiled.backward(problem, x, saved, do, dlse)
 
@@ -56,6 +59,8 @@ def _exact_products(p: Problem) -> Iterator[None]:
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with SETTING, torch.autocast("cpu", enabled=False):
         before = matmul.fp32_precision
+        if before == torch.backends.mkldnn.fp32_precision:  # type: ignore[attr-defined]
+            before = "none"  # so it goes on to follow that one
         matmul.fp32_precision = "bf16" if p.dtype == torch.bfloat16 else "ieee"
         try:
             yield

@@ -57,8 +57,8 @@ def choose_tiles(p: Problem) -> tuple[int, int, int]:
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = _compute_type(p)
-    o = torch.empty(*x.q.shape[:-1], p.D_v, dtype=x.q.dtype)
-    lse = torch.empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
+    o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
+    lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
     heads, B_r, _ = choose_tiles(p)
     sink = p.values(x.extra)[2]
     for s in _sequences(p, x):
@@ -110,14 +110,14 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
     if dlse is not None:
         delta = delta - dlse
     extra: list[Tensor | None] = [
-        torch.zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
+        t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
     heads = choose_tiles(p)[0]
     for s in _sequences(p, x):
         do_s = _rows(p, do, s.b, s.rows).transpose(0, 1).to(kind).contiguous()
         L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
         delta_s = _lse_rows(p, delta, s.b, s.rows)
-        dq_s = torch.zeros(s.q.shape, dtype=kind)
+        dq_s = torch.zeros_like(s.q)
         dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(0, 1) for grad in (dk, dv))
         for h in range(0, p.H_k, heads):
             h_k = slice(h, min(h + heads, p.H_k))
@@ -258,8 +258,8 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
             full = False
     if full:
         return Tile(h, i0, i1, j0, j1, None)
-    i, j = torch.arange(first, last + 1)[:, None], torch.arange(j0, j1)[None, :]
-    keep = torch.ones((), dtype=torch.bool)
+    i, j = _range(s, first, last + 1)[:, None], _range(s, j0, j1)[None, :]
+    keep = s.q.new_ones((), dtype=torch.bool)
     for mask in s.masks:
         keep = keep & mask.keep(i, j, shift)
     if keep.ndim == 4:  # (1, 1 or H, rows, columns)
@@ -271,16 +271,20 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
 
 def _indices(s, tile):
     shift = s.k.shape[1] - s.q.shape[1]
-    i = torch.arange(tile.i0, tile.i1)[:, None] + shift
-    return i, torch.arange(tile.j0, tile.j1)[None, :], shift
+    return _range(s, tile.i0 + shift, tile.i1 + shift)[:, None], _range(s, tile.j0, tile.j1)[None, :], shift
+
+
+def _range(s: Sequence, start: int, stop: int) -> Tensor:
+    """Indices, on the operands' device whatever torch's default is."""
+    return torch.arange(start, stop, device=s.q.device)
 
 
 def _dropout_factor(p, s, tile, seed):
     """Z: 0 where dropped, `dropout_rescale` where kept; (H, rows, columns). Bit for bit `reference.dropout_keep`, but
     each counter is computed once: of the blocks of 16 rows and 64 columns that the tile touches."""
-    row = s.b * p.H + torch.arange(p.H)[tile.h, None, None]
-    c_i = torch.arange(tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
-    c_j = torch.arange(tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
+    row = s.b * p.H + _range(s, 0, p.H)[tile.h, None, None]
+    c_i = _range(s, tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
+    c_j = _range(s, tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
     words = torch.stack(philox((c_j, c_i, row, torch.zeros_like(row)), int(seed)))
     every = words[0] ^ words[1] ^ words[2] ^ words[3]
     numbers = torch.stack([(words >> byte & 0xFF) << 8 | every >> byte & 0xFF for byte in (0, 8, 16, 24)])

@@ -1,5 +1,6 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
+WINDOWS = ("Causal", "Window")
+"""Masks that show a row the keys around its own."""
 LEFT_TO_FINISH = 3
 """Processors that the backward's main kernel leaves to the last one under a narrow window."""
 
@@ -64,8 +67,10 @@ class Plan(NamedTuple):
     """Of the forward, all three."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
+    backward_values: tuple[Any, Any, Tensor | None] | None
     variant: Variant | None
-    """Of the forward, where it holds no tensor."""
+    """The mask's parts and the scores of the forward and of the backward, and all of the forward's variant, where they
+    hold no tensor."""
     compiled: dict[Any, Any]
 
 
@@ -110,12 +115,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     section = max(SECTION, of_keys) if p.recipe.mask else 1
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
-    values = None if p.extra else device_values(p, (), scores)
+    values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not p.recipe.dropout else None
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
-        p.listed, values, variant, {},
+        p.listed, values, backward_values, variant, {},
     )  # fmt: skip
 
 
@@ -204,7 +209,7 @@ def backward_launches(
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
-    parts, changes, _ = pl.values or device_values(p, x.extra, backward_scores)
+    parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
@@ -256,11 +261,17 @@ def main_launch(
 
 
 def programs_of_main(p: Problem, shape: Any) -> int:
-    """One a processor. Under a narrow window `finish`, which has little less to do than without, gets some processors
-    from the start; it would take longest at the end."""
+    """One a processor. But under a narrow window there is less to multiply for as much dQ to write, so `finish` gets
+    some processors from the start; else everybody would wait for it at the end."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
-    narrow = any(part[0] == "Window" and None not in part and 8 * sum(part[1:]) < p.M for part in p.recipe.mask)
-    return most - LEFT_TO_FINISH if narrow and tiles > 8 * most else min(tiles, most)
+    return most - LEFT_TO_FINISH if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
+
+
+def width(p: Problem) -> float:
+    """The keys beside its own that a row sees in the mask's windows, with Causal as one; inf if a side is open."""
+    windows = [(None, 0) if part[0] == "Causal" else part[1:] for part in p.recipe.mask if part[0] in WINDOWS]
+    sides = zip((None, None), *windows, strict=True)
+    return sum(min((end for end in side if end is not None), default=math.inf) for side in sides)
 
 
 def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:

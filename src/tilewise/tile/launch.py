@@ -113,7 +113,7 @@ def _mask_shape(p: Problem) -> tuple[int, int]:
         if kind.device == "dense":
             shape = p.extra[index].shape
             shape = (1,) * (4 - len(shape)) + tuple(shape)
-            batch, heads = max(batch, shape[0]), max(heads, shape[1])
+            batch, heads = (known if size == 1 else size for known, size in zip((batch, heads), shape, strict=False))
         elif kind.captures:
             batch = p.B
         index += len(kind.captures)
@@ -125,7 +125,7 @@ def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tup
     mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask])
     changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])
-    return parts, changes, sink
+    return parts, changes, None if sink is None else sink.contiguous()
 
 
 def _mask_part(p: Problem, mask: Any) -> masks.Part:

@@ -153,6 +153,7 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
     x = xs[0]
     packed = turn.cu_seqlens is not None
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (turn.cos, turn.sin))
+    places = Places(*(None if t is None else t.contiguous() for t in (turn.offsets, turn.cu_seqlens)))
     tokens, P, D = x.shape[:-2].numel(), cos.shape[1], x.shape[-1]
     B_T, B_H, B_P, B_REST = tiles(max(x.shape[-2] for x in xs), P, D)
     heads = [
@@ -163,7 +164,7 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
         rotate[grid](
             tuple(heads),
             Tables(cos, sin, cos.stride(0), sin.stride(0)),
-            Places(turn.offsets, turn.cu_seqlens),
+            places,
             tokens,
             x.shape[-3],
             turn.cu_seqlens.shape[0] - 1 if packed else x.shape[0],

@@ -252,8 +252,10 @@ def _attend(
     if seed is None:
         return o, lse, o.new_empty(0)
     q, k, _ = operands[0].unbind(-3) if packed else operands
+    q, k = q.to(o.dtype), k.to(o.dtype)  # autocast's type, if it is on
     whole = _Whole(options, dropout, seed)
-    return o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout)
+    with torch.autocast(q.device.type, enabled=False):
+        return o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout)
 
 
 def _unstack(kv: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 __all__ = [
     "index_first_axis",
+    "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
     "unpad_input",
@@ -15,6 +16,11 @@ __all__ = [
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` (n,) of input (rows, …): (n, …). A row that is taken twice gets both gradients."""
     return input.index_select(0, indices)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same rows, and input itself, for a residual connection around what is done with the rows."""
+    return index_first_axis(input, indices), input
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
