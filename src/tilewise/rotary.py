@@ -126,14 +126,19 @@ def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn)
     return [next(dxs) if here else None for here in present]
 
 
+def _keep(ctx: Any, turn: Sequence[Any]) -> None:
+    """What a backward needs: how far to turn back."""
+    ctx.save_for_backward(*turn[:4])
+    ctx.plain = turn[4:]
+    ctx.set_materialize_grads(False)
+
+
 class _Eager(ReverseMode):
     """The light road: an operator on lists costs five times as much on the host."""
 
     @staticmethod
     def forward(ctx: Any, turn: Turn, *xs: Tensor) -> Any:
-        ctx.save_for_backward(*turn[:4])
-        ctx.plain = turn[4:]
-        ctx.set_materialize_grads(False)
+        _keep(ctx, turn)
         return tuple(_run(xs, turn))
 
     @staticmethod
@@ -150,10 +155,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        turn, *_ = inputs
-        ctx.save_for_backward(*turn[:4])
-        ctx.plain = turn[4:]
-        ctx.set_materialize_grads(False)
+        _keep(ctx, inputs[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, turn: Turn, *xs: Tensor) -> Any:
@@ -199,9 +201,7 @@ def _(xs: Sequence[Tensor], *turn: Any) -> list[Tensor]:
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     _, *turn = inputs
-    ctx.save_for_backward(*turn[:4])
-    ctx.plain = turn[4:]
-    ctx.set_materialize_grads(False)
+    _keep(ctx, turn)
 
 
 def _differentiate(ctx: Any, dys: Sequence[Tensor | None]) -> Any:

@@ -263,3 +263,15 @@ def test_a_launch_calls_hooks_where_there_are_some(name, monkeypatch):
     assert compiled.launched[1:] == 2 * [("with hooks", ((3, 1, 1), 7, "x", 5))]
     here.run(7)
     assert compiled.launched[3:] == compiled.launched[:1]
+
+
+def test_views_with_a_minus_of_their_own_are_read_as_what_they_are():
+    q, k, v, do = negated = torch.randn(4, 1, 9, 2, 8, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    plain = negated.resolve_neg()
+    for found, truth in zip(gradients(q, k, v, do), gradients(*plain), strict=True):
+        assert torch.equal(found, truth)
+    for found, truth in zip(gradients(*plain[:3], do), gradients(*plain), strict=True):
+        assert torch.equal(found, truth)
+    biased = [tw.attention(*plain[:3], score=tw.Bias(t[0, :, 0, :1]), backend="triton") for t in (do, plain[3])]
+    assert torch.equal(*biased)

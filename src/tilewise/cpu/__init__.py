@@ -46,8 +46,8 @@ class Cpu:
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         do = torch.zeros_like(saved.o) if do is None else do
         with _exact_products(problem):
-            blind = saved.lse.isneginf().any
-            if self.fuse and dlse is None and not fused.why_not(problem) and not bool(blind()):
+            covered = self.fuse and dlse is None and not fused.why_not(problem)
+            if covered and not bool(saved.lse.isneginf().any()):  # exp(-inf - -inf) is NaN there
                 return fused.backward(problem, x, saved, do)
             return tiled.backward(problem, x, saved, do, dlse)
 
