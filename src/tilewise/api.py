@@ -52,8 +52,8 @@ def attention(
         layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
         precision: for fp32 inputs, at least this accuracy: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             None asks for a class by torch.get_float32_matmul_precision().
-        deterministic: bitwise repeatable gradients (o, dk and dv always are); so does
-            torch.use_deterministic_algorithms(True).
+        deterministic: bitwise repeatable gradients (o, dk and dv always are); torch.use_deterministic_algorithms(True)
+            asks for them, too.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
         backend: None chooses; "hopper", "triton" or "cpu" forces.
 
@@ -269,9 +269,10 @@ def _gather(
     if torch.float32 in (q.dtype, k.dtype, v.dtype):
         q, k, v = _autocast(q, k, v)
     parts = mask.parts
-    if parts or changes:
-        check_values((*parts, *changes))
-    extra = [t for value in (*parts, *changes) if value.captures for t in value.tensors]
+    values = (*parts, *changes)
+    if values:
+        check_values(values)
+    extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
     extra += [] if layout is None else [layout.cu_q, layout.cu_k]
     recipe = Recipe(
@@ -282,14 +283,14 @@ def _gather(
         scale,
         dropout,
         precision,
-        bool(deterministic) or asks_for_determinism(),
+        bool(deterministic) or _asks_for_determinism(),
         backend,
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot trace it, and compiles anew where the setting changes
-def asks_for_determinism() -> bool:
+def _asks_for_determinism() -> bool:
     """Whether torch.use_deterministic_algorithms(True) is in force, and not only to warn."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 

@@ -8,7 +8,7 @@ for its backward: operators have a fixed form. `attend` decides.
 
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .backend import select
 from .describe import check_contents, describe, describe_fake
 from .problem import Operands, Recipe, Saved, batched_ranks
 
+NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
 Tensors = Sequence[Any]
@@ -28,7 +29,7 @@ Tensors = Sequence[Any]
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
     refuse_forward_mode(*x)
-    if intercepted(x[0], *(x[3:] if x[1] is None else x[1:])):
+    if intercepted(*_present(x)):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
@@ -60,22 +61,15 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        no_forward_mode()
-
-
-def no_forward_mode() -> NoReturn:
-    """The error."""
-    raise RuntimeError(
-        "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
-    )
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 class ReverseMode(torch.autograd.Function):
-    """A function of autograd whose forward-mode derivative is that error."""
+    """A function of autograd whose forward-mode derivative is the same RuntimeError."""
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
-        no_forward_mode()
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 def _operands(tensors: Tensors) -> Operands:
@@ -98,13 +92,7 @@ def _backward(
     dlse: Tensor | None,
     call: tuple[Recipe, Longest, tuple[bool, ...]],
 ) -> Tensors:
-    for grad in (do, dlse):
-        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "tilewise has no rule for autograd's older vmap (is_grads_batched, vectorize=True, "
-                "check_batched_grad); use torch.func (vmap of vjp, jacrev), or take one gradient at a time"
-            )
-    do, dlse = (grad if grad is None else grad.resolve_neg() for grad in (do, dlse))
+    do, dlse = _readable(do), _readable(dlse)
     x = _operands(tensors)
     problem = describe(x, *call)
     grads = select(problem).backward(problem, x, saved, do, dlse)
@@ -112,8 +100,20 @@ def _backward(
     return *own, *grads.extra
 
 
-def _present(grads: Tensors) -> list[Tensor]:
-    return [g for g in grads if g is not None]
+def _readable(grad: Tensor | None) -> Tensor | None:
+    """A gradient of o or lse as a kernel may read it: negated already, where it is a view that torch negates."""
+    if grad is None:
+        return None
+    if torch._C._functorch.is_legacy_batchedtensor(grad):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "tilewise has no rule for autograd's older vmap (is_grads_batched, vectorize=True, check_batched_grad); "
+            "use torch.func (vmap of vjp, jacrev), or take one gradient at a time"
+        )
+    return grad.resolve_neg()
+
+
+def _present(tensors: Tensors) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
 
 
 def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Tensors:

@@ -166,7 +166,8 @@ class _Transformed(_Eager):
 def _vmap(
     size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], turn: Turn
 ) -> Any:
-    """The mapped dimension becomes one of heads, which all turn alike; a mapped turn goes one call at a time."""
+    """A mapped dimension of (..., H, D) becomes one of heads, (..., size * H, D), which all turn alike. A mapped turn
+    goes one call at a time. Gives (size, ..., H, D)."""
     if any(dim is not None for dim in of_turn):
         calls = [pick((xs, turn), (dims, of_turn), index) for index in range(size)]
         each = [_apply(one, Turn(*where)) for one, where in calls]

@@ -343,9 +343,9 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
 
 def draw(suite: str, rows: Sequence[Row], stem: Path) -> list[tuple[Path, str]]:
     """Draws a suite's pictures as <stem>-<name>.png; their paths and what they show."""
-    drawn = []
     if not any(row.status == OK for row in rows):
-        return drawn
+        return []
+    drawn = []
     for name, shows, picture in PICTURES[suite]:
         path = stem.with_name(f"{stem.name}-{name}.png")
         picture(rows, path)

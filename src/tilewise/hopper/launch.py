@@ -1,6 +1,5 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved, hides_later_keys
+from ..mask import OPEN
+from ..problem import KINDS, Grads, Operands, Problem, Saved, hides_later_keys
 from ..reference import sink_gradient
 from ..score import SoftCap
 from ..tile.launch import (
@@ -44,8 +44,6 @@ SECTION = 16
 """Score matrices that run side by side, at least, where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
-WINDOWS = ("Causal", "Window")
-"""Masks that show a row the keys around its own."""
 LEFT_TO_FINISH = 3
 """Processors that the backward's main kernel leaves to the last one under a narrow window."""
 
@@ -67,10 +65,11 @@ class Plan(NamedTuple):
     """Of the forward, all three."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
+    """The mask's parts, the scores and the sink, where they hold no tensor."""
     backward_values: tuple[Any, Any, Tensor | None] | None
+    """The same, with the backward's scores."""
     variant: Variant | None
-    """The mask's parts and the scores of the forward and of the backward, and all of the forward's variant, where they
-    hold no tensor."""
+    """Of the forward, where it holds no tensor."""
     compiled: dict[Any, Any]
 
 
@@ -267,11 +266,13 @@ def programs_of_main(p: Problem, shape: Any) -> int:
     return most - LEFT_TO_FINISH if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
 
 
-def width(p: Problem) -> float:
-    """The keys beside its own that a row sees in the mask's windows, with Causal as one; inf if a side is open."""
-    windows = [(None, 0) if part[0] == "Causal" else part[1:] for part in p.recipe.mask if part[0] in WINDOWS]
-    sides = zip((None, None), *windows, strict=True)
-    return sum(min((end for end in side if end is not None), default=math.inf) for side in sides)
+def width(p: Problem) -> int:
+    """Keys beside its own that a row sees at most, by the parts of the mask that read no tensor."""
+    read_nothing: list[Any] = [
+        (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
+    ]
+    first, end = zip((-OPEN, OPEN), *(kind.rebuild(numbers, ()).keys(0) for kind, numbers in read_nothing), strict=True)
+    return min(end) - max(first) - 1
 
 
 def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
