@@ -3,8 +3,7 @@
 Runs in a process of its own with TRITON_INTERPRET=0, and prints JSON:
 
     python tests/elsewhere.py keys               hashes of the kernels that calls compile, and that `warm` foresees
-    python tests/elsewhere.py call FOLDER        compilations of `small` with this cache
-    python tests/elsewhere.py ranks FOLDER       compilations by processes that start together, with empty caches there
+    python tests/elsewhere.py ranks FOLDER       compilations by processes that start together, by case
 """
 
 import errno
@@ -143,8 +142,8 @@ class Counting:
         (self.found if cache_hit else self.compiled).append(src.name)
 
 
-def call() -> dict[str, list[str]]:
-    """What a first call compiles, and finds."""
+def attend() -> dict[str, Any]:
+    """A first call, and what it compiled."""
     knobs.compilation.listener = counting = Counting()
     run("sm_80", small(), backward=False)
     return vars(counting)
@@ -232,15 +231,14 @@ def no_locks() -> None:
 
 def ranks(folder: Path) -> dict[str, list[Any]]:
     """Processes together, in several situations."""
-    driver.set_active(Pretended(gpu_target("sm_80")))  # type: ignore[arg-type]
-    for launch in launches():  # what does not depend on the cache: Triton's own hash
-        ahead.Listing().take(launch)
+    ahead.kernels(call_of("sm_80", True, **small()))  # Triton's hash of itself, which takes seconds
     found = {}
 
     def case(name: str, *works: Callable[[], Any], cache: Path | None = None) -> None:
         knobs.cache.dir = str(cache or folder / name)
         found[name] = together(*works)
 
+    case("warmed", attend)
     case("together", *[rank] * 8)
     case("again", *[rank] * 2, cache=folder / "together")
     started = folder / "started"
@@ -248,16 +246,11 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
     (folder / "file").touch()
     case("unwritable", *[rank] * 2, cache=folder / "file" / "cache")
     case("no locks", *[lambda: rank(no_locks)] * 2)
-    once.PATIENCE = 0.2
-    case("stuck", lambda: rank(lambda: stop_compiling(folder / "stopped")), lambda: rank(lambda: wait_for(folder / "stopped")))
+    once.PATIENCE, stopped = 0.2, folder / "stopped"
+    case("stuck", lambda: rank(lambda: stop_compiling(stopped)), lambda: rank(lambda: wait_for(stopped)))
     return found
 
 
 if __name__ == "__main__":
     driver.set_active(Pretended(gpu_target("sm_90" if sys.argv[1] == "keys" else "sm_80")))  # type: ignore[arg-type]
-    if sys.argv[1] == "keys":
-        print(json.dumps(keys()))
-    elif sys.argv[1] == "call":
-        print(json.dumps(call()))
-    else:
-        print(json.dumps(ranks(Path(sys.argv[2]))))
+    print(json.dumps(keys() if sys.argv[1] == "keys" else ranks(Path(sys.argv[2]))))

@@ -125,7 +125,7 @@ def _check_extra(p: Problem) -> None:
                         f"{name}: {capture} must broadcast to (B, H, M, N) = {full}, got {tuple(spec.shape)}"
                     )
                 continue
-            allowed = shapes(p, kind, capture)
+            allowed = captured_shapes(p, kind, capture)
             if tuple(spec.shape) not in allowed:
                 shapes = " or ".join(str(shape) for shape in allowed)
                 raise ValueError(f"{name}: {capture} must have shape {shapes}, got {tuple(spec.shape)}")
@@ -140,7 +140,7 @@ def _check_extra(p: Problem) -> None:
         _same_device(p, name, spec)
 
 
-def shapes(p: Problem, kind: type[Value], capture: str) -> tuple[tuple[int, ...], ...]:
+def captured_shapes(p: Problem, kind: type[Value], capture: str) -> tuple[tuple[int, ...], ...]:
     """What shapes a captured tensor may have. Dense and Bias may have any that broadcasts to theirs."""
     return {
         masks.Prefix: ((p.B,),),

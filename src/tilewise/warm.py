@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .api import _gather, _hypothetical, _options
 from .backend import select
-from .describe import shapes
+from .describe import captured_shapes
 from .problem import Problem, Spec, target_of
 
 Watch = Callable[[int, int, str], Any]
@@ -85,13 +85,13 @@ class Call(NamedTuple):
 def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
     """The problem with other sizes, its tensors contiguous; of packed sequences, also with more rows in all."""
     rows = ((p.q.shape[0] + M - p.M,), (p.k.shape[0] + N - p.N,)) if p.recipe.varlen else ((B, M), (B, N))
-    q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip((p.q, p.k, p.v), (rows[0], rows[1], rows[1]), strict=True))
+    q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip(p[1:4], (rows[0], rows[1], rows[1]), strict=True))
     ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
     made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*p.extra[: len(p.extra) - len(ends)], *ends))
     names = [(kind, capture) for kind in p.kinds for capture in kind.captures]
     extra = list(made.extra)
     for at, (kind, capture) in enumerate(names):
-        whole = next(shape for shape in shapes(made, kind, capture) if len(shape) >= len(extra[at].shape))
+        whole = next(shape for shape in captured_shapes(made, kind, capture) if len(shape) >= len(extra[at].shape))
         pairs = zip(extra[at].shape, whole[len(whole) - len(extra[at].shape) :], strict=True)
         extra[at] = _shaped(extra[at], tuple(1 if size == 1 else new for size, new in pairs))
     return made._replace(extra=tuple(extra))

@@ -67,7 +67,7 @@ OPTIONS = inspect.signature(arguments).parameters
 
 def with_call(command: Callable[..., None]) -> Callable[..., None]:
     """A command of one call, given as `call`: the values of OPTIONS by name, which it takes beside its own options."""
-    first, *own = inspect.signature(command).parameters.values()
+    _, *own = inspect.signature(command).parameters.values()
 
     @wraps(command)
     def run(**given: Any) -> None:

@@ -116,7 +116,7 @@ def compile_one(call: Call, hash: str) -> float | None:
 
 
 def build_launcher(kernel: Any) -> None:
-    """What launches a kernel, where Triton has a C compiler build it (3.6) and the GPU's driver is here to link with."""
+    """What launches a kernel, where Triton (3.6) has a C compiler build it and the driver is here to link with."""
     if kernel.metadata.target.backend != "cuda":
         return
     from triton.backends.nvidia import driver as nvidia
@@ -136,11 +136,9 @@ REQUESTS: dict[str, Callable[..., Any]] = {"foresee": foresee, "compile": compil
 
 def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Until there are no more."""
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield pickle.load(source)
-        except EOFError:
-            return
 
 
 def main(target: str) -> None:

@@ -87,7 +87,7 @@ def digest(key: str) -> str:
 def locked(path: str) -> Iterator[None]:
     """Holds the lock of a file, if it can be had in time."""
     try:
-        file = open(path, "a")  # closed below
+        file = open(path, "a")  # noqa: SIM115, closed below
     except OSError:  # what follows says why
         yield
         return

@@ -1,0 +1,164 @@
+"""warm(): what it compiles is what calls ask for; and processes that start together compile each kernel once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise import warm as _  # noqa: F401  (the function, which hides its module)
+from tilewise.cli.app import app
+
+pytest.importorskip("triton", reason="kernels are Triton's")
+module = sys.modules["tilewise.warm"]
+SMALL = torch.empty(1, 64, 2, 16, dtype=torch.float16, device="meta")
+
+
+def elsewhere(*arguments):
+    """What tests/elsewhere.py prints."""
+    command = [sys.executable, Path(__file__).with_name("elsewhere.py"), *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_foreseen_is_what_calls_ask_triton_for():
+    found = elsewhere("keys")
+    assert len(found) == 18
+    for name, call in found.items():
+        assert set(call["foreseen"]) == set(call["asked"]), name
+    assert "fp32_backward" in found["fp32"]["foreseen"].values()
+    assert "dbias" in found["rich triton"]["foreseen"].values()
+    anew = found["causal triton"]["unforeseen"]
+    assert not anew["other lengths"]
+    assert not anew["another batch size"]
+    assert not anew["q, k and v as parts of one tensor"]
+    assert anew["q, k or v off a 16-byte boundary"] == ["dkdv", "dq", "forward"]
+    assert anew["a gradient of lse (return_lse)"] == ["delta"]
+    assert found["causal"]["unforeseen"]["other lengths"] == ["backward", "forward"]
+    assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["prepare"]
+
+
+def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "warmed"))
+    options = "--device sm_80 --q 1,64,2,16 --dtype fp16 --forward --processes 1 --json"
+    result = CliRunner().invoke(app, ["warm", *options.split()])
+    assert result.exit_code == 0, result.output
+    (kernel,) = json.loads(result.stdout)["kernels"]
+    assert kernel["name"] == "forward"
+    assert kernel["seconds"] > 0.0
+
+    again = tw.warm(SMALL, SMALL, SMALL, device="sm_80", backward=False)
+    assert [one.found for one in again.kernels] == [True]
+    assert again.kernels[0].hash == kernel["hash"]
+    assert str(again).splitlines()[1].split() == ["forward", "found"]
+    assert again.unforeseen["q, k or v off a 16-byte boundary"] == ("forward",)
+    assert "q, k or v off a 16-byte boundary" in str(again)
+
+    found = elsewhere("ranks", str(tmp_path))
+    (first_call,) = found["warmed"]
+    assert first_call == {"compiled": [], "found": ["forward"]}
+    for name, finish, compile in (
+        ("together", 8, 1), ("again", 2, 0), ("killed", 3, 1), ("unwritable", 2, 2), ("no locks", 2, 2),
+    ):  # fmt: skip
+        ends = [end for end in found[name] if end]
+        compiled = Counter(kernel for end in ends for kernel in end["compiled"])
+        assert len(ends) == finish, name
+        assert compiled.total() == 2 * compile, name
+        assert all(len(end["compiled"]) + len(end["found"]) == 2 for end in ends), name
+        assert all(bool(end["said"]) == (name == "unwritable") for end in ends), name
+    assert "set TRITON_CACHE_DIR" in found["unwritable"][0]["said"][0]
+    assert len(found["unwritable"][0]["said"]) == 1
+    slow, impatient = found["stuck"]
+    assert impatient["compiled"] == ["delta", "delta"]
+    assert len(slow["compiled"] + slow["found"]) == 2
+
+
+def test_calls_of_the_cpu_need_no_kernel():
+    q = torch.zeros(1, 8, 2, 8)
+    assert tw.warm(q, q, q).kernels == ()
+    assert "nothing to compile" in str(tw.warm(q, q, q, more=[{"mask": tw.Causal()}]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"processes": 0}, ValueError, "processes must be None or at least 1, got 0"),
+        ({"mask": "causal", "device": "sm_90"}, TypeError, "mask must be a Mask"),
+        ({"masks": tw.Causal(), "device": "sm_90"}, TypeError, "unknown argument masks"),
+        ({"backend": "hopper", "device": "sm_80"}, tw.Unsupported, "written for sm_90"),
+        ({"more": [{"dropout": 2.0}], "device": "sm_90"}, ValueError, "dropout must be"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, says):
+    with pytest.raises(error, match=says):
+        tw.warm(SMALL, SMALL, SMALL, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which meta tensors mean then")
+def test_meta_tensors_need_a_device_where_no_gpu_is():
+    with pytest.raises(ValueError, match='no GPU is here; name the one to compile for, with device="sm_90"'):
+        tw.warm(SMALL, SMALL, SMALL)
+
+
+def test_a_process_that_ends_is_an_error_and_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="the process that compiled it ended with exit status 1"):
+        tw.warm(SMALL, SMALL, SMALL, device="sm_90")
+
+
+def test_kernels_that_do_not_compile_are_named_when_the_others_are_done(monkeypatch):
+    done = []
+
+    def ask(self, request, call, hash=None):
+        if request == "foresee":
+            return [module.Kernel(name, name, name == "there") for name in ("good", "there", "bad", "fine")], {}
+        if hash == "bad":
+            raise RuntimeError("CompilationError: no")
+        done.append(hash)
+        return 1.0
+
+    monkeypatch.setattr(module.Workers, "ask", ask)
+    with pytest.raises(RuntimeError, match="1 of 3 kernels did not compile\nbad: CompilationError: no"):
+        tw.warm(SMALL, SMALL, SMALL, device="sm_90", processes=1)
+    assert done == ["good", "fine"]
+
+
+def test_further_calls_differ_in_their_options(monkeypatch):
+    seen = []
+
+    def ask(self, request, call, hash=None):
+        if request == "foresee":
+            seen.append(call)
+            return [module.Kernel("forward", "one", True)], {"other lengths": {"one": "forward", "two": "backward"}}
+        return None
+
+    monkeypatch.setattr(module.Workers, "ask", ask)
+    options = "--device sm_90 --q 2,64,4,16 --bias 1,4,64,64"
+    also = ["--also", "--mask causal --q 1,32,4,16 --bias 1,4,32,32", "--also", "--kv-heads 2"]
+    result = CliRunner().invoke(app, ["warm", *options.split(), *also])
+    assert result.exit_code == 0, result.output
+    assert [(call.problem.B, call.problem.M, call.problem.H_k) for call in seen] == [(2, 64, 4), (1, 32, 4), (2, 64, 2)]
+    assert [call.problem.recipe.mask for call in seen] == [(), (("Causal",),), ()]
+    assert all(call.wanted == (True,) for call in seen)
+    assert result.stdout.splitlines()[1].split() == ["forward", "found"]
+    assert result.stdout.splitlines()[-1].split() == ["other", "lengths", "backward"]
+    wrong = CliRunner().invoke(app, ["warm", "--device", "sm_90", "--also", "--causal"])
+    assert wrong.exit_code == 2
+    assert "--causal" in wrong.output
+
+
+def test_the_command_tells_what_went_wrong_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    result = CliRunner().invoke(app, ["warm", "--device", "sm_90"])
+    assert result.exit_code == 1
+    assert "ended with exit status 1" in result.output
+    assert "Traceback" not in result.output
