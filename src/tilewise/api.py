@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import ORDER, load
+from .backend import ORDER, candidates, load, refusals
 from .describe import check_number, check_values, describe, describe_fake
 from .layout import Varlen
 from .mask import Full, Mask
@@ -169,7 +169,7 @@ class Explanation:
             elif reasons:
                 lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
             else:
-                lines.append(f"{name:<10}could run this, comes later")
+                lines.append(f"{name:<10}also able, lower priority")
         return "\n".join(lines)
 
 
@@ -189,10 +189,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
     chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
     x, recipe, longest = _gather(q, k, v, **chosen)
     problem = _hypothetical(x, recipe, longest, device)
-    refusals = {name: load(name).why_not(problem) for name in ORDER}
-    candidates = [recipe.backend] if recipe.backend else list(ORDER)
-    chosen = next((name for name in candidates if not refusals[name]), None)
-    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", refusals)
+    against = refusals(problem)
+    chosen = next((name for name in candidates(problem) if not against[name]), None)
+    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
 
 
 def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -289,10 +288,14 @@ def _gather(
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
 
-@torch.compiler.assume_constant_result  # dynamo cannot trace it, and compiles anew where the setting changes
 def _asks_for_determinism() -> bool:
     """Whether torch.use_deterministic_algorithms(True) is in force, and not only to warn."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Dynamo cannot trace it, and compiles anew where the setting changes. The attribute is what
+# torch.compiler.assume_constant_result sets, which would import all of torch._dynamo.
+_asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_operands(**operands: Any) -> None:

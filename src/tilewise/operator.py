@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from .backend import select
 from .describe import check_contents, describe, describe_fake
+from .late import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
@@ -332,13 +332,11 @@ def pick(args: Any, dims: Any, index: int) -> Any:
     return args if dims is None else args.select(dims, index)
 
 
-@register_flop_formula(torch.ops.tilewise.attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     q, k, v, _ = _operands((q, k, v))
     return _pairs(q, k) * 2 * (q.shape[-1] + v.shape[-1])
 
 
-@register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)
 def _backward_flops(
     do: Any, dlse: Any, q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
@@ -350,3 +348,11 @@ def _pairs(q: Tensor, k: Tensor) -> int:
     """Entries of all score matrices, as if nothing were masked; a packed batch counts as one sequence."""
     batch = q.shape[0] if q.ndim == 4 else 1
     return batch * q.shape[-2] * q.shape[-3] * k.shape[-3]
+
+
+def _register_flops(counter: Any) -> None:
+    counter.register_flop_formula(torch.ops.tilewise.attention, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)(_backward_flops)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)
