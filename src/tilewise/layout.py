@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mask import Frozen, integer
+from .mask import Frozen, check_strided, integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,7 @@ class Varlen(Frozen):
                 raise TypeError(f"Varlen: {name} must be an int32 tensor of shape (B + 1,), got {type(cu).__name__}")
             if cu.dtype != torch.int32:
                 raise TypeError(f"Varlen: {name} must be int32, got {cu.dtype}; convert it with .to(torch.int32)")
+            check_strided(f"Varlen: {name}", cu)
             if cu.ndim != 1 or cu.shape[0] < 1:
                 raise ValueError(f"Varlen: {name} must have shape (B + 1,), got {tuple(cu.shape)}")
         if self.cu_q.shape != self.cu_k.shape:

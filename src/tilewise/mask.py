@@ -261,6 +261,7 @@ class PaddingKeys(Padding):
     varlen = False
 
     def check(self, keys: Tensor) -> None:
+        check_strided("Padding", keys)
         if keys.ndim != 2:
             raise ValueError(f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}")
 
@@ -344,3 +345,10 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allow
         raise TypeError(f"{name} must be a {allowed} tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}; convert it with .to(...)")
+    check_strided(name, tensor)
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """ValueError for a sparse tensor and its like, whose numbers lie elsewhere."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense()")

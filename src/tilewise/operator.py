@@ -20,6 +20,8 @@ from .late import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+PLAIN = {Tensor, torch.nn.Parameter}
+"""What a back end reads as it is; another class may hold its numbers anywhere."""
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
 Tensors = Sequence[Any]
@@ -29,7 +31,7 @@ Tensors = Sequence[Any]
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
     refuse_forward_mode(*x)
-    if intercepted(*_present(x)):
+    if intercepted(*_present((*x, seed))):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
@@ -38,16 +40,15 @@ def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) ->
     return _apply_eager(recipe, longest, seed, *x)
 
 
-def intercepted(q: Tensor, *others: Tensor) -> bool:
+def intercepted(*tensors: Tensor) -> bool:
     """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators; or whether torch's dispatcher
     has to negate what a view such as `z.conj().imag` shows."""
     return (
         torch.compiler.is_compiling()
-        or type(q) not in (Tensor, torch.nn.Parameter)
-        or q.is_meta
+        or not PLAIN.issuperset(map(type, tensors))
+        or tensors[0].is_meta
         or torch._C._len_torch_dispatch_stack() > 0
-        or q.is_neg()
-        or any(map(Tensor.is_neg, others))
+        or any(map(Tensor.is_neg, tensors))
     )
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .mask import Value, constant, slice_batch, tile_of
+from .mask import Value, check_strided, constant, slice_batch, tile_of
 
 
 class Score(Value):
@@ -109,3 +109,4 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a floating tensor, got {type(tensor).__name__}")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}; convert it with .to(...)")
+    check_strided(name, tensor)
