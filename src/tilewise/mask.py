@@ -92,14 +92,14 @@ class Value(Frozen):
         """This value with its tensors on a device; itself if it has none."""
         return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
-    def at(self, b: int) -> Any:
-        """This value for batch entry b alone, its tensors keeping a batch dimension of one."""
-        return (
-            self if not self.captures else self.rebuild(self.plain[1:], tuple(self._slice(t, b) for t in self.tensors))
-        )
+    def at(self, b: int, count: int = 1) -> Any:
+        """This value for `count` batch entries from b on, its tensors keeping their batch dimension."""
+        if not self.captures:
+            return self
+        return self.rebuild(self.plain[1:], tuple(self._slice(t, slice(b, b + count)) for t in self.tensors))
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return tensor[entries] if tensor.shape[0] > 1 else tensor
 
 
 class Mask(Value):
@@ -312,8 +312,8 @@ class Dense(Mask):
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return tile_of(self.seen, i[:, 0] - shift, j[0])
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return slice_batch(tensor, b)
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return slice_batch(tensor, entries)
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -324,9 +324,9 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return tensor[:, :, rows[:, None], columns[None, :]]
 
 
-def slice_batch(tensor: Tensor, b: int) -> Tensor:
-    """Batch entry b of a tensor that broadcasts to (B, H, M, N)."""
-    return tensor[b : b + 1] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
+def slice_batch(tensor: Tensor, entries: slice) -> Tensor:
+    """Some batch entries of a tensor that broadcasts to (B, H, M, N)."""
+    return tensor[entries] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
 
 
 def _per_batch(lengths: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class Alibi(Score):
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
         return S - slopes * (i - j).abs()
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return tensor[b : b + 1] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return tensor[entries] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +100,8 @@ class Bias(Score):
     def reduce(self, dS: Tensor) -> Tensor:
         return dS.sum_to_size(self.bias.shape)
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return slice_batch(tensor, b)
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return slice_batch(tensor, entries)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
