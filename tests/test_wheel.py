@@ -156,3 +156,19 @@ def test_a_type_checker_reads_its_annotations(elsewhere, tmp_path):
         USER.splitlines()[found["range"]["start"]["line"]].strip() for found in told if found["severity"] == "error"
     }
     assert errors == {"tw.attention(x, x, x, mask=3)", 'tw.Window("wide", 0)'}
+
+
+def test_outside_a_checkout_the_report_writes_nothing(wheel, tmp_path):
+    pytest.importorskip("typer")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(tmp_path / "installed")
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewise", "bench", "--report", "--results", str(ROOT / "benchmarks" / "results")],
+        cwd=here, env={**OUTSIDE, "PYTHONPATH": str(tmp_path / "installed"), "COLUMNS": "200"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "writes the documents of a checkout" in done.stderr
+    assert list(here.iterdir()) == []
