@@ -19,6 +19,7 @@ NAMES = [
     "SoftCap",
     "Unsupported",
     "Varlen",
+    "Warmed",
     "Window",
     "attention",
     "attention_qkvpacked",
@@ -26,6 +27,7 @@ NAMES = [
     "merge",
     "rotary",
     "rotary_qk",
+    "warm",
 ]
 
 

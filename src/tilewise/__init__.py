@@ -6,6 +6,7 @@ from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .problem import Unsupported
 from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
+from .warm import Warmed, warm
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "SoftCap",
     "Unsupported",
     "Varlen",
+    "Warmed",
     "Window",
     "attention",
     "attention_qkvpacked",
@@ -31,4 +33,5 @@ __all__ = [
     "merge",
     "rotary",
     "rotary_qk",
+    "warm",
 ]

@@ -128,13 +128,7 @@ def _check_extra(p: Problem) -> None:
                         f"{name}: {capture} must broadcast to (B, H, M, N) = {full}, got {tuple(spec.shape)}"
                     )
                 continue
-            allowed = {
-                masks.Prefix: ((p.B,),),
-                masks.PaddingLengths: ((p.B,),),
-                masks.PaddingKeys: ((p.B, p.N),),
-                masks.Documents: ((p.B, p.M if capture == "q_ids" else p.N),),
-                scores.Alibi: ((p.H,), (p.B, p.H)),
-            }[kind]
+            allowed = shapes(p, kind, capture)
             if tuple(spec.shape) not in allowed:
                 shapes = " or ".join(str(shape) for shape in allowed)
                 raise ValueError(f"{name}: {capture} must have shape {shapes}, got {tuple(spec.shape)}")
@@ -147,6 +141,17 @@ def _check_extra(p: Problem) -> None:
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
     for name, spec in zip(("Varlen: cu_q", "Varlen: cu_k"), specs, strict=False):
         _same_device(p, name, spec)
+
+
+def shapes(p: Problem, kind: type[Value], capture: str) -> tuple[tuple[int, ...], ...]:
+    """What shapes a captured tensor may have. Dense and Bias may have any that broadcasts to theirs."""
+    return {
+        masks.Prefix: ((p.B,),),
+        masks.PaddingLengths: ((p.B,),),
+        masks.PaddingKeys: ((p.B, p.N),),
+        masks.Documents: ((p.B, p.M if capture == "q_ids" else p.N),),
+        scores.Alibi: ((p.H,), (p.B, p.H)),
+    }.get(kind, ((p.B, p.H, p.M, p.N),))
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -22,26 +22,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
-from tilewise.bench.compiled import Elsewhere
+from tilewise.tile.elsewhere import use_target
 from tilewise.triton import launch
 from tilewise.triton.tiles import SPECIAL
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
-
-
-def use_target(name: str) -> None:
-    """Makes Triton compile for a chip such as "sm_90" or "gfx942": once per process."""
-    if name.startswith("sm_"):
-        target = GPUTarget("cuda", int(name[3:]), 32)
-    else:
-        target = GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
-    driver.set_active(Elsewhere(target))
 
 
 def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **options: Any) -> list[launch.Launch]:

@@ -15,36 +15,13 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from ..describe import describe_fake
 from ..experimental import launch
 from ..problem import Operands, Recipe
+from ..tile.elsewhere import use_target
 from .accumulation import KERNELS
 from .accumulation_speed import TILES, Kernel, cases, tiles_for
-
-
-class Elsewhere:
-    """Enough of a driver to compile for a chip that is not here; nothing can be launched."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-    def is_active(self) -> bool:
-        return True
 
 
 def compiled(target: str, kernel: Kernel, tiles: Any) -> Any:
@@ -70,8 +47,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def main(target: str, shares: int, share: int) -> None:
     """Compiles and prints."""
-    chip = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    driver.set_active(Elsewhere(chip))  # type: ignore[arg-type]  # what compiling needs of one
+    use_target(target)
     work = [
         (Kernel(target, size, list(sizes), asdict(c)), tiles)
         for size in TILES

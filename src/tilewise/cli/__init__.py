@@ -1,4 +1,4 @@
-"""python -m tilewise info | explain | bench | study | tune | train | demo. Needs the extra `cli`."""
+"""python -m tilewise info | explain | warm | bench | study | tune | train | demo. Needs the extra `cli`."""
 
 import importlib.util
 import sys

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, demo, explain, info, study, train, tune
+from . import bench, demo, explain, info, study, train, tune, warm
 
 app = typer.Typer(
     help="Exact attention, one tile at a time.",
@@ -11,6 +11,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (info.info, explain.explain, bench.bench, tune.tune, train.train, demo.demo):
+for command in (info.info, explain.explain, warm.warm, bench.bench, tune.tune, train.train, demo.demo):
     app.command()(command)
 app.add_typer(study.study, name="study")

@@ -221,7 +221,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": tile.TURN}
         listing = [Launch(give_turns, p.B * p.H * tiles, order, constants, pl.compiled)]
     cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
-    section = evenly(heads, max(1, 2 * processors(x.q.device) // tiles, cached))  # two tiles a processor, or more
+    section = evenly(heads, max(1, 2 * processors(p.q.device) // tiles, cached))  # two tiles a processor, or more
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
@@ -231,7 +231,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
-    programs = min(heads * tiles, processors(x.q.device))
+    programs = min(heads * tiles, processors(p.q.device))
     return [*listing, Launch(fp32_backward, programs, arguments, constants, pl.compiled)]
 
 

@@ -370,7 +370,7 @@ def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
 
 def counter(device: torch.device, stream: int | None) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     known = COUNTERS.get((device, stream))
     return COUNTERS.setdefault((device, stream), new_counter(device)) if known is None else known

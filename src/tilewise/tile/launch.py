@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..score import Bias
 from . import masks, scores
 from .bias import dbias
 from .dropout import Dropout
+from .once import once
 from .rows import Packed, Rows
 from .visits import Visits, list_tiles
 
@@ -28,7 +30,7 @@ HERE = nullcontext()
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device; entering q's costs time only where it is another one."""
-    if q.device.index == torch.cuda.current_device():
+    if not q.is_cuda or q.device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(q.device)
 
@@ -67,10 +69,7 @@ class Launch(NamedTuple):
             return
         at = self.kernel.fn, self.key  # Triton's own objects are slow to hash
         if at not in self.compiled:
-            compiled = self.kernel[(self.programs,)](*self.arguments, **self.constants)
-            if compiled is not None:  # the interpreter compiles nothing
-                rest = self.kernel.arg_names[len(self.arguments) :]
-                self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
+            self.run_first(at)
             return
         compiled, rest = self.compiled[at]
         if stream is None or watched():
@@ -81,9 +80,25 @@ class Launch(NamedTuple):
                 *self.arguments, *rest,
             )  # fmt: skip
 
+    def run_first(self, at: Any) -> None:
+        """Compiles the kernel, or finds it in Triton's cache, and starts it; or puts the launch into FORESEEN."""
+        if (foreseen := FORESEEN.get()) is not None:
+            foreseen.append(self)
+            return
+        start = self.kernel[(self.programs,)]
+        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants))
+        if compiled is not None:  # the interpreter compiles nothing
+            rest = self.kernel.arg_names[len(self.arguments) :]
+            self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
+
     def compile(self) -> Any:
         """The compiled kernel for the active driver's target, without a GPU."""
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+
+
+FORESEEN: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
+"""Where launches of kernels that are not compiled are put while it holds a list; then none of them runs. A back end
+called on meta tensors shows what the same call launches on a GPU (see `ahead`)."""
 
 
 def visits(

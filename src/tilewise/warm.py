@@ -1,0 +1,257 @@
+"""warm(): compiles what calls need before they come, into Triton's own cache, also for a GPU that is not here."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .api import _gather, _hypothetical, _options
+from .backend import select
+from .describe import shapes
+from .problem import Problem, Spec, target_of
+
+Watch = Callable[[int, int, str], Any]
+"""Is told how many kernels are done, of how many, and what the last one was."""
+META = torch.device("meta")
+
+
+class Kernel(NamedTuple):
+    """A kernel that calls need."""
+
+    name: str
+    hash: str
+    """Of all that the compiler reads: its name in Triton's cache."""
+    found: bool
+    """Whether the cache had it."""
+    seconds: float | None = None
+    """How long it compiled; None where it was found, or another process was faster."""
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What `warm` did: the kernels, and what it could not foresee. Prints as a table."""
+
+    kernels: tuple[Kernel, ...]
+    unforeseen: dict[str, tuple[str, ...]]
+    """What may be different when the calls come, and which kernels are compiled anew where it is."""
+
+    def __str__(self) -> str:
+        if not self.kernels:
+            return "nothing to compile: no kernel of Triton's runs these calls"
+        lines = [f"{'kernel':<20}outcome"]
+        for kernel in self.kernels:
+            compiled = "found" if kernel.seconds is None else f"compiled in {kernel.seconds:.1f} s"
+            lines.append(f"{kernel.name:<20}{compiled}")
+        if self.unforeseen:
+            lines += ["", f"{'unless they have':<44}which needs in its place"]
+            lines += [f"{what:<44}{', '.join(names)}" for what, names in self.unforeseen.items()]
+        return "\n".join(lines)
+
+
+class Call(NamedTuple):
+    """A call without its tensors, as it goes to a process that compiles."""
+
+    problem: Problem
+    wanted: tuple[bool, ...] | None
+    """Which extra operands want a gradient; None: there is no backward."""
+    lse: bool = False
+    """Whether lse may have a gradient."""
+    aligned: bool = True
+    """Whether the gradient of o starts on a 16-byte boundary."""
+
+    def others(self) -> Iterator[tuple[str, "Call"]]:
+        """Calls that differ from this one in what nobody says ahead, each with the words for it."""
+        p = self.problem
+        for M, N in ((p.M + 1, p.N + 1), (p.M + 16, p.N + 16), (2 * p.M, 2 * p.N), (4 * p.M, 4 * p.N)):
+            yield "other lengths", self._replace(problem=_resized(p, p.B, M, N))
+        for B in (1, p.B + 1, 2 * p.B):
+            yield "another batch size", self._replace(problem=_resized(p, B, p.M, p.N))
+        parts = [_strided(spec, 3) for spec in (p.q, p.k, p.v)]
+        yield "q, k and v as parts of one tensor", self._replace(problem=p._replace(q=parts[0], k=parts[1], v=parts[2]))
+        unaligned = p.q._replace(aligned=False)
+        yield "q, k or v off a 16-byte boundary", self._replace(problem=p._replace(q=unaligned))
+        if self.wanted is not None:
+            yield "a gradient of o off a 16-byte boundary", self._replace(aligned=False)
+            yield "a gradient of lse (return_lse)", self._replace(lse=True)
+
+
+def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
+    """The problem with other sizes, its tensors contiguous; of packed sequences, also with more rows in all."""
+    rows = ((p.q.shape[0] + M - p.M,), (p.k.shape[0] + N - p.N,)) if p.recipe.varlen else ((B, M), (B, N))
+    q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip((p.q, p.k, p.v), (rows[0], rows[1], rows[1]), strict=True))
+    ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
+    made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*p.extra[: len(p.extra) - len(ends)], *ends))
+    names = [(kind, capture) for kind in p.kinds for capture in kind.captures]
+    extra = list(made.extra)
+    for at, (kind, capture) in enumerate(names):
+        whole = next(shape for shape in shapes(made, kind, capture) if len(shape) >= len(extra[at].shape))
+        pairs = zip(extra[at].shape, whole[len(whole) - len(extra[at].shape) :], strict=True)
+        extra[at] = _shaped(extra[at], tuple(1 if size == 1 else new for size, new in pairs))
+    return made._replace(extra=tuple(extra))
+
+
+def _shaped(spec: Spec, shape: tuple[int, ...]) -> Spec:
+    """A contiguous tensor of another shape."""
+    return spec._replace(shape=shape, stride=torch.empty(shape, device=META).stride())
+
+
+def _strided(spec: Spec, times: int) -> Spec:
+    """A tensor whose rows are so many times as far apart: a part of a larger one."""
+    *outer, head, entry = spec.stride
+    return spec._replace(stride=(*(times * stride for stride in outer), head, entry))
+
+
+def warm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    device: str | None = None,
+    backward: bool = True,
+    more: Sequence[Mapping[str, Any]] = (),
+    processes: int | None = None,
+    **options: Any,
+) -> Warmed:
+    """Compiles the kernels of `attention` with these arguments, and of its gradient, into Triton's cache.
+
+    The first such call then finds them there, in this process and in every later one with the same TRITON_CACHE_DIR,
+    GPU, Triton and tilewise. Nothing is computed, and this process compiles nothing itself.
+
+    Args:
+        q, k, v, options: as for `attention`; the tensors may be on the meta device. With return_lse, also what a
+            gradient of lse needs; for a gradient of a bias, the tensor in Bias must require one.
+        device: None takes q's, for meta tensors this machine's GPU; "sm_90", "gfx942", … a GPU that is not here.
+        backward: False leaves the kernels of the gradient out.
+        more: further calls, each by those of its arguments that differ from these.
+        processes: how many compile side by side; None: as many as there are cores, and kernels.
+
+    Returns:
+        A Warmed with .kernels and .unforeseen; print it.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as for `attention`.
+        RuntimeError: a kernel does not compile, or the cache cannot be written.
+    """
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes must be None or at least 1, got {processes}")
+    given = {"q": q, "k": k, "v": v, **options}
+    return warm_calls([call_of(device, backward, **(given | dict(other))) for other in ({}, *more)], processes)
+
+
+def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+    """The call of `attention` with these arguments, checked."""
+    chosen = _options("warm", options)
+    lse = chosen.pop("return_lse")
+    chosen.pop("seed")
+    x, recipe, longest = _gather(q, k, v, **chosen)
+    if device is None and x.q.is_meta:
+        if not torch.cuda.is_available():
+            raise ValueError('warm: no GPU is here; name the one to compile for, with device="sm_90", …')
+        device = target_of(torch.device("cuda", torch.cuda.current_device()))
+    problem = _hypothetical(x, recipe, longest, device)
+    card = _card(problem.target, x.q.device)
+    q_, k_, v_, *extra = (spec._replace(device=card) for spec in (*problem[1:4], *problem.extra))
+    wanted = tuple(t.requires_grad for t in x.extra) if backward else None
+    return Call(problem._replace(q=q_, k=k_, v=v_, extra=tuple(extra)), wanted, bool(lse))
+
+
+def _card(target: str, device: torch.device) -> torch.device:
+    """The card of this machine whose processors and rows of tiles the call gets; meta where that chip is not here."""
+    if not torch.cuda.is_available():
+        return META
+    here = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return here if target_of(here) == target else META
+
+
+def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch = lambda *_: None) -> Warmed:
+    """Compiles the kernels of calls for one GPU, each once, in processes side by side."""
+    calls = [call for call in calls if select(call.problem).name != "cpu" and call.problem.target != "cpu"]
+    if not calls:
+        return Warmed((), {})
+    with Workers(calls[0].problem.target) as workers:
+        needed: dict[str, tuple[Call, Kernel]] = {}
+        others: list[tuple[str, dict[str, str]]] = []
+        for call in calls:
+            kernels, elsewhere = workers.ask("foresee", call)
+            needed |= {kernel.hash: (call, kernel) for kernel in kernels if kernel.hash not in needed}
+            others += elsewhere.items()
+        unforeseen: dict[str, tuple[str, ...]] = {}
+        for what, kernels in others:
+            if names := {name for hash, name in kernels.items() if hash not in needed}:
+                unforeseen[what] = tuple(sorted(names.union(unforeseen.get(what, ()))))
+        return Warmed(tuple(_compiled(needed, workers, processes, watch)), unforeseen)
+
+
+def _compiled(
+    needed: Mapping[str, tuple[Call, Kernel]], workers: "Workers", processes: int | None, watch: Watch
+) -> list[Kernel]:
+    """The kernels, all of them in the cache now; those that were not, with the seconds that they took."""
+    missing = [item for item in needed.values() if not item[1].found]
+    done, failures = {hash: kernel for hash, (_, kernel) in needed.items()}, []
+    pool = ThreadPoolExecutor(processes or min(os.cpu_count() or 1, max(1, len(missing))))
+    try:
+        tasks = {pool.submit(workers.ask, "compile", call, kernel.hash): kernel for call, kernel in missing}
+        for count, task in enumerate(as_completed(tasks), 1):
+            kernel = tasks[task]
+            try:
+                done[kernel.hash] = kernel._replace(seconds=task.result())
+            except RuntimeError as error:
+                failures.append(f"{kernel.name}: {error}")
+            watch(count, len(missing), kernel.name)
+    except BaseException:  # such as an interrupt: nobody is waited for
+        workers.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failures:
+        raise RuntimeError("\n".join([f"warm: {len(failures)} of {len(missing)} kernels did not compile", *failures]))
+    return list(done.values())
+
+
+class Workers:
+    """Processes that compile for a GPU, each started when one more is asked than there are."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.idle: list[subprocess.Popen[bytes]] = []
+        self.all: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def ask(self, *request: Any) -> Any:
+        """What one of them answers. RuntimeError if it cannot, or ends meanwhile."""
+        process = self.idle.pop() if self.idle else self._start()
+        try:
+            pickle.dump((request[0], request[1:]), process.stdin)  # type: ignore[arg-type]
+            process.stdin.flush()  # type: ignore[union-attr]
+            good, answer = pickle.load(process.stdout)  # type: ignore[arg-type]
+        except (EOFError, OSError):
+            raise RuntimeError(f"the process that compiled it ended with exit status {process.wait()}") from None
+        self.idle.append(process)
+        if not good:
+            raise RuntimeError(answer)
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-m", f"{__package__}.tile.ahead", self.target]
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.all.append(process)
+        return process
+
+    def close(self) -> None:
+        """Ends them."""
+        for process in self.all:
+            process.kill()
+            process.communicate()
