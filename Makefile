@@ -5,6 +5,7 @@
 #   make test                          ruff, pyright, pytest
 #   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
+#   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
 #   make report                        docs/performance.md from those results, and every picture of the documents
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it
@@ -18,6 +19,8 @@ TRITON_NEWEST ?= triton==3.9.0
 WORKERS ?= auto
 OUT ?= out
 ARGS ?=
+MINUTES ?= 9
+SEEN ?= benchmarks/seen
 SYSTEM ?=
 
 VENV := .venv
@@ -37,7 +40,7 @@ FOR_TEST :=
 FOR_SITE :=
 endif
 
-.PHONY: help demo test lint format pytest bench report site wheel clean
+.PHONY: help demo test lint format pytest bench card report site wheel clean
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -62,6 +65,9 @@ pytest: $(FOR_TEST)
 
 bench: $(FOR_DEMO)
 	$(PY) benchmarks/run.py $(ARGS)
+
+card: $(FOR_TEST)
+	$(PY) benchmarks/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)
 
 report: $(FOR_DEMO)
 	$(PY) benchmarks/report.py

@@ -1,11 +1,13 @@
 """What the documentation shows runs: the README, the guide, and both worked examples of CONTRIBUTING.md."""
 
 import inspect
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -67,9 +69,11 @@ def test_the_guide_runs(index):
 
 
 def test_contributing_works(tmp_path):
-    """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter."""
+    """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter; the
+    mask, which has no tensors and whose tiles are listed, is compiled for Hopper, too."""
     pytest.importorskip("triton")
-    for name in ("src", "tests/conformance", "tests/conftest.py", "pyproject.toml"):
+    tools = "tests/hopper/offline.py", "tests/triton/offline.py"
+    for name in ("src", "tests/conformance", "tests/conftest.py", "pyproject.toml", *tools):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, tmp_path / name)
@@ -92,6 +96,14 @@ def test_contributing_works(tmp_path):
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout
     assert int(passed[1]) >= 9, done.stdout  # three cases, on the CPU's two paths and in the interpreter
+    done = subprocess.run(
+        [sys.executable, tools[0], "streaming"],
+        cwd=tmp_path, env=environment | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["kernel"], row["D"]) for row in found} == set(product(("forward", "backward"), (64, 128, 256)))
+    assert all(row["matrix"] == ["HGMMA"] for row in found), found
 
 
 def placed(code, root):

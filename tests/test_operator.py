@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -485,6 +486,35 @@ def test_autocast_casts_fp32_operands_only():
     assert all(t.grad.dtype == torch.float32 for t in (*x, bias, sink))
 
 
+@pytest.mark.parametrize(
+    "kinds", [("bfloat16",) * 3, ("bfloat16", "float32", "float16"), ("float32", "float16", "float16")], ids="-".join
+)
+def test_autocast_casts_what_torch_casts(kinds):
+    q, k, v = (t.to(getattr(torch, kind)).requires_grad_() for t, kind in zip(qkv(H_k=4), kinds, strict=True))
+    stacked = torch.stack((q, q, q), 2)
+    with torch.autocast("cpu", torch.float16):
+        o = tw.attention(q, k, v)
+        torchs = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        packed = tw.attention_qkvpacked(stacked)
+    assert o.dtype == torchs.dtype == packed.dtype == torch.float16
+    assert torch.equal(o, tw.attention(q.half(), k.half(), v.half()))
+    grads = torch.autograd.grad(o.float().sum(), (q, k, v))
+    assert [g.dtype for g in grads] == [t.dtype for t in (q, k, v)]
+
+
+def test_autocast_casts_a_narrow_sink_with_them():
+    x, sink = qkv(dtype=torch.bfloat16), draw(4).bfloat16()
+    with torch.autocast("cpu", torch.float16):
+        o = tw.attention(*x, sink=sink)
+    assert torch.equal(o, tw.attention(*(t.half() for t in x), sink=sink.half()))
+
+
+def test_autocast_leaves_fp64_beside_other_types_to_the_caller():
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="one type"):
+        tw.attention(q.double(), k, v)
+
+
 def test_autocast_leaves_fp64():
     with torch.autocast("cpu", torch.bfloat16):
         assert tw.attention(*qkv(dtype=torch.float64)).dtype == torch.float64
@@ -582,3 +612,53 @@ def test_parameters_and_subclasses_pass():
         pass
 
     assert torch.equal(tw.attention(q.as_subclass(Named), k, v).as_subclass(torch.Tensor), expected)
+
+
+SEEN = []
+
+
+class Watched(TwoTensor):
+    """Two tensors in one, with no memory of its own; keeps which operators it saw in SEEN."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs):
+        SEEN.append(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def two(t):
+    return Watched(t, t.clone())
+
+
+WATCHED = {
+    "q": lambda q, k, v: tw.attention(two(q), k, v),
+    "k": lambda q, k, v: tw.attention(q, two(k), v),
+    "v": lambda q, k, v: tw.attention(q, k, two(v)),
+    "bias": lambda q, k, v: tw.attention(q, k, v, score=tw.Bias(two(torch.zeros(16)))),
+    "lengths": lambda q, k, v: tw.attention(q, k, v, mask=tw.Padding(two(torch.tensor([16, 16])))),
+    "sink": lambda q, k, v: tw.attention(q, k, v, sink=two(torch.full((4,), -torch.inf))),
+    "cu_k": lambda q, k, v: tw.attention(
+        *(t.flatten(0, 1) for t in (q, k, v)),
+        layout=tw.Varlen(
+            torch.tensor([0, 12, 24], dtype=torch.int32), two(torch.tensor([0, 16, 32], dtype=torch.int32)), 12, 16
+        ),
+    ).unflatten(0, (2, 12)),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_subclass_anywhere_gets_the_operator(name):
+    x = qkv()
+    SEEN.clear()
+    o = WATCHED[name](*x)
+    assert op.default in SEEN
+    torch.testing.assert_close(o.a, tw.attention(*x))
+
+
+def test_a_subclass_among_rotarys_arguments_gets_the_operator():
+    x, cos, sin = draw(2, 5, 2, 8), torch.ones(5, 4), torch.zeros(5, 4)
+    for given in ((two(x), cos, sin, 0), (x, cos, two(sin), 0), (x, cos, sin, two(torch.tensor([0, 0])))):
+        SEEN.clear()
+        o = tw.rotary(*given[:3], offsets=given[3])
+        assert torch.ops.tilewise.rotary.default in SEEN
+        assert torch.equal(o.a, x)

@@ -1,24 +1,39 @@
 """What users call: attention(), attention_qkvpacked(), merge(), explain()."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .backend import ORDER, load
+from .backend import ORDER, candidates, load, refusals
 from .describe import check_number, check_values, describe, describe_fake
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
+from .options import Everything, Options, refuse_mask, refuse_score, refuse_unknown, spelled_out
 from .problem import PRECISIONS, Operands, Problem, Recipe, matmul_setting, target_of
 from .score import Alibi, Score
 
 FULL = Full()
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -35,7 +50,8 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
+    **unknown: Never,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T) V, exactly, in memory linear in the length (Dao et al. 2022, 2023).
 
     Args:
@@ -65,6 +81,8 @@ def attention(
         Unsupported: no back end, or not the one asked for, takes the call.
         RuntimeError: forward-mode differentiation, or differentiating a gradient.
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     x, recipe, longest = _gather(q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend)
     drawn = _seed(seed, x.q, recipe.dropout)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
@@ -73,9 +91,21 @@ def attention(
 
 DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 """Every option of `attention`."""
+SIGNATURE = inspect.signature(attention)
+attention = spelled_out(attention, SIGNATURE)
 
 
-def attention_qkvpacked(qkv: Tensor, **options: Any) -> Any:
+@overload
+def attention_qkvpacked(qkv: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of q, k and v that lie in one tensor, as one projection gives them; so does their gradient.
 
     Nothing is copied on the way in, and the back ends write dq, dk and dv into their places in one new tensor. (One
@@ -99,8 +129,8 @@ def attention_qkvpacked(qkv: Tensor, **options: Any) -> Any:
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
         hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
         raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
-    if qkv.dtype == torch.float32:
-        (qkv,) = _autocast(qkv)
+    if (kind := _autocast_type(qkv)) is not None:
+        qkv = _cast(qkv, kind)
     q, k, v = qkv.unbind(-3)
     x, recipe, longest = _gather(q, k, v, **chosen)
     drawn = _seed(seed, qkv, recipe.dropout)
@@ -169,11 +199,13 @@ class Explanation:
             elif reasons:
                 lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
             else:
-                lines.append(f"{name:<10}could run this, comes later")
+                lines.append(f"{name:<10}also able, lower priority")
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Any) -> Explanation:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
+) -> Explanation:
     """What `attention` with these arguments would run, without running it.
 
     Args:
@@ -189,28 +221,31 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **opt
     chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
     x, recipe, longest = _gather(q, k, v, **chosen)
     problem = _hypothetical(x, recipe, longest, device)
-    refusals = {name: load(name).why_not(problem) for name in ORDER}
-    candidates = [recipe.backend] if recipe.backend else list(ORDER)
-    chosen = next((name for name in candidates if not refusals[name]), None)
-    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", refusals)
+    against = refusals(problem)
+    chosen = next((name for name in candidates(problem) if not against[name]), None)
+    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
 
 
-def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
+attention_qkvpacked = spelled_out(attention_qkvpacked, SIGNATURE)
+explain = spelled_out(explain, SIGNATURE)
+
+
+def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `attention`, as given or by default."""
     if unknown := set(given) - set(DEFAULTS):
-        raise TypeError(f"{function}: unknown argument {', '.join(sorted(unknown))}; it takes what attention takes")
-    return DEFAULTS | given
+        refuse_unknown(function, unknown)
+    return {**DEFAULTS, **given}
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """fp32 tensors in the type that autocast asks for, if it is on."""
-    if tensors[0].is_meta:
-        return tensors
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    kind = torch.get_autocast_dtype(device)
-    return tuple([t.to(kind) if t.dtype == torch.float32 else t for t in tensors])
+def _autocast_type(q: Tensor) -> torch.dtype | None:
+    """The type that autocast asks for on q's device, if it is on."""
+    device = "cuda" if q.is_cuda else q.device.type  # the name of a device takes longer to read
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """A tensor as torch's autocast hands it to attention: every floating type is cast, except for fp64."""
+    return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
@@ -237,23 +272,12 @@ def _gather(
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """All tensors of a call in order, what was chosen, and the longest lengths of packed sequences."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.layout is not torch.strided:
-        _refuse_operands(q=q, k=k, v=v)
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(operand, Tensor) or operand.layout is not torch.strided:
+            _refuse_operand(name, operand)
     if not isinstance(mask, Mask):
-        raise TypeError(
-            f"mask must be a Mask such as tilewise.Causal(), got {mask!r}; wrap a bool tensor in Dense(...)"
-        )
-    if not isinstance(score, (Score, tuple, list, Sequence)):  # the last is slow to look at
-        raise TypeError(f"score must be a Score or a sequence of them, got {score!r}; leave it out for none")
-    changes = (score,) if isinstance(score, Score) else tuple(score)
-    for change in changes:
-        if not isinstance(change, Score):
-            raise TypeError(f"score must hold Scores such as SoftCap(50.0), got {change!r}; wrap a tensor in Bias(...)")
-        if isinstance(change, Alibi) and change.slopes.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "Alibi: slopes require a gradient, which Alibi does not have; detach them, or write the slopes as a "
-                "Bias, which has one"
-            )
+        refuse_mask(mask)
+    changes = _scores(score)
     if layout is not None and not isinstance(layout, Varlen):
         raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
     if scale is not None:
@@ -264,10 +288,13 @@ def _gather(
         raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
     if backend is not None and backend not in ORDER:
         raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
-    if sink is not None and not isinstance(sink, Tensor):
-        raise TypeError(f"sink must be a tensor of shape (H,), got {type(sink).__name__}")
-    if torch.float32 in (q.dtype, k.dtype, v.dtype):
-        q, k, v = _autocast(q, k, v)
+    if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
+        got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
+    if (kind := _autocast_type(q)) is not None:
+        q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
+        if sink is not None and sink.dtype != torch.float32:  # fp32 is good beside any type
+            sink = _cast(sink, kind)
     parts = mask.parts
     values = (*parts, *changes)
     if values:
@@ -289,19 +316,39 @@ def _gather(
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
 
-@torch.compiler.assume_constant_result  # dynamo cannot trace it, and compiles anew where the setting changes
+def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
+    """One score or several, checked, as a tuple."""
+    if isinstance(score, Score):
+        score = (score,)
+    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last is slow to look at
+        refuse_score(score)
+    for change in score:
+        if not isinstance(change, Score):
+            refuse_score(change)
+        if isinstance(change, Alibi) and change.slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "Alibi: slopes require a gradient, which Alibi does not have; detach them, or write the slopes as a "
+                "Bias, which has one"
+            )
+    return tuple(score)
+
+
 def _asks_for_determinism() -> bool:
     """Whether torch.use_deterministic_algorithms(True) is in force, and not only to warn."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _refuse_operands(**operands: Any) -> None:
-    for name, tensor in operands.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+# Dynamo cannot trace it, and compiles anew where the setting changes. The attribute is what
+# torch.compiler.assume_constant_result sets, which would import all of torch._dynamo.
+_asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refuse_operand(name: str, operand: Any) -> NoReturn:
+    if not isinstance(operand, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
     raise ValueError(
-        f"q, k and v must be strided tensors, got layout {operands['q'].layout}; convert them, and pass sequences of "
-        "several lengths packed, with layout=Varlen(...)"
+        f"q, k and v must be strided tensors, got {name} with layout {operand.layout}; convert it with .to_dense(), "
+        "and pass sequences of several lengths packed, with layout=Varlen(...)"
     )
 
 

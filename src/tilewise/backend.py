@@ -53,7 +53,12 @@ def load(name: str) -> Backend:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called
 
 
-@lru_cache(4096)
+def candidates(problem: Problem) -> tuple[str, ...]:
+    """Which back ends to ask, in order. On CPU tensors the others refuse unless asked for, so nobody imports them."""
+    asked = problem.recipe.backend
+    return (asked,) if asked else ("cpu",) if problem.target == "cpu" else ORDER
+
+
 def refusals(problem: Problem) -> dict[str, list[str]]:
     """Every back end with its reasons against the problem, in order of preference."""
     return {name: load(name).why_not(problem) for name in ORDER}
@@ -65,16 +70,10 @@ def select(problem: Problem) -> Backend:
 
     Raises Unsupported with the reasons: of the one that was asked for, or of all.
     """
+    for name in candidates(problem):
+        if not load(name).why_not(problem):
+            return load(name)
     asked = problem.recipe.backend
-    if asked is None:
-        reasons = refusals(problem)
-        chosen = next((name for name, against in reasons.items() if not against), None)
-        remedy = "change the argument named, or move the tensors"
-    else:
-        reasons = {asked: load(asked).why_not(problem)}
-        chosen = None if reasons[asked] else asked
-        remedy = "leave backend out to have one chosen"
-    if chosen is None:
-        lines = "\n".join(f"  {name}: {'; '.join(against)}" for name, against in reasons.items())
-        raise Unsupported(f"no back end takes this call; {remedy}\n{lines}")
-    return load(chosen)
+    remedy = "leave backend out to have one chosen" if asked else "change the argument named, or move the tensors"
+    lines = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals(problem).items() if asked in (None, name))
+    raise Unsupported(f"no back end takes this call; {remedy}\n{lines}")

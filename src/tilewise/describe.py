@@ -86,7 +86,10 @@ def _check_operands(p: Problem) -> None:
         raise ValueError(f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}")
     if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
         hint = "there must be some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
-        raise ValueError(f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}")
+        raise ValueError(
+            f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}. Shapes are (batch, length, heads, "
+            "head size): give what was laid out for torch's scaled_dot_product_attention as .transpose(1, 2)"
+        )
     if p.k.shape[-1] != p.D:
         raise ValueError(f"q and k must have one head size, got {p.D} and {p.k.shape[-1]} (v's may differ)")
     for name, size in (("q and k", p.D), ("v", p.D_v)):

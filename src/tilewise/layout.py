@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .mask import Frozen, check_strided, integer
+
 
 @dataclass(frozen=True, eq=False)
-class Varlen:
+class Varlen(Frozen):
     """Packed sequences: q (T, H, D), k (T', H_k, D), v (T', H_k, D_v); sequence b owns rows cu[b] to cu[b + 1].
 
     cu_q, cu_k: int32 (B + 1,), from 0 to the total, never decreasing, on q's device. max_q, max_k: the longest lengths,
@@ -27,6 +29,7 @@ class Varlen:
                 raise TypeError(f"Varlen: {name} must be an int32 tensor of shape (B + 1,), got {type(cu).__name__}")
             if cu.dtype != torch.int32:
                 raise TypeError(f"Varlen: {name} must be int32, got {cu.dtype}; convert it with .to(torch.int32)")
+            check_strided(f"Varlen: {name}", cu)
             if cu.ndim != 1 or cu.shape[0] < 1:
                 raise ValueError(f"Varlen: {name} must have shape (B + 1,), got {tuple(cu.shape)}")
         if self.cu_q.shape != self.cu_k.shape:
@@ -35,10 +38,16 @@ class Varlen:
             )
         for name in ("max_q", "max_k"):
             longest = getattr(self, name)
-            if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
-                raise TypeError(f"Varlen: {name} is {longest!r}; it must be an int, or None to read it from cu_seqlens")
-            if longest is not None and longest < 0:
+            if longest is None:
+                continue
+            longest = integer(f"Varlen: {name}", longest, "an int, or None to read it from cu_seqlens")
+            if longest < 0:
                 raise ValueError(f"Varlen: {name} is {longest}; it must be >= 0")
+            object.__setattr__(self, name, longest)
+
+    def to(self, device: torch.device | str | int) -> "Varlen":
+        """The same packed sequences, with cu_q and cu_k on a device."""
+        return Varlen(self.cu_q.to(device), self.cu_k.to(device), self.max_q, self.max_k)
 
     def longest(self) -> tuple[int, int]:
         """max_q and max_k, read from the tensors where they were not given."""

@@ -7,8 +7,9 @@ that the last query is aligned with the last key.
 A mask that shows each row one interval of keys also has `keys(i)`: from it every tile to visit follows.
 """
 
+import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,37 @@ def constant(number: Any) -> Any:
     return plain
 
 
-class Value:
+def integer(name: str, number: Any, allowed: str) -> int:
+    """The number as an int, NumPy's and symbolic ones, too; a TypeError that says what is allowed for what is none."""
+    if isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool):
+        return number  # type: ignore[return-value]
+    if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name} is {number!r}; it must be {allowed}")
+    return operator.index(number)
+
+
+class Frozen:
+    """Equal to what is of the same class and has equal numbers and the very same tensors."""
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        """What the value was made of, in order."""
+        return tuple([getattr(self, name) for name in getattr(self, "__match_args__", ())])
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = zip(self._fields, other._fields, strict=True)
+        return all([a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs])
+
+    def __hash__(self) -> int:
+        return hash((type(self), *[id(field) if isinstance(field, Tensor) else field for field in self._fields]))
+
+
+V = TypeVar("V", bound="Value")
+
+
+class Value(Frozen):
     """What masks and scores share: plain numbers on one side, captured tensors on the other."""
 
     device: ClassVar[str]
@@ -48,7 +79,7 @@ class Value:
         return (type(self).__name__, *numbers)
 
     @classmethod
-    def rebuild(cls, numbers: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> "Value":
+    def rebuild(cls: type[V], numbers: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> V:
         """The value that had these numbers and tensors, without checking them again."""
         value = object.__new__(cls)
         numbers_left, tensors_left = iter(numbers), iter(tensors)
@@ -57,14 +88,18 @@ class Value:
             object.__setattr__(value, name, next(given))
         return value
 
-    def at(self, b: int) -> Any:
-        """This value for batch entry b alone, its tensors keeping a batch dimension of one."""
-        return (
-            self if not self.captures else self.rebuild(self.plain[1:], tuple(self._slice(t, b) for t in self.tensors))
-        )
+    def to(self: V, device: torch.device | str | int) -> V:
+        """This value with its tensors on a device; itself if it has none."""
+        return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
+    def at(self, b: int, count: int = 1) -> Any:
+        """This value for `count` batch entries from b on, its tensors keeping their batch dimension."""
+        if not self.captures:
+            return self
+        return self.rebuild(self.plain[1:], tuple(self._slice(t, slice(b, b + count)) for t in self.tensors))
+
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return tensor[entries] if tensor.shape[0] > 1 else tensor
 
 
 class Mask(Value):
@@ -123,6 +158,9 @@ class And(Mask):
     def parts(self) -> tuple[Mask, ...]:
         return self.masks
 
+    def to(self, device: torch.device | str | int) -> "And":
+        return And(tuple([mask.to(device) for mask in self.masks]))
+
 
 def intersect(parts: tuple[Mask, ...]) -> Mask:
     """The mask that shows what all `parts` show."""
@@ -152,8 +190,7 @@ class Window(Mask):
             side = getattr(self, name)
             if side is None:
                 continue
-            if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-                raise TypeError(f"Window: {name} is {side!r}; it must be an int >= 0, or None for an open side")
+            side = integer(f"Window: {name}", side, "an int >= 0, or None for an open side")
             if side < 0:
                 raise ValueError(f"Window: {name} is {side}; it must be >= 0, or None for an open side")
             object.__setattr__(self, name, constant(side))
@@ -179,8 +216,25 @@ class Prefix(Mask):
         return -OPEN, torch.maximum(_per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
 
 
-@dataclass(frozen=True, eq=False)
-class PaddingLengths(Mask):
+class Padding(Mask):
+    """Hides padded keys, not queries: lengths (B,), int32 or int64, or bool (B, N), true where the key is real."""
+
+    def __new__(cls, keys: Tensor | None = None) -> "Padding":
+        by_key = isinstance(keys, Tensor) and keys.dtype == torch.bool
+        return object.__new__(cls if cls is not Padding else PaddingKeys if by_key else PaddingLengths)
+
+    def __init__(self, keys: Tensor) -> None:
+        (name,) = self.captures
+        object.__setattr__(self, name, keys)
+        self.check(keys)
+
+    def check(self, keys: Tensor) -> None:
+        """TypeError or ValueError for what is not of this kind."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingLengths(Padding):
     """j < length: Padding given as lengths (B,)."""
 
     lengths: Tensor
@@ -188,12 +242,15 @@ class PaddingLengths(Mask):
     captures = ("lengths",)
     batched = 1
 
+    def check(self, keys: Tensor) -> None:
+        _check_lengths(self, keys, name="Padding")
+
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
 
 
-@dataclass(frozen=True, eq=False)
-class PaddingKeys(Mask):
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingKeys(Padding):
     """Padding given as bool (B, N), true where the key is real."""
 
     real: Tensor
@@ -203,19 +260,13 @@ class PaddingKeys(Mask):
     interval = False
     varlen = False
 
-    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        return self.real[:, None, None, :][..., j[0]]
-
-
-def Padding(keys: Tensor) -> Mask:  # noqa: N802, a mask like the others, whose kind depends on what it is given
-    """Hides padded keys, not queries: lengths (B,), int32 or int64, or bool (B, N), true where the key is real."""
-    if isinstance(keys, Tensor) and keys.dtype == torch.bool:
+    def check(self, keys: Tensor) -> None:
+        check_strided("Padding", keys)
         if keys.ndim != 2:
             raise ValueError(f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}")
-        return PaddingKeys(keys)
-    mask = PaddingLengths(keys)
-    _check_lengths(mask, keys, name="Padding")
-    return mask
+
+    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return self.real[:, None, None, :][..., j[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,8 +312,8 @@ class Dense(Mask):
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return tile_of(self.seen, i[:, 0] - shift, j[0])
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return slice_batch(tensor, b)
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return slice_batch(tensor, entries)
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -273,9 +324,9 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return tensor[:, :, rows[:, None], columns[None, :]]
 
 
-def slice_batch(tensor: Tensor, b: int) -> Tensor:
-    """Batch entry b of a tensor that broadcasts to (B, H, M, N)."""
-    return tensor[b : b + 1] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
+def slice_batch(tensor: Tensor, entries: slice) -> Tensor:
+    """Some batch entries of a tensor that broadcasts to (B, H, M, N)."""
+    return tensor[entries] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
 
 
 def _per_batch(lengths: Tensor) -> Tensor:
@@ -294,3 +345,10 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allow
         raise TypeError(f"{name} must be a {allowed} tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}; convert it with .to(...)")
+    check_strided(name, tensor)
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """ValueError for a sparse tensor and its like, whose numbers lie elsewhere."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense()")

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from .backend import select
 from .describe import check_contents, describe, describe_fake
+from .late import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
+PLAIN = {Tensor, torch.nn.Parameter}
+"""What a back end reads as it is; another class may hold its numbers anywhere."""
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
 Tensors = Sequence[Any]
@@ -29,7 +31,7 @@ Tensors = Sequence[Any]
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
     refuse_forward_mode(*x)
-    if intercepted(*_present(x)):
+    if intercepted(*_present((*x, seed))):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
@@ -38,16 +40,15 @@ def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) ->
     return _apply_eager(recipe, longest, seed, *x)
 
 
-def intercepted(q: Tensor, *others: Tensor) -> bool:
+def intercepted(*tensors: Tensor) -> bool:
     """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators; or whether torch's dispatcher
     has to negate what a view such as `z.conj().imag` shows."""
     return (
         torch.compiler.is_compiling()
-        or type(q) not in (Tensor, torch.nn.Parameter)
-        or q.is_meta
+        or not PLAIN.issuperset(map(type, tensors))
+        or tensors[0].is_meta
         or torch._C._len_torch_dispatch_stack() > 0
-        or q.is_neg()
-        or any(map(Tensor.is_neg, others))
+        or any(map(Tensor.is_neg, tensors))
     )
 
 
@@ -332,13 +333,11 @@ def pick(args: Any, dims: Any, index: int) -> Any:
     return args if dims is None else args.select(dims, index)
 
 
-@register_flop_formula(torch.ops.tilewise.attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     q, k, v, _ = _operands((q, k, v))
     return _pairs(q, k) * 2 * (q.shape[-1] + v.shape[-1])
 
 
-@register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)
 def _backward_flops(
     do: Any, dlse: Any, q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
@@ -350,3 +349,11 @@ def _pairs(q: Tensor, k: Tensor) -> int:
     """Entries of all score matrices, as if nothing were masked; a packed batch counts as one sequence."""
     batch = q.shape[0] if q.ndim == 4 else 1
     return batch * q.shape[-2] * q.shape[-3] * k.shape[-3]
+
+
+def _register_flops(counter: Any) -> None:
+    counter.register_flop_formula(torch.ops.tilewise.attention, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)(_backward_flops)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

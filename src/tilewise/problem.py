@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import mask as masks
 from . import score as scores
+from .layout import Varlen
 from .mask import Mask, Value
 from .score import Score
 
@@ -32,6 +33,8 @@ KINDS: dict[str, type[Value]] = {
     )
 }
 """Every value a recipe can name."""
+
+torch.serialization.add_safe_globals([masks.Full, masks.And, *KINDS.values(), Varlen])  # torch.load takes them
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 256

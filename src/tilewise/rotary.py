@@ -106,7 +106,7 @@ def _rotate(
 
 def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
     """All xs turned, differentiable: by the operator for whoever watches operators, else by the lighter road."""
-    if intercepted(*xs, turn.cos, turn.sin):
+    if intercepted(*xs, *[t for t in turn[:4] if t is not None]):
         return torch.ops.tilewise.rotary(xs, *turn)
     return list((_Transformed if transformed() else _Eager).apply(turn, *xs))
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .mask import Value, constant, slice_batch, tile_of
+from .mask import Value, check_strided, constant, slice_batch, tile_of
 
 
 class Score(Value):
@@ -74,8 +74,8 @@ class Alibi(Score):
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
         return S - slopes * (i - j).abs()
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return tensor[b : b + 1] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return tensor[entries] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +100,8 @@ class Bias(Score):
     def reduce(self, dS: Tensor) -> Tensor:
         return dS.sum_to_size(self.bias.shape)
 
-    def _slice(self, tensor: Tensor, b: int) -> Tensor:
-        return slice_batch(tensor, b)
+    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
+        return slice_batch(tensor, entries)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
@@ -109,3 +109,4 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a floating tensor, got {type(tensor).__name__}")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}; convert it with .to(...)")
+    check_strided(name, tensor)

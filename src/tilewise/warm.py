@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .api import _gather, _hypothetical, _options
+from .api import SIGNATURE, _gather, _hypothetical, _options
 from .backend import select
 from .describe import captured_shapes
+from .options import Everything, spelled_out
 from .problem import Problem, Spec, target_of
 
 Watch = Callable[[int, int, str], Any]
@@ -117,7 +119,7 @@ def warm(
     backward: bool = True,
     more: Sequence[Mapping[str, Any]] = (),
     processes: int | None = None,
-    **options: Any,
+    **options: Unpack[Everything],
 ) -> Warmed:
     """Compiles the kernels of `attention` with these arguments, and of its gradient, into Triton's cache.
 
@@ -143,6 +145,9 @@ def warm(
         raise ValueError(f"processes must be None or at least 1, got {processes}")
     given = {"q": q, "k": k, "v": v, **options}
     return warm_calls([call_of(device, backward, **(given | dict(other))) for other in ({}, *more)], processes)
+
+
+warm = spelled_out(warm, SIGNATURE)
 
 
 def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:

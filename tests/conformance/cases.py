@@ -380,6 +380,9 @@ def _heads() -> Iterator[Case]:
         yield Case(f"D {D} bf16", B=1, D=D, dtype=bf16, M=40, N=40, mask=causal)
     for D, D_v in ((16, 24), (64, 32), (8, 128), (1, 3), (3, 1), (256, 64), (64, 256)):
         yield Case(f"D {D} D_v {D_v}", B=1, D=D, D_v=D_v, mask=causal)
+    for D, D_v in ((12, 8), (20, 4), (3, 1), (24, 16)):  # rows that are padded beside short ones, on matrix units
+        for dtype in (fp16, bf16):
+            yield Case(f"D {D} D_v {D_v} {_name(dtype)}", B=1, M=40, N=40, D=D, D_v=D_v, dtype=dtype, mask=causal)
     for name, H, H_k in (("GQA", 4, 2), ("MQA", 4, 1), ("GQA by 3", 6, 2)):
         yield Case(name, H=H, H_k=H_k)
         yield Case(f"{name} causal", H=H, H_k=H_k, mask=causal, M=40, N=40)

@@ -1,5 +1,8 @@
 """Compiles the Hopper kernels without a GPU and reads what came out: one JSON line a kernel of every call in `calls`.
 
+    python tests/hopper/offline.py               every call in `CALLS`
+    python tests/hopper/offline.py streaming     one call in all its sizes; this one where CONTRIBUTING.md was followed
+
 Runs in a process of its own with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
 """
 
@@ -59,6 +62,7 @@ def calls() -> dict[str, dict[str, Any]]:
             "sink": meta(H, dtype=torch.float32),
             "dropout": 0.1,
         },
+        **({"streaming": {"mask": tw.Streaming(4, 300)}} if hasattr(tw, "Streaming") else {}),
     }
 
 
@@ -92,11 +96,11 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
-def main() -> Iterator[dict[str, Any]]:
+def main(only: str | None = None) -> Iterator[dict[str, Any]]:
     """Every kernel that multiplies, per head size and call; with a bias that of its gradient alone."""
     use_target("sm_90")
     for D, names in CALLS.items():
-        for name in names:
+        for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
                 if kernel.endswith("dbias" if name == "biased" else ("forward", "backward")):
@@ -104,5 +108,5 @@ def main() -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for line in main():
+    for line in main(*sys.argv[1:]):
         print(json.dumps({"triton": triton.__version__, **line}), flush=True)

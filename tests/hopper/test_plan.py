@@ -1,15 +1,17 @@
 """What a launch takes for granted about masks, held against the masks themselves."""
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hopper.calls import problem
+from hopper.calls import call, problem
 
 import tilewise as tw
 from tilewise.hopper import backward_scores, scores
-from tilewise.hopper.launch import LEFT_TO_FINISH, plan, programs_of_main
-from tilewise.tile.launch import DEVICE_SCORES, device_values
+from tilewise.hopper.launch import LEFT_TO_FINISH, forward_launches, plan, programs_of_main
+from tilewise.problem import KINDS
+from tilewise.tile.launch import DEVICE_SCORES, device_values, empty_saved
 from tilewise.tile.softmax import LOG2E
 
 MASKS = (
@@ -143,3 +145,28 @@ def test_the_exponent_or_the_first_score_takes_the_scale(scale):
     scored = launched(256, 256, 64, scale=scale, score=[tw.SoftCap(5.0), tw.SoftCap(4.0)])
     assert scored.values is not None
     assert ([score.unit for score in scored.values[1]], scored.c) == ([wanted, 1.0], LOG2E.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(tw.Mask):
+    """Causal, whose tiles are listed all the same; it has no tensor."""
+
+    device = "causal"
+    interval = False
+    varlen = False
+
+    def keep(self, i, j, shift):
+        return j <= i
+
+
+@pytest.mark.parametrize("mask", [Listed(), tw.Causal()], ids=lambda mask: type(mask).__name__)
+def test_a_mask_without_tensors_is_listed_for_every_call(mask, monkeypatch):
+    """Such a variant holds no tensor but its lists, which every call writes."""
+    monkeypatch.setitem(KINDS, "Listed", Listed)
+    p, x = call(512, 512, 64, mask=mask)
+    listed = isinstance(mask, Listed)
+    for _ in range(2):
+        *before, main = forward_launches(p, plan(p), x, empty_saved(p, x, None), torch.zeros(2, dtype=torch.int32))
+        assert [launch.kernel.fn.__name__ for launch in before] == ["list_tiles"] * listed
+        (variant,) = [a for a in main.arguments if hasattr(a, "visits")]
+        assert (variant.visits is not None) == listed

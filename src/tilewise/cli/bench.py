@@ -20,6 +20,8 @@ from ..bench.suites import SUITES, Suite
 from ..bench.tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 from .console import err, out, pick_device, print_json, progress, sentences, table
 
+CHECKOUT = Path(__file__).parents[3]
+"""Of tilewise, where it runs from one."""
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
 """Tables after those of the suite."""
 
@@ -42,12 +44,14 @@ def bench(
         Path | None, typer.Option(help="Draw the suite's pictures as <name>-....png, from this name.")
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="Only write --docs anew from --results.")] = False,
-    docs: Annotated[Path, typer.Option(help="Where --report writes performance.md and images/.")] = Path("docs"),
+    docs: Annotated[
+        Path | None, typer.Option(help="Where --report writes performance.md and images/; a checkout's docs/.")
+    ] = None,
 ) -> None:
     """Measure tilewise beside its peers."""
     with sentences():
         if report:
-            _report(results_folder or Path("benchmarks/results"), docs)
+            _report(results_folder or CHECKOUT / "benchmarks" / "results", docs)
             return
         where = pick_device(device)
         suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
@@ -154,5 +158,7 @@ def _metrics(names: list[str]) -> list[str]:
     return names
 
 
-def _report(folder: Path, docs: Path) -> None:
-    err.print(f"written: {write(folder, docs)}")
+def _report(folder: Path, docs: Path | None) -> None:
+    if docs is None and not (CHECKOUT / "mkdocs.yml").exists():
+        raise ValueError("--report writes the documents of a checkout, and this is none; name a folder: --docs")
+    err.print(f"written: {write(folder, docs or CHECKOUT / 'docs')}")

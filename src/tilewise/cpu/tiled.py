@@ -1,11 +1,12 @@
-"""The tiled algorithm in torch: FlashAttention-2's loops, one sequence and a few heads at a time.
+"""The tiled algorithm in torch: FlashAttention-2's loops, a few heads at a time.
 
 Query tiles outside and key tiles inside in the forward; key tiles outside in the backward. Each product covers several
 key heads at once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows,
-columns).
+columns). Batch entries of one length that fit one tile are computed together: their heads are just more heads.
 """
 
 from collections.abc import Iterator
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,21 +25,26 @@ BUDGET = 1 << 19
 
 
 class Sequence(NamedTuple):
-    """One batch entry: its operands as (heads, length, size) in the type computed in, and its own mask and scores."""
+    """Batch entries of one length, mostly just one: their operands as (entries * heads, length, size) in the type
+    computed in, and their own masks and scores. If there are several, all their heads are in one tile; the slice of
+    heads then goes past the end of what has one dimension of heads only, and means all of it."""
 
-    b: int
+    b: slice
     q: Tensor
     k: Tensor
     v: Tensor
     masks: list[Mask]
     scores: list[Score]
     rows: slice
-    """Where its queries are: in the batch (index b) or in the packed rows."""
+    """Where their queries are: in the batch (entries b) or in the packed rows."""
     columns: slice
+    heads: int
+    """How many key heads are computed at once."""
 
 
 class Tile(NamedTuple):
-    """Rows i0:i1 and columns j0:j1 of some heads' S; `keep` masks it, None if every entry is seen."""
+    """Rows i0:i1 and columns j0:j1 of some heads' S; `keep`, which broadcasts to (entries, heads, rows, columns), masks
+    it, None if all is seen."""
 
     h: slice
     i0: int
@@ -48,23 +54,25 @@ class Tile(NamedTuple):
     keep: Tensor | None
 
 
-def choose_tiles(p: Problem) -> tuple[int, int, int]:
-    """Key heads, queries and keys of one tile."""
+def choose_tiles(p: Problem, lengths: tuple[int, int] | None = None) -> tuple[int, int, int]:
+    """Key heads, queries and keys of one tile, by the lengths of a sequence, else those of the longest."""
+    M, N = lengths or (p.M, p.N)
     group = p.H // p.H_k
     rows = max(16, min(256, BUDGET // (COLUMNS * group)))
-    return max(1, BUDGET // (group * rows * COLUMNS)), rows, COLUMNS
+    used = group * min(rows, max(16, M)) * min(COLUMNS, max(64, N))  # 16 x 64: one counter of dropout serves as many
+    return max(1, BUDGET // used), rows, COLUMNS
 
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = _compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
     lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
-    heads, B_r, _ = choose_tiles(p)
+    B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
     for s in _sequences(p, x):
-        for h in range(0, p.H_k, heads):
+        for h_k in _heads_in_turn(s):
             for i0 in range(0, s.q.shape[1], B_r):
-                _forward_tile(p, s, slice(h, min(h + heads, p.H_k)), i0, (o, lse), sink, seed)
+                _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
     return Saved(o, lse, seed)
 
 
@@ -89,7 +97,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
             P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
         acc = acc.mul_(alpha).baddbmm_(P, s.v[h_k, j])
     if sink is not None:
-        s_sink = (sink[h].to(m.dtype) * LOG2E).view(acc.shape[0], -1, 1, 1)
+        s_sink = (sink[h].to(m.dtype) * LOG2E).repeat(_count(s)).view(acc.shape[0], -1, 1, 1)
         s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)
         m_new = torch.maximum(m, s_sink)
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
@@ -98,9 +106,9 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         acc, m = acc.mul_(alpha), m_new
     acc.div_(l.masked_fill(l == 0.0, 1.0))
     o, lse = outputs
-    _rows(p, o, s.b, s.rows)[i0:i1, h] = acc.view(-1, i1 - i0, p.D_v).transpose(0, 1).to(o.dtype)
+    _rows(p, o, s.b, s.rows)[:, i0:i1, h] = acc.view(_count(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
     L = (m + torch.log2(l)) * LN2
-    _lse_rows(p, lse, s.b, s.rows)[h, i0:i1] = L.view(-1, i1 - i0)
+    _lse_rows(p, lse, s.b, s.rows)[:, h, i0:i1] = L.view(_count(s), -1, i1 - i0)
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None) -> Grads:
@@ -112,18 +120,16 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
     extra: list[Tensor | None] = [
         t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
-    heads = choose_tiles(p)[0]
     for s in _sequences(p, x):
-        do_s = _rows(p, do, s.b, s.rows).transpose(0, 1).to(kind).contiguous()
+        do_s = _by_head(_rows(p, do, s.b, s.rows), kind)
         L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
-        delta_s = _lse_rows(p, delta, s.b, s.rows)
+        L, delta_s = L.flatten(0, 1), _lse_rows(p, delta, s.b, s.rows).flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
-        dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(0, 1) for grad in (dk, dv))
-        for h in range(0, p.H_k, heads):
-            h_k = slice(h, min(h + heads, p.H_k))
+        dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
+        for h_k in _heads_in_turn(s):
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
-        _rows(p, dq, s.b, s.rows).copy_(dq_s.transpose(0, 1))
+        _rows(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (_count(s), p.H)).transpose(1, 2))
     _zero_outside_sequences(p, x, dq, dk, dv)
     if p.recipe.sink:
         index = len(x.extra) - (3 if p.recipe.varlen else 1)
@@ -161,7 +167,8 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
         dq_view = dq[h, i0:i1]
         dq_view += torch.bmm(dS, k).view(dq_view.shape).mul_(p.scale)
         dk_tile.baddbmm_(dS.mT, q, alpha=p.scale)
-    dk[h_k, j0:j1], dv[h_k, j0:j1] = dk_tile, dv_tile
+    for grad, found in ((dk, dk_tile), (dv, dv_tile)):
+        grad[:, h_k, j0:j1] = found.unflatten(0, (_count(s), -1))
 
 
 def _scores(p, s, tile, q, k):
@@ -175,13 +182,13 @@ def _scores(p, s, tile, q, k):
     stages = []
     if s.scores:
         i, j, shift = _indices(s, tile)
-        by_head = S.view(1, -1, tile.i1 - tile.i0, tile.j1 - tile.j0)  # (1, H, rows, columns)
+        by_head = _per_query_head(S, s, tile)
         for score in s.scores:
             stages.append(by_head)
             by_head = _of_heads(score, tile.h).apply(by_head, i, j, shift)
         S = (by_head * LOG2E).view(S.shape)
     if tile.keep is not None:
-        S.view(-1, tile.i1 - tile.i0, tile.j1 - tile.j0).masked_fill_(~tile.keep, -torch.inf)
+        _per_query_head(S, s, tile).masked_fill_(~tile.keep, -torch.inf)
     return S, stages
 
 
@@ -190,7 +197,7 @@ def _through_scores(p, s, tile, dS, stages, extra):
     if not s.scores:
         return dS
     i, j, shift = _indices(s, tile)
-    by_head = dS.view(1, -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
+    by_head = _per_query_head(dS, s, tile)
     index = sum(len(mask.captures) for mask in s.masks) + sum(len(score.captures) for score in s.scores)
     for score, S_in in zip(reversed(s.scores), reversed(stages), strict=True):
         index -= len(score.captures)
@@ -204,7 +211,7 @@ def _through_scores(p, s, tile, dS, stages, extra):
 def _bias_tile(bias, b, tile):
     """The part of a tensor that broadcasts to (B, H, M, N) which a tile touches, as a 4-D view."""
     bias = bias[(None,) * (4 - bias.ndim)]
-    wanted = (slice(b, b + 1), tile.h, slice(tile.i0, tile.i1), slice(tile.j0, tile.j1))
+    wanted = (b, tile.h, slice(tile.i0, tile.i1), slice(tile.j0, tile.j1))
     return bias[tuple(part if size > 1 else slice(0, 1) for part, size in zip(wanted, bias.shape, strict=True))]
 
 
@@ -221,18 +228,40 @@ def _of_heads(score: Score, h: slice) -> Any:
 
 
 def _sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
-    """Every batch entry or packed sequence that has a query or a key."""
+    """All batch entries or packed sequences, neighbours of one length together where they fit one tile."""
     kind = _compute_type(p)
     masks, scores, _ = p.values(x.extra)
-    ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:]) if p.recipe.varlen else ((), ())
-    for b in range(p.B):
-        rows = slice(ends_q[b], ends_q[b + 1]) if p.recipe.varlen else slice(0, p.M)
-        columns = slice(ends_k[b], ends_k[b + 1]) if p.recipe.varlen else slice(0, p.N)
+    if p.recipe.varlen:
+        ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:])
+    else:
+        ends_q, ends_k = ([b * length for b in range(p.B + 1)] for length in (p.M, p.N))
+    for b, count, heads in _together(p, ends_q, ends_k):
+        rows, columns = (slice(ends[b], ends[b + count]) for ends in (ends_q, ends_k))
+        entries = slice(b, b + count)
         q, k, v = (
-            _rows(p, t, b, part).transpose(0, 1).to(kind).contiguous()
-            for t, part in zip(x[:3], (rows, columns, columns), strict=True)
+            _by_head(_rows(p, t, entries, part), kind) for t, part in zip(x[:3], (rows, columns, columns), strict=True)
         )
-        yield Sequence(b, q, k, v, [m.at(b) for m in masks], [c.at(b) for c in scores], rows, columns)
+        own = [m.at(b, count) for m in masks], [c.at(b, count) for c in scores]
+        yield Sequence(entries, q, k, v, *own, rows, columns, heads)
+
+
+def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The first of some batch entries, how many are computed together, and how many of their key heads at once."""
+    first = 0
+    pairs = zip(pairwise(ends_q), pairwise(ends_k), strict=True)
+    for lengths, run in groupby((i1 - i0, j1 - j0) for (i0, i1), (j0, j1) in pairs):
+        heads, rows, columns = choose_tiles(p, lengths)
+        most = max(1, heads // p.H_k) if lengths[0] <= rows and lengths[1] <= columns else 1
+        last = first + sum(1 for _ in run)
+        for b in range(first, last, most):
+            yield b, min(most, last - b), heads
+        first = last
+
+
+def _heads_in_turn(s: Sequence) -> Iterator[slice]:
+    """The key heads of each round."""
+    for h in range(0, s.k.shape[0], s.heads):
+        yield slice(h, min(h + s.heads, s.k.shape[0]))
 
 
 def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
@@ -251,9 +280,9 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     for mask in s.masks:
         if mask.interval:
             (lo, hi), (lo_last, hi_last) = mask.keys(first), mask.keys(last)
-            if j1 <= lo or hi_last <= j0:
+            if j1 <= _least(lo) or _most(hi_last) <= j0:
                 return None
-            full = full and bool(lo_last <= j0) and bool(j1 <= hi)
+            full = full and _most(lo_last) <= j0 and j1 <= _least(hi)
         else:
             full = False
     if full:
@@ -262,8 +291,8 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     keep = s.q.new_ones((), dtype=torch.bool)
     for mask in s.masks:
         keep = keep & mask.keep(i, j, shift)
-    if keep.ndim == 4:  # (1, 1 or H, rows, columns)
-        keep = keep[0] if keep.shape[1] == 1 else keep[0, h]
+    if keep.ndim == 4 and keep.shape[1] > 1:  # (1 or entries, H, rows, columns)
+        keep = keep[:, h]
     if not bool(keep.any()):
         return None
     return Tile(h, i0, i1, j0, j1, None if bool(keep.all()) else keep)
@@ -282,7 +311,7 @@ def _range(s: Sequence, start: int, stop: int) -> Tensor:
 def _dropout_factor(p, s, tile, seed):
     """Z: 0 where dropped, `dropout_rescale` where kept; (H, rows, columns). Bit for bit `reference.dropout_keep`, but
     each counter is computed once: of the blocks of 16 rows and 64 columns that the tile touches."""
-    row = s.b * p.H + _range(s, 0, p.H)[tile.h, None, None]
+    row = s.b.start * p.H + _range(s, 0, s.q.shape[0])[tile.h, None, None]
     c_i = _range(s, tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
     c_j = _range(s, tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
     words = torch.stack(philox((c_j, c_i, row, torch.zeros_like(row)), int(seed)))
@@ -305,14 +334,42 @@ def _query_heads(p: Problem, h_k: slice) -> slice:
     return slice(h_k.start * group, h_k.stop * group)
 
 
-def _rows(p: Problem, t: Tensor, b: int, rows: slice) -> Tensor:
-    """The (length, heads, size) view of one batch entry."""
-    return t[rows] if p.recipe.varlen else t[b]
+def _per_query_head(S: Tensor, s: Sequence, tile: Tile) -> Tensor:
+    """(key heads, G * rows, columns) to (entries, heads, rows, columns)."""
+    return S.view(_count(s), -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
 
 
-def _lse_rows(p: Problem, t: Tensor, b: int, rows: slice) -> Tensor:
-    """The (heads, length) view of one batch entry."""
-    return t[:, rows] if p.recipe.varlen else t[b]
+def _by_head(rows: Tensor, kind: torch.dtype) -> Tensor:
+    """(entries, length, heads, size) to (entries * heads, length, size) in the type computed in."""
+    return rows.transpose(1, 2).to(kind).contiguous().flatten(0, 1)
+
+
+def _count(s: Sequence) -> int:
+    return s.b.stop - s.b.start
+
+
+def _rows(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
+    """The (entries, length, heads, size) view of some batch entries."""
+    return t[rows].unflatten(0, _split(b, rows)) if p.recipe.varlen else t[b]
+
+
+def _lse_rows(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
+    """The (entries, heads, length) view of some batch entries."""
+    return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.varlen else t[b]
+
+
+def _split(b: slice, rows: slice) -> tuple[int, int]:
+    """Packed rows as so many entries of one length."""
+    count = b.stop - b.start
+    return count, (rows.stop - rows.start) // count
+
+
+def _least(end: Any) -> Any:
+    return end.min() if isinstance(end, Tensor) else end
+
+
+def _most(end: Any) -> Any:
+    return end.max() if isinstance(end, Tensor) else end
 
 
 def _zero_outside_sequences(p: Problem, x: Operands, *grads: Tensor) -> None:

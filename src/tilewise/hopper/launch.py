@@ -1,6 +1,7 @@
 """Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ CACHED_KEYS = 32 << 20
 """Bytes of K and V that they may share: what stays in the second-level cache."""
 LEFT_TO_FINISH = 3
 """Processors that the backward's main kernel leaves to the last one under a narrow window."""
+COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
+"""Of each stream, for good: a kernel may still count when Python is done with its launch."""
 
 
 class Plan(NamedTuple):
@@ -69,7 +72,7 @@ class Plan(NamedTuple):
     backward_values: tuple[Any, Any, Tensor | None] | None
     """The same, with the backward's scores."""
     variant: Variant | None
-    """Of the forward, where it holds no tensor."""
+    """Of the forward, where it holds no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
 
 
@@ -115,7 +118,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
-    variant = Variant(*values[:2], None, None) if values and not p.recipe.dropout else None
+    variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
@@ -369,9 +372,12 @@ def counter(device: torch.device, stream: int | None) -> Tensor:
     """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counter(device, stream)
+    known = COUNTERS.get((device, stream))
+    return COUNTERS.setdefault((device, stream), new_counter(device)) if known is None else known
 
 
-@lru_cache(1024)
-def _counter(device: torch.device, stream: int | None) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def new_counter(device: torch.device) -> Tensor:
+    """Two zeros from a thread of their own, so that they may stay. This thread may allocate from a private pool:
+    `torch.cuda.use_mem_pool`, or CUDA graphs of torch.compile, which warm up in theirs without capturing."""
+    with ThreadPoolExecutor(1) as thread:  # a copy from the CPU waits, so that every stream finds the zeros
+        return thread.submit(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(device)).result()

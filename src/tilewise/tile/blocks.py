@@ -22,12 +22,18 @@ class Block(NamedTuple):
     slices: tuple
 
 
+@triton.constexpr_function
+def width(dtype, d):
+    """Columns of a block for a head size: a power of two. In fp32, or where a row needs padding at all, at least 64:
+    narrower ones give wrong products (docs/adr/0004)."""
+    least = max(INNER.value, triton.next_power_of_2(d))
+    return least if dtype != tl.float32 and d == least else max(64, least)
+
+
 @triton.jit
 def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
-    """B rows of head h from row `first` on; 64-bit offsets, padded to a power of two.  # (B, BLOCK)"""
-    # with narrower blocks of fp32, or of rows that need padding, wgmma reads past shared memory (docs/adr/0004)
-    NARROW: tl.constexpr = X.ptr.dtype.element_ty != tl.float32 and d == triton.next_power_of_2(d)
-    BLOCK: tl.constexpr = max(16 if NARROW else 64, triton.next_power_of_2(d))
+    """B rows of head h from row `first` on; 64-bit offsets, padded to their width.  # (B, BLOCK)"""
+    BLOCK: tl.constexpr = width(X.ptr.dtype.element_ty, d)
     entries = tl.arange(0, BLOCK)
     at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :]
     exists = tl.full([1, BLOCK], 1, tl.int1)  # a constant: the mask folds away

@@ -1,0 +1,69 @@
+"""The steps of `make card`, most valuable first. Each is a value; add one by adding a line to `steps`."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewise.bench.results import kernels_hash
+
+ROOT = Path(__file__).parents[1]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, and of which kernels its outcome depends."""
+
+    name: str
+    command: tuple[str, ...]
+    """Behind `python`."""
+    kernels: tuple[str, ...]
+    """Beginnings of kernels' names: "hopper", "triton forward"; "" is all."""
+    minutes: float
+    """About how long it takes."""
+    files: tuple[str, ...] = ()
+    """Patterns of files of its own: where they have changed, it runs again."""
+    silence: float = 3.0
+    """Minutes without a word after which it hangs."""
+    fine: tuple[int, ...] = (0,)
+    """Exit statuses that are no failure."""
+    folder: Path = ROOT
+
+    def state(self) -> str:
+        """Of its kernels."""
+        return kernels_hash()[:8]
+
+    def text(self) -> str:
+        """Of its own files."""
+        paths = sorted({path for pattern in self.files for path in self.folder.glob(pattern)})
+        return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
+
+
+def of_tests(
+    name: str, *arguments: str, kernels: tuple[str, ...], minutes: float, files: str, workers: int = CORES,
+    silence: float = 3.0,
+) -> Step:  # fmt: skip
+    """A step of pytest's, which goes on with the tests that were not seen. Nothing left to run (5) is no failure."""
+    options = ["-p", "card_plugin", "-q", "-rN"]
+    options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
+    return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
+
+
+def steps(seen: Path) -> Iterator[Step]:
+    """All of them; `seen` is the folder that is kept."""
+    every = ("",)
+    for file in sorted(ROOT.glob("tests/card/test_*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        yield of_tests(f"card {file.stem[5:]}", path, kernels=every, minutes=0.5, files=path, workers=4)
+    cases = "tests/conformance"
+    yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=("hopper",), minutes=6, files=f"{cases}/*.py")
+    yield of_tests("conformance triton", cases, "-k", "triton", kernels=("triton",), minutes=6, files=f"{cases}/*.py")
+    rest = "not hopper and not triton and not cpu"
+    yield of_tests("conformance, the rest", cases, "-k", rest, kernels=every, minutes=1, files=f"{cases}/*.py")
+    hopper, slower = "tests/hopper/test_on_hopper.py", "no_slower"
+    yield of_tests(
+        "on hopper", hopper, "-k", f"not {slower}", kernels=("hopper",), minutes=5, files=hopper, workers=6, silence=6
+    )
+    yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=("hopper",), minutes=1, files=hopper, workers=1)

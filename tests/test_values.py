@@ -1,0 +1,165 @@
+"""Masks, scores and layouts as values: they compare, move between devices, and are saved and loaded."""
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.mask import PaddingKeys, PaddingLengths
+
+OLD = Path(__file__).parent / "data" / "from_0_1_0"
+"""What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
+TENSORS = {
+    "prefix": torch.tensor([4, 9]),
+    "lengths": torch.tensor([4, 0]),
+    "more lengths": torch.tensor([9, 14]),
+    "real": torch.tensor([[True, False, True]]),
+    "q_ids": torch.tensor([[0, 1]]),
+    "k_ids": torch.tensor([[0, 0, 1]]),
+    "seen": torch.tensor([[True, False], [True, True]]),
+    "slopes": torch.tensor([0.5, 0.25]),
+    "bias": torch.tensor([0.0, 1.0, -1.0]),
+    "cu_q": torch.tensor([0, 5, 12], dtype=torch.int32),
+    "cu_k": torch.tensor([0, 4, 9], dtype=torch.int32),
+}
+
+
+def values(of=TENSORS):
+    """One of each kind, made of the given tensors."""
+    return {
+        "full": tw.Full(),
+        "causal": tw.Causal(),
+        "window": tw.Window(3, None),
+        "prefix": tw.Prefix(of["prefix"]),
+        "padding": tw.Padding(of["lengths"]),
+        "padding bool": tw.Padding(of["real"]),
+        "documents": tw.Documents(of["q_ids"], of["k_ids"]),
+        "dense": tw.Dense(of["seen"]),
+        "and": tw.Causal() & tw.Window(5, 0) & tw.Padding(of["more lengths"]),
+        "softcap": tw.SoftCap(2.5),
+        "alibi": tw.Alibi(of["slopes"]),
+        "bias": tw.Bias(of["bias"]),
+        "varlen": tw.Varlen(of["cu_q"], of["cu_k"], 7, None),
+    }
+
+
+def leaves(value):
+    """Class names, numbers and tensors of a value, in order."""
+    if isinstance(value, tuple):
+        return [leaf for part in value for leaf in leaves(part)]
+    if hasattr(value, "__match_args__") and not isinstance(value, torch.Tensor):
+        return [type(value).__name__, *leaves(tuple(getattr(value, name) for name in value.__match_args__))]
+    return [value]
+
+
+def same(a, b):
+    """Whether two values hold the same classes and numbers, and tensors of equal contents."""
+    pairs = list(zip(leaves(a), leaves(b), strict=True))
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", values())
+def test_equal_values_have_one_class_equal_numbers_and_the_same_tensors(name):
+    value, again, copied = values()[name], values()[name], values({n: t.clone() for n, t in TENSORS.items()})[name]
+    captures = any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
+    assert value == again
+    assert hash(value) == hash(again)
+    assert (value == copied) != captures
+    assert [other for other in values() if values()[other] == value] == [name]
+    assert value != 1
+
+
+def test_other_numbers_are_another_value():
+    assert tw.Window(3, None) != tw.Window(3, 0) != tw.Window(None, 0)
+    assert tw.Window(3, 0) & tw.Causal() != tw.Causal() & tw.Window(3, 0)
+    assert tw.SoftCap(2) == tw.SoftCap(2.0) != tw.SoftCap(2.5)
+    assert len({tw.Causal(), tw.Causal(), tw.Window(1, 0), tw.Window(1, 0), tw.SoftCap(2)}) == 3
+
+
+@pytest.mark.parametrize("name", values())
+def test_to_moves_every_tensor(name):
+    value = values()[name]
+    moved = value.to("meta")
+    assert type(moved) is type(value)
+    kinds = [leaf.device.type if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(moved)]
+    assert kinds == ["meta" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(value)]
+    assert value.to(torch.device("cpu")) == value
+
+
+@pytest.mark.parametrize("name", values())
+def test_torch_load_takes_values_with_its_defaults(name):
+    file = io.BytesIO()
+    torch.save(values()[name], file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=True), values()[name])
+    assert same(pickle.loads(pickle.dumps(values()[name])), values()[name])
+
+
+@pytest.mark.parametrize("name", values())
+def test_values_saved_by_0_1_0_load(name):
+    pickled = pickle.loads((OLD / "values.pickle").read_bytes())
+    saved = torch.load(OLD / "values.pt", weights_only=True)
+    assert same(pickled[name], values()[name])
+    assert same(saved[name], values()[name])
+    if not isinstance(pickled[name], tw.Varlen):
+        assert pickled[name].to("cpu") == pickled[name]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.13 wrote the file, and older ones may not read it")
+def test_a_graph_exported_by_0_1_0_loads():
+    x = torch.randn(2, 11, 4, 8), torch.randn(2, 11, 2, 8), torch.randn(2, 11, 2, 8)
+    lengths = torch.tensor([11, 3])
+    program = torch.export.load(OLD / "layer.pt2")
+    mask = tw.Causal() & tw.Window(5, 0) & tw.Padding(lengths)
+    expected = tw.attention(*x, mask=mask, score=tw.SoftCap(3.0))
+    torch.testing.assert_close(program.module()(*x, lengths), expected)
+
+
+def test_padding_is_a_class_of_two_kinds():
+    by_length, by_key = tw.Padding(TENSORS["lengths"]), tw.Padding(keys=TENSORS["real"])
+    assert isinstance(by_length, tw.Padding)
+    assert isinstance(by_key, tw.Padding)
+    assert (type(by_length), type(by_key)) == (PaddingLengths, PaddingKeys)
+    assert not isinstance(tw.Causal(), tw.Padding)
+    with pytest.raises(AttributeError):
+        by_length.lengths = TENSORS["more lengths"]
+
+
+def test_numpys_integers_are_integers():
+    assert tw.Window(np.int64(3), np.int32(0)) == tw.Window(3, 0)
+    assert tw.Varlen(TENSORS["cu_q"], TENSORS["cu_k"], np.int64(7), np.uint8(5)) == tw.Varlen(
+        TENSORS["cu_q"], TENSORS["cu_k"], 7, 5
+    )
+    assert type(tw.Window(np.int64(3), 0).left) is int
+    for wrong in (True, 3.0, torch.tensor(3), "3"):
+        with pytest.raises(TypeError, match="Window: left"):
+            tw.Window(wrong, 0)
+
+
+def test_a_compiled_function_makes_compares_and_hides_values():
+    def call(q, lengths):
+        mask = tw.Causal() & tw.Padding(lengths)
+        score = tw.SoftCap(2.0) if mask != tw.Causal() and isinstance(mask.masks[1], tw.Padding) else ()
+        return tw.attention(q, q, q, mask=mask, score=score)
+
+    q, lengths = torch.randn(2, 8, 2, 8), torch.tensor([5, 8])
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, lengths), call(q, lengths))
+
+
+def test_a_value_given_to_a_compiled_function_is_guarded():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda q, mask: tw.attention(q, q, q, mask=mask), fullgraph=True, backend=count)
+    q = torch.randn(1, 8, 2, 8)
+    for mask in (tw.Causal(), tw.Causal(), tw.Window(2, 0), tw.Window(1, 0), tw.Causal()):
+        torch.testing.assert_close(compiled(q, mask), tw.attention(q, q, q, mask=mask))
+    assert len(graphs) == 3
