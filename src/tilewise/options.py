@@ -85,8 +85,9 @@ def _told(tensor: Tensor) -> str:
 
 def spelled_out(function: F, options: inspect.Signature) -> F:
     """The function, whose signature lists the options that it takes as `**`, for help() and notebooks."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {p.name for p in own}
     more = [p for p in options.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
-    function.__signature__ = options.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     return function
