@@ -73,6 +73,7 @@ class Listing:
     def take(self, launch: Launch) -> None:
         """The kernel of a launch."""
         self.name = launch.kernel.fn.__name__
+        launch.kernel.device_caches.clear()  # or Triton from 3.9 on would not ask a second time
         launch.compile()
 
 
