@@ -52,7 +52,7 @@ class Warmed:
             compiled = "found" if kernel.seconds is None else f"compiled in {kernel.seconds:.1f} s"
             lines.append(f"{kernel.name:<20}{compiled}")
         if self.unforeseen:
-            lines += ["", f"{'unless they have':<44}which needs in its place"]
+            lines += ["", f"{'not foreseen':<44}what its first call compiles"]
             lines += [f"{what:<44}{', '.join(names)}" for what, names in self.unforeseen.items()]
         return "\n".join(lines)
 
@@ -241,7 +241,7 @@ class Workers:
             pickle.dump((request[0], request[1:]), process.stdin)  # type: ignore[arg-type]
             process.stdin.flush()  # type: ignore[union-attr]
             good, answer = pickle.load(process.stdout)  # type: ignore[arg-type]
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             raise RuntimeError(f"the process that compiled it ended with exit status {process.wait()}") from None
         self.idle.append(process)
         if not good:

@@ -6,6 +6,7 @@ requests from standard input and answers each on standard output, both pickled.
 
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,7 @@ def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def main(target: str) -> None:
     """Answers requests with (True, result) or (False, what went wrong)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks ends this process, too
     use_target(target)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print is no answer

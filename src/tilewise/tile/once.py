@@ -35,12 +35,14 @@ def once(name: str, start: Callable[[], Result]) -> Result:
 
     A cache that cannot be written holds nobody up: this process takes a folder of its own, and warns.
     """
+    folder = str(knobs.cache.dir)
     try:
         return _in_turn(name, start)
     except OSError as error:
-        if writable(folder := str(knobs.cache.dir)):
+        if writable(folder):
             raise
-        _take_own_folder(folder, error)
+        if folder == knobs.cache.dir:  # else another thread was here
+            _take_own_folder(folder, error)
         return _in_turn(name, start)
 
 
@@ -134,12 +136,12 @@ def writable(folder: str) -> bool:
 
 
 OWN: list[tempfile.TemporaryDirectory[str]] = []
-"""The folder that stands in for a cache that cannot be written; it goes when the process ends."""
+"""What stands in for a cache that cannot be written; it goes when the process ends."""
 
 
 def _take_own_folder(folder: str, error: OSError) -> None:
-    OWN[:] = [tempfile.TemporaryDirectory(prefix="tilewise-kernels-")]
-    knobs.cache.dir = OWN[0].name
+    OWN.append(tempfile.TemporaryDirectory(prefix="tilewise-kernels-"))
+    knobs.cache.dir = OWN[-1].name
     warnings.warn(
         f"Triton's cache {folder} cannot be written ({error}), so this process compiles every kernel for itself; "
         "set TRITON_CACHE_DIR to a folder that can",
