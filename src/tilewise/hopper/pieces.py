@@ -4,8 +4,9 @@
     bf16x6    three bf16 pieces hold all 24 bits in fp32's own range; six products count
 
 Each piece is the rounded rest of those before. Entries that are not finite are the exception: they go whole into the
-last piece, and the others are 0. The last piece only ever meets the first one of the other operand, which has its
-number's sign. So an infinity reaches the results that it reaches in fp32, as the same infinity.
+last piece, and the others are 0, or finite in what the backward splits in registers. The last piece only ever meets the
+first one of the other operand, which has its number's sign. So an infinity reaches the results that it reaches in fp32,
+as the same infinity.
 
 In memory, pieces lie in blocks: a sequence begins with a block of its own and ends in zeros, and a block has one scale.
 Blocks of K and V are the tiles of keys of the backward, and of the forward one tile or two.
