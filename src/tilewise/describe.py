@@ -38,7 +38,9 @@ def _described(
 ) -> Problem:
     """The same from the specs as plain tuples, which cost less to make in every call."""
     q, k, v, *extra = (Spec(tuple(shape), *rest) for shape, *rest in seen)
-    return checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
+    problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
+    _check_lengths(problem)
+    return problem
 
 
 def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target: str = "meta") -> Problem:
@@ -112,6 +114,16 @@ def _check_recipe(p: Problem) -> None:
                     f"{_public_name(kind)} has no meaning for packed sequences (layout=Varlen); "
                     "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
                 )
+
+
+def _check_lengths(p: Problem) -> None:
+    """Kernels count a sequence's rows in 32 bits, beside ends of masks at OPEN. Symbolic lengths are not compared: an
+    exported graph would carry the bound."""
+    for name, length in (("q", p.M), ("k and v", p.N)):
+        if length >= masks.OPEN:
+            raise ValueError(
+                f"{name} must have fewer than 2^30 = {masks.OPEN} rows in a sequence, got {length}; split the sequence"
+            )
 
 
 def _check_extra(p: Problem) -> None:

@@ -53,7 +53,7 @@ def prepare(
     if ready is not None:
         tl.store(ready + walk, 0, mask=t == 0)
     tl.store(done + b * H + h, 0, mask=t == 0)
-    at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
+    at = (first + t.to(tl.int64) * ROWS) * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + entries[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
 
 
@@ -92,7 +92,7 @@ def finish(
     while count_at(done + b * H + h // group * group) < count:
         doze()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
-    x = tl.load(sums + first + t * 4096 + tl.arange(0, 4096))
+    x = tl.load(sums + first + t.to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])
     rows, entries = row + tl.arange(0, 64), column + tl.arange(0, 64)
     at = origin(dQ, b, h, q0) + rows.to(tl.int64)[:, None] * dQ.row + entries[None, :]
