@@ -1,4 +1,4 @@
-"""Products of 32-bit integers that reach an address: one JSON line a kernel.
+"""Products of 32-bit integers that reach an address, and whether products and sums may fuse: one JSON line a kernel.
 
 Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does, and stops each kernel after its first stage.
 """
@@ -90,17 +90,17 @@ def of_experiment() -> list[Any]:
 
 
 class Stop(Exception):  # noqa: N818, it carries a result
-    """A kernel's text after its first stage."""
+    """A kernel's text after its first stage, and its options."""
 
 
-def text_of(launch: Any) -> str:
-    """A kernel's Triton IR, or its Triton GPU IR if it is written in Gluon."""
+def first_stage(launch: Any) -> tuple[str, Any]:
+    """A kernel's Triton IR, or its Triton GPU IR if it is written in Gluon, and what it is compiled with."""
 
-    def after_first(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    def after_first(_: Any, stages: dict[str, Any], options: Any, *__: Any) -> None:
         name, first = next(iter(stages.items()))
 
         def stop(module: Any, metadata: Any) -> None:
-            raise Stop(str(first(module, metadata)))
+            raise Stop(str(first(module, metadata)), options)
 
         stages[name] = stop
 
@@ -109,7 +109,7 @@ def text_of(launch: Any) -> str:
     try:
         launch.compile()
     except Stop as stopped:
-        return stopped.args[0]
+        return stopped.args
     raise AssertionError("the first stage was not run")
 
 
@@ -120,8 +120,9 @@ def main() -> Iterator[dict[str, Any]]:
     made += [("portable", one) for options in calls().values() for one in of_portable(options)]
     made += [("hopper", one) for one in of_hopper(calls())]
     for backend, one in made:
-        found = sorted(set(products(text_of(one))))
-        yield {"kernel": f"{backend} {one.kernel.fn.__name__}", "products": found}
+        text, options = first_stage(one)
+        found = {"products": sorted(set(products(text))), "fused": options.enable_fp_fusion}
+        yield {"kernel": f"{backend} {one.kernel.fn.__name__}", **found}
 
 
 if __name__ == "__main__":

@@ -275,3 +275,25 @@ def test_views_with_a_minus_of_their_own_are_read_as_what_they_are():
         assert torch.equal(found, truth)
     biased = [tw.attention(*plain[:3], score=tw.Bias(t[0, :, 0, :1]), backend="triton") for t in (do, plain[3])]
     assert torch.equal(*biased)
+
+
+def test_a_kernel_is_compiled_with_products_and_sums_fused(monkeypatch):
+    """By its first launch, and ahead of time. Later launches find it compiled, and have no options."""
+
+    @triton.jit
+    def kernel(x, y):
+        pass
+
+    seen, compiled = [], Compiled()
+    monkeypatch.setattr(type(kernel), "__getitem__", lambda *_: lambda *given, **options: seen.append((given, options)))
+    kernel.warmup = lambda *given, **options: seen.append((given, options))
+    one = launch.Launch(kernel, 3, ("x",), {"y": 5}, {})
+    one.run(7)
+    one.compile()
+    assert seen == [
+        (("x",), {"y": 5, "enable_fp_fusion": True}),
+        (("x",), {"y": 5, "enable_fp_fusion": True, "grid": (1,)}),
+    ]
+    one.compiled[kernel.fn, None] = compiled, (5,)
+    one.run(7)
+    assert compiled.launched == [("alone", (3, 1, 1, 7, "function", "metadata", None, None, None, "x", 5))]

@@ -24,6 +24,10 @@ DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
 """Where values' device functions are looked up by name."""
 
+FUSED = {"enable_fp_fusion": True}
+"""What every kernel is compiled with: a product and a sum may become one multiply-add. Triton 3.10 no longer does so by
+default, which changes numbers and times."""
+
 HERE = nullcontext()
 """The context that does nothing, made once, as every call enters it."""
 
@@ -86,14 +90,14 @@ class Launch(NamedTuple):
             foreseen.append(self)
             return
         start = self.kernel[(self.programs,)]
-        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants))
+        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants, **FUSED))
         if compiled is not None:  # the interpreter compiles nothing
             rest = self.kernel.arg_names[len(self.arguments) :]
             self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
 
     def compile(self) -> Any:
         """The compiled kernel for the active driver's target, without a GPU."""
-        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **FUSED)
 
 
 FORESEEN: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)

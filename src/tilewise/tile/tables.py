@@ -30,7 +30,7 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
         "do_stages": STAGES, "split": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
     },
 }  # fmt: skip
-"""By back end, what a file's fields may be where their type does not say it: others give wrong results or no kernels."""
+"""By back end, what a file's fields may be where their type does not say it; others give wrong results or no kernel."""
 
 
 def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> Mapping[str, Table]:
