@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import origin, rows_of
+from ..tile.rows import fill_unowned, origin, rows_of
 from .around import first_block
 
 INF = tl.constexpr(float("inf"))
@@ -115,15 +115,17 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
     return tl.where(near, mean, 0.0)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
+@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "tiles", "stride", "blocks"])
 def split(
-    operands, packed, M, N, H, tiles, stride, blocks,
+    operands, packed, unowned, M, N, H, tiles, stride, blocks,
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """A block of one of the operands, which share their rows: those of the keys, or of the queries; with the first of a
-    head, its centre. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
+    head, its centre. Before a forward it also fills the rows of its outputs that no sequence owns. AHEAD: the next
+    kernel may begin, and waits for this one where it reads pieces."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
     which, program = tl.program_id(0) % COUNT, tl.program_id(0) // COUNT
     t, h, b = program % tiles, program // tiles % H, program // tiles // H

@@ -17,7 +17,7 @@ from . import masks, scores
 from .bias import dbias
 from .dropout import Dropout
 from .once import once
-from .rows import Packed, Rows
+from .rows import Output, Packed, Rows, Unowned
 from .visits import Visits, list_tiles
 
 DEVICE_MASKS: Any = masks
@@ -191,7 +191,21 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     if not p.recipe.varlen:
         return None
     cu_q, cu_k = x.extra[-2:]
-    return Packed(cu_q.contiguous(), cu_k.contiguous())
+    return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
+
+
+def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unowned | None:
+    """What a launch fills in rows that no packed sequence owns: of o and lse, or of dq, dk and dv."""
+    if not p.recipe.varlen:
+        return None
+    of_keys: tuple[Output, ...] = ()
+    if saved:
+        of_queries, lse = Output(rows(p, saved.o), p.H, p.D_v), saved.lse
+    else:
+        assert grads
+        of_queries, lse = Output(rows(p, grads.q), p.H, p.D), None
+        of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
+    return Unowned((of_queries,), of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
