@@ -495,6 +495,7 @@ def _numbers() -> Iterator[Case]:
             yield Case(values, values=values, D=8)
             yield Case(f"{values}, GQA", values=values, D=8, H=4, loss="o")
             yield Case(f"{values}, few keys", values=values, M=5, N=7, loss="o")
+            yield Case(f"{values}, fp16", values=values, dtype=fp16)
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
     for D in (128, 256):  # where its pieces need tiles of their own
@@ -570,6 +571,27 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large D 72", M=300, N=300, D=72, D_v=40, dtype=bf16, mask=causal)
 
 
+def _fp16_sums() -> Iterator[Case]:
+    """Sums so long that adding them up in fp16 would show."""
+    a = Case("", size="large", B=1, M=64, N=64, D=64, dtype=fp16)
+    yield replace(a, name="large fp16 many queries", M=8192)
+    yield replace(a, name="large fp16 many keys", N=8192)
+    yield replace(a, name="large fp16 many heads", H=64, H_k=1, mask=causal)
+
+
+def _short() -> Iterator[Case]:
+    """More short batch entries and packed sequences than the CPU computes together."""
+    short = Case("", size="large", B=150, M=5, N=7, H=4, D=8)
+    for dtype in (fp16, bf16, fp32):
+        yield replace(short, name=f"large {_name(dtype)} many short", dtype=dtype, mask=causal)
+    yield replace(short, name="large many short, masks", mask=both(prefix, padding, documents_mixed, dense()))
+    scores = (softcap(), alibi("BH"), bias("BHMN"), bias("HM1"))
+    yield replace(short, name="large many short, scores", score=scores, sink=fp32, dropout=0.2)
+    lengths = ((3, 5),) * 140 + ((5, 3),) * 2 + ((0, 4), (6, 6), (2, 0)) + ((6, 6),) * 40
+    yield replace(short, name="large varlen short", lengths=lengths, mask=both(causal, padding), dropout=0.2)
+    yield replace(short, name="large varlen short, scores", lengths=lengths, score=(softcap(), alibi("BH")), sink=fp32)
+
+
 def _blocks(draw: Draw, *heads: int) -> tw.Mask:
     """A block-sparse mask: empty, full and partial tiles, others in each of so many heads."""
     sizes = *heads, -(-draw.M // 128), -(-draw.N // 128)
@@ -596,4 +618,6 @@ CASES = [
     *_strides(),
     *_numbers(),
     *_large(),
+    *_fp16_sums(),
+    *_short(),
 ]
