@@ -229,8 +229,16 @@ def test_what_has_no_meaning_for_packed_sequences_is_unsupported(name, options):
         packed(ends(0, 5), ends(0, 7), **options)()
 
 
-def test_unsupported_is_a_value_error():
+def test_unsupported_is_a_value_error_and_a_runtime_error():
     assert issubclass(tw.Unsupported, ValueError)
+    assert issubclass(tw.Unsupported, NotImplementedError)
+
+
+def test_a_compiled_call_says_what_is_unsupported():
+    mask = tw.Dense(torch.ones(5, 7).bool())
+    wrong = packed(ends(0, 5), ends(0, 7), 5, 7, mask=mask)
+    with pytest.raises((tw.Unsupported, RuntimeError), match=r"Dense.*Varlen"):
+        torch.compile(wrong, backend="eager", fullgraph=True)()
 
 
 def test_a_forced_back_end_that_refuses_says_why():

@@ -1,4 +1,4 @@
-"""The one file that knows torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
+"""Where attention meets torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
 
 Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
 see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and
