@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewise.bench.results import kernels_hash
+from tilewise.bench import state
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+SHARED = ("mask", "score", "gradient of a bias", "lists of tiles")
+HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Step:
     command: tuple[str, ...]
     """Behind `python`."""
     kernels: tuple[str, ...]
-    """Beginnings of kernels' names: "hopper", "triton forward"; "" is all."""
+    """Beginnings of names in `state.KERNELS`: "hopper", "triton forward"; "" is all."""
     minutes: float
     """About how long it takes."""
     files: tuple[str, ...] = ()
@@ -32,8 +35,9 @@ class Step:
     folder: Path = ROOT
 
     def state(self) -> str:
-        """Of its kernels."""
-        return kernels_hash()[:8]
+        """Of its kernels, on a card of sm_90."""
+        found = state.states(chips=("hopper",))
+        return state.digest({name: of for name, of in found.items() if name.startswith(self.kernels)})
 
     def text(self) -> str:
         """Of its own files."""
@@ -58,12 +62,12 @@ def steps(seen: Path) -> Iterator[Step]:
         path = file.relative_to(ROOT).as_posix()
         yield of_tests(f"card {file.stem[5:]}", path, kernels=every, minutes=0.5, files=path, workers=4)
     cases = "tests/conformance"
-    yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=("hopper",), minutes=6, files=f"{cases}/*.py")
-    yield of_tests("conformance triton", cases, "-k", "triton", kernels=("triton",), minutes=6, files=f"{cases}/*.py")
+    yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=HOPPER, minutes=6, files=f"{cases}/*.py")
+    yield of_tests("conformance triton", cases, "-k", "triton", kernels=TRITON, minutes=6, files=f"{cases}/*.py")
     rest = "not hopper and not triton and not cpu"
     yield of_tests("conformance, the rest", cases, "-k", rest, kernels=every, minutes=1, files=f"{cases}/*.py")
     hopper, slower = "tests/hopper/test_on_hopper.py", "no_slower"
     yield of_tests(
-        "on hopper", hopper, "-k", f"not {slower}", kernels=("hopper",), minutes=5, files=hopper, workers=6, silence=6
+        "on hopper", hopper, "-k", f"not {slower}", kernels=HOPPER, minutes=5, files=hopper, workers=6, silence=6
     )
-    yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=("hopper",), minutes=1, files=hopper, workers=1)
+    yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=HOPPER, minutes=1, files=hopper, workers=1)

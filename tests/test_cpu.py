@@ -1,5 +1,8 @@
 """The CPU back end: memory linear in the length, and no trace left in torch's settings."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -71,27 +74,62 @@ def test_the_fused_path_makes_no_tensor_that_grows_with_the_square():
     assert largest_tensor(4096, fuse=True) <= 8 << 20
 
 
+class Products(TorchDispatchMode):
+    """Counts the tiled path's products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
+        return function(*args, **(kwargs or {}))
+
+
+def products(mask, *shape, layout=()):
+    """How many of them a forward makes, of q, k and v of one shape; `layout`: cu_seqlens, and the longest sequence."""
+    q = torch.randn(shape)
+    recipe = Recipe(tuple(part.plain for part in mask.parts), varlen=bool(layout))
+    x = Operands(q, q, q, (layout[0], layout[0]) if layout else ())
+    with chosen("cpu-tiled"), Products() as seen:
+        load("cpu").forward(describe(x, recipe, layout[1:] * 2 or (0, 0)), x, None)
+    return seen.count
+
+
 def test_hidden_tiles_are_not_visited():
     """A window's work is linear in the length: as many products as tiles that it touches."""
-
-    class Products(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += function.overloadpacket in (torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
-            return function(*args, **(kwargs or {}))
-
-    def products(mask):
-        q = torch.randn(1, 4096, 1, 8)
-        x, recipe = Operands(q, q, q, ()), Recipe(tuple(part.plain for part in mask.parts))
-        with chosen("cpu-tiled"), Products() as seen:
-            load("cpu").forward(describe(x, recipe, (0, 0)), x, None)
-        return seen.count
-
-    full, causal, window = (products(mask) for mask in (tw.Full(), tw.Causal(), tw.Causal() & tw.Window(255, 0)))
+    masks = tw.Full(), tw.Causal(), tw.Causal() & tw.Window(255, 0)
+    full, causal, window = (products(mask, 1, 4096, 1, 8) for mask in masks)
     assert full == 2 * 16 * 16
     assert causal == 2 * 16 * 17 / 2
     assert window <= 2 * 16 * 2
+
+
+def test_short_batch_entries_are_computed_together():
+    assert products(tw.Causal(), 1024, 4, 8, 16) == 2 * 16
+    assert products(tw.Causal(), 1, 512, 8, 16) == products(tw.Causal(), 2, 512, 8, 16) / 2
+
+
+def test_short_packed_sequences_of_one_length_are_computed_together():
+    ends = torch.arange(0, 4100, 4, dtype=torch.int32)  # 1025 sequences of four rows
+    assert products(tw.Causal(), 4096, 8, 16, layout=(ends[:1025], 4)) == 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "mask"),
+    [(40, 40, tw.Causal()), (7, 300, tw.Full()), (1, 300, tw.Causal()), (1, 300, tw.Full())],
+    ids=str,
+)
+def test_groups_of_heads_and_single_queries_reach_the_fused_kernel(M, N, mask, monkeypatch):
+    q, k, v, do = (torch.randn(3, n, h, 16, dtype=torch.float64) for n, h in ((M, 6), (N, 2), (N, 2), (M, 6)))
+    results = []
+    for path in ("cpu-tiled", "cpu"):
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        with chosen(path):
+            o, lse = tw.attention(*x, mask=mask, return_lse=True)
+            results.append((o, lse, *torch.autograd.grad(o, x, do)))
+        for pass_ in ("forward", "backward"):  # from here on there is only the fused kernel
+            monkeypatch.setattr(f"tilewise.cpu.tiled.{pass_}", None)
+    for fused, tiled in zip(*results, strict=True):
+        torch.testing.assert_close(fused, tiled)
 
 
 SETTINGS = ("bf16", "ieee", "tf32")
@@ -179,6 +217,59 @@ def test_threads_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+FORKS = """
+import os, threading, time, torch
+import tilewise as tw
+from tilewise.cpu import precision
+
+torch.set_num_threads(1)
+matmul = torch.backends.mkldnn.matmul
+matmul.fp32_precision = "tf32"
+q, x = torch.randn(1, 1024, 8, 64, dtype=torch.bfloat16), torch.randn(1, 4, 1, 8)
+inside, over = threading.Event(), threading.Event()
+precision.FORK_SECONDS = {seconds}
+
+def work():
+    with precision.exact_products(torch.bfloat16):  # a call that lasts as long as the test wants
+        inside.set()
+        over.wait({holds})
+
+for turn in range(5):
+    inside.clear(), over.clear()
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    begin = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        kept = matmul.fp32_precision
+        tw.attention(x, x, x)
+        os._exit(0 if kept == matmul.fp32_precision == "tf32" else 3)
+    waited = time.monotonic() - begin
+    ended = time.monotonic() + 60
+    while (result := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < ended:
+        time.sleep(0.01)
+    if result == (0, 0):
+        os.kill(child, 9)
+    over.set()
+    thread.join()
+    tw.attention(x, x, x)
+    assert result == (child, 0), ("the child hung, or had another setting", result)
+    assert {least} <= waited < 30, waited
+    assert matmul.fp32_precision == "tf32"
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize(
+    ("seconds", "holds", "least"), [(0.1, 300, 0.1), (60, 0.3, 0.0)], ids=["call goes on", "call ends"]
+)
+def test_a_fork_while_a_call_runs_leaves_the_child_free(seconds, holds, least):
+    script = FORKS.format(seconds=seconds, holds=holds, least=least)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_both_paths_agree():

@@ -45,6 +45,9 @@ WRONG = {
     "heads of v": (call(v_=k(2, 7, 1, 8)), ValueError, ["k and v", "(2, 7, 2, 8)", "(2, 7, 1, 8)"]),
     "head size of k": (call(k_=k(2, 7, 2, 9)), ValueError, ["q and k", "head size", "8", "9"]),
     "heads not a multiple": (call(k_=k(2, 7, 3, 8)), ValueError, ["heads", "multiple", "4", "3"]),
+    "too many queries": (call(q(1, 1, 1, 8).expand(1, 2**30, 1, 8), k(1, 7, 1, 8)), ValueError, ["q", "2^30", "split"]),
+    "too many keys": (call(q(1, 5, 1, 8), k(1, 1, 1, 8).expand(1, 2**30, 1, 8)), ValueError, ["k and v", "2^30"]),
+    "max_k too large": (packed(ends(0, 5), ends(0, 7), 5, 2**30), ValueError, ["k and v", "2^30", "1073741824"]),
     "no key heads": (call(k_=k(2, 7, 0, 8)), ValueError, ["heads", "multiple", "4", "0"]),
     "no query heads": (call(q(2, 5, 0, 8)), ValueError, ["heads", "multiple", "0", "2", "some"]),
     "sparse q": (call(q().to_sparse()), ValueError, ["q", "strided", "torch.sparse_coo", "Varlen"]),
@@ -226,8 +229,16 @@ def test_what_has_no_meaning_for_packed_sequences_is_unsupported(name, options):
         packed(ends(0, 5), ends(0, 7), **options)()
 
 
-def test_unsupported_is_a_value_error():
+def test_unsupported_is_a_value_error_and_a_runtime_error():
     assert issubclass(tw.Unsupported, ValueError)
+    assert issubclass(tw.Unsupported, NotImplementedError)
+
+
+def test_a_compiled_call_says_what_is_unsupported():
+    mask = tw.Dense(torch.ones(5, 7).bool())
+    wrong = packed(ends(0, 5), ends(0, 7), 5, 7, mask=mask)
+    with pytest.raises((tw.Unsupported, RuntimeError), match=r"Dense.*Varlen"):
+        torch.compile(wrong, backend="eager", fullgraph=True)()
 
 
 def test_a_forced_back_end_that_refuses_says_why():

@@ -1,7 +1,10 @@
 """torch's dispatcher: opcheck, compile, export, vmap, checkpointing, autocast, and errors for what is missing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -268,6 +271,23 @@ def test_flops_are_counted():
     with FlopCounterMode(display=False) as backward:
         o.sum().backward()
     pairs = 2 * 4 * 12 * 16
+    assert forward.get_total_flops() == 2 * pairs * (8 + 24)
+    assert backward.get_total_flops() == 2 * pairs * (3 * 8 + 2 * 24)
+
+
+@pytest.mark.parametrize("where", ["real", "fake", "meta"])
+def test_flops_of_packed_sequences_are_those_of_each(where):
+    q, k, v = draw(20, 4, 8), draw(30, 2, 8), draw(30, 2, 24)
+    ends = [torch.tensor(cu, dtype=torch.int32) for cu in ((0, 5, 5, 17), (0, 20, 21, 24))]
+    fake = FakeTensorMode()
+    move = {"real": lambda t: t, "fake": fake.from_tensor, "meta": lambda t: t.to("meta")}[where]
+    q, k, v, *ends = (move(t) for t in (q, k, v, *ends))
+    x = [t.requires_grad_() for t in (q, k, v)]
+    with fake if where == "fake" else nullcontext(), FlopCounterMode(display=False) as forward:
+        o = tw.attention(*x, layout=tw.Varlen(*ends, 12, 20))
+    with fake if where == "fake" else nullcontext(), FlopCounterMode(display=False) as backward:
+        o.sum().backward()
+    pairs = 4 * (5 * 20 + 0 * 1 + 12 * 3 if where == "real" else 3 * 12 * 20)
     assert forward.get_total_flops() == 2 * pairs * (8 + 24)
     assert backward.get_total_flops() == 2 * pairs * (3 * 8 + 2 * 24)
 

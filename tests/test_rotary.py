@@ -153,6 +153,18 @@ def test_q_and_k_take_one_launch(monkeypatch):
     assert launches == [2, 2, 2, 1]
 
 
+@needs_triton
+def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
+    """As tile/launch.py does for all others."""
+    from tilewise.tile.rotary import rotate
+
+    seen, run = {}, rotate.run
+    monkeypatch.setattr(rotate, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
+    monkeypatch.setattr(module, "_run", module._by_kernel)
+    rotary(random(1, 3, 4, 8), *tables(8))
+    assert seen["enable_fp_fusion"] is True
+
+
 def test_scores_depend_on_relative_position_only():
     cos, sin = tables(16)
     q, k = random(1, 1, 1, 16), random(1, 1, 1, 16)

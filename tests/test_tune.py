@@ -184,6 +184,18 @@ BROKEN = {
     "a field too few": (("triton", "forward", "interpreter 4 256", {"B_r": 1}), "must have the fields B_r, B_c"),
     "text for a number": (("triton", "forward", "interpreter 4 256", row(B_r="32")), "B_r in row interpreter 4 256"),
     "a bool for a number": (("triton", "forward", "interpreter 4 256", row(B_r=True)), "is True"),
+    "rows below zero": (("triton", "forward", "interpreter 4 256", row(B_r=-16)), "B_r in row interpreter 4 256"),
+    "no rows": (
+        ("triton", "forward", "interpreter 4 256", row(B_r=0)),
+        "is 0, which is none of 16, 32, 64, 128, 256, 512",
+    ),
+    "no power of two": (("triton", "forward", "interpreter 4 256", row(B_c=24)), "B_c in row interpreter 4 256"),
+    "too many columns": (("triton", "forward", "interpreter 4 256", row(B_c=2**30)), "1073741824, which is none of"),
+    "three warps": (("triton", "forward", "interpreter 4 256", row(warps=3)), "3, which is none of 1, 2, 4, 8, 16"),
+    "no stages": (("triton", "forward", "interpreter 4 256", row(stages=0)), "stages in row interpreter 4 256"),
+    "registers of nobody": (("triton", "forward", "interpreter 4 256", row(registers=7)), "registers in row"),
+    "nested too deep": ("[" * 100_000, "it is no file of rows"),
+    "a number of many digits": ("1" * 10_000, "it is no file of rows"),
 }
 
 
@@ -201,6 +213,38 @@ def test_a_broken_file_is_named_with_what_to_do(name, tmp_path, monkeypatch):
     assert str(path) in str(error.value)
     assert says in str(error.value)
     assert "unset TILEWISE_TILES" in str(error.value)
+
+
+HOPPERS = {
+    "B_r": 16,
+    "B_c": 32,
+    "warpgroups": 4,
+    "q_stages": 0,
+    "kv_stages": 9,
+    "do_stages": -1,
+    "split": 4,
+    "registers": 161,
+}
+
+
+@pytest.mark.parametrize("field", HOPPERS)
+def test_values_that_hoppers_kernels_do_not_take_are_refused(field, tmp_path, monkeypatch):
+    name, table = next((name, rows) for name, rows in hopper.TABLES.items() if field in rows[64]._fields)
+    fields = table[64]._asdict() | {field: HOPPERS[field]}
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"cards": {"cpu": {"rows": {"hopper": {name: {"64": fields}}}}}}))
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    with pytest.raises(ValueError, match=f"{field} in row 64 of table {name} is {HOPPERS[field]}, which is none of"):
+        tables.in_use("hopper", hopper.TABLES, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("module", [portable, hopper], ids=["triton", "hopper"])
+def test_every_row_and_every_neighbour_is_allowed(module):
+    allowed = tables.ALLOWED[module.__name__.split(".")[1]]
+    for name, table in module.TABLES.items():
+        for row in [other for own in table.values() for other in (own, *module.neighbours(name, own))]:
+            for field, values in allowed.items():
+                assert row._asdict().get(field, values[0]) in values, f"{field} of {row}"
 
 
 def test_a_missing_file_is_named_with_what_to_do(tmp_path, monkeypatch):
@@ -236,7 +280,7 @@ def test_the_whole_command_on_a_tiny_case(tmp_path, monkeypatch):
     for slot in kept.values():
         assert [c.status for c in slot.candidates] == ["ok", "ok"], slot
         assert all(c.milliseconds[CASE] > 0 for c in slot.candidates)
-        assert slot.environment["kernels"] == results.kernels_hash()
+        assert slot.environment["kernels"] == results.environment(DEVICE)["kernels"]
     (card,) = json.loads((tmp_path / "tiles.json").read_text())["cards"].values()
     assert set(card["rows"]["triton"]) == {"forward", "dq"}
     result = call("--match", "nonsense", "--results", str(tmp_path))
@@ -316,4 +360,4 @@ def test_the_report_draws_the_tables(tmp_path):
     assert "- B_r 128: failed, out of resource: shared memory" in page
     assert "have changed since" not in page
     tuned.merge(file, "card", [replace(found, environment=found.environment | {"kernels": "0" * 16})])
-    assert "have changed since" in report.write(tmp_path / "results", tmp_path / "docs").read_text()
+    assert "is not known" in report.write(tmp_path / "results", tmp_path / "docs").read_text()

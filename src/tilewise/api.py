@@ -15,7 +15,7 @@ from .describe import check_number, check_values, describe, describe_fake
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
-from .options import Everything, Options, refuse_mask, refuse_score, refuse_unknown, spelled_out
+from .options import Everything, Options, refuse_mask, refuse_score, refuse_unknown, spell_out
 from .problem import PRECISIONS, Operands, Problem, Recipe, matmul_setting, target_of
 from .score import Alibi, Score
 
@@ -92,7 +92,7 @@ def attention(
 DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 """Every option of `attention`."""
 SIGNATURE = inspect.signature(attention)
-attention = spelled_out(attention, SIGNATURE)
+spell_out(attention, SIGNATURE)
 
 
 @overload
@@ -105,15 +105,14 @@ def attention_qkvpacked(
 def attention_qkvpacked(
     qkv: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of q, k and v that lie in one tensor, as one projection gives them; so does their gradient.
 
     Nothing is copied on the way in, and the back ends write dq, dk and dv into their places in one new tensor. (One
-    does not: PyTorch's fused CPU kernel returns three tensors, which are moved there.)
+    does not: PyTorch's fused CPU kernel returns three tensors, which are moved there.) The options are `attention`'s.
 
     Args:
         qkv: (B, N, 3, H, D), any strides. With `layout`, (T, 3, H, D), and cu_q equal to cu_k.
-        options: every keyword argument of `attention`.
 
     Returns:
         o (B, N, H, D), contiguous; with return_lse, (o, lse).
@@ -226,8 +225,8 @@ def explain(
     return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
 
 
-attention_qkvpacked = spelled_out(attention_qkvpacked, SIGNATURE)
-explain = spelled_out(explain, SIGNATURE)
+spell_out(attention_qkvpacked, SIGNATURE)
+spell_out(explain, SIGNATURE)
 
 
 def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from .problem import Grads, Operands, Problem, Saved, Unsupported
 
 ORDER = ("hopper", "triton", "cpu")
 """The first with nothing against a problem runs it."""
+ON_TRITON = ("hopper", "triton")
+OLDEST_TRITON = 3, 6
 
 
 class Backend(Protocol):
@@ -34,6 +36,10 @@ class Backend(Protocol):
         ...
 
 
+class OldTriton(ImportError):  # noqa: N818, it says what is here
+    """The installed Triton cannot compile the kernels."""
+
+
 class Missing:
     """Stands in for a back end whose requirements are not installed."""
 
@@ -41,13 +47,34 @@ class Missing:
         self.name, self.error = name, error
 
     def why_not(self, problem: Problem) -> list[str]:
-        return [f"it needs a package that cannot be imported ({self.error}); pip install 'tilewise[triton]'"]
+        return [needs(self.error)]
+
+
+def needs(error: ImportError) -> str:
+    """What stands against kernels that cannot be imported."""
+    if isinstance(error, OldTriton):
+        return str(error)
+    return f"it needs a package that cannot be imported ({error}); pip install 'tilewise[triton]'"
+
+
+def check_triton() -> None:
+    """ImportError unless there is a Triton that compiles the kernels: asked before they are imported."""
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        least = ".".join(map(str, OLDEST_TRITON))
+        raise OldTriton(
+            f"it needs Triton {least} or newer, here is {triton.__version__}; install torch 2.10 or newer, which "
+            "brings one"
+        )
 
 
 @cache
 def load(name: str) -> Backend:
     """The back end of that name, imported on first use."""
     try:
+        if name in ON_TRITON:
+            check_triton()
         return importlib.import_module(f"{__package__}.{name}").backend
     except ImportError as error:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called

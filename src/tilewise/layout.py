@@ -12,9 +12,10 @@ from .mask import Frozen, check_strided, integer
 class Varlen(Frozen):
     """Packed sequences: q (T, H, D), k (T', H_k, D), v (T', H_k, D_v); sequence b owns rows cu[b] to cu[b + 1].
 
-    cu_q, cu_k: int32 (B + 1,), from 0 to the total, never decreasing, on q's device. max_q, max_k: the longest lengths,
-    or None to read them, which synchronises with a GPU. Each sequence is one batch entry: M, N, i, j, the alignment of
-    causal masks and the counter of dropout are its own.
+    cu_q, cu_k: int32 (B + 1,), from 0 to at most the total, never decreasing, on q's device. max_q, max_k: the longest
+    lengths, or None to read them, which synchronises with a GPU. Each sequence is one batch entry: M, N, i, j, the
+    alignment of causal masks and the counter of dropout are its own. Rows from cu[B] on belong to no sequence: there o
+    and all gradients are 0, and lse is -inf.
     """
 
     cu_q: Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 OPEN = 1 << 30
-"""An end that is not there; lengths are below it."""
+"""An end that is not there; describe.py refuses lengths that reach it."""
 
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)

@@ -1,4 +1,4 @@
-"""The one file that knows torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
+"""Where attention meets torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
 
 Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
 see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from .backend import select
@@ -333,22 +334,32 @@ def pick(args: Any, dims: Any, index: int) -> Any:
     return args if dims is None else args.select(dims, index)
 
 
-def _forward_flops(q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward_flops(
+    q: Tensor, k: Any, v: Any, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int, **kwargs: Any
+) -> int:
     q, k, v, _ = _operands((q, k, v))
-    return _pairs(q, k) * 2 * (q.shape[-1] + v.shape[-1])
+    return _pairs(q, k, extra, recipe, (max_q, max_k)) * 2 * (q.shape[-1] + v.shape[-1])
 
 
 def _backward_flops(
-    do: Any, dlse: Any, q: Tensor, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
+    do: Any, dlse: Any, q: Tensor, k: Any, v: Any, extra: Any, seed: Any, o: Any, lse: Any, recipe: str,
+    max_q: int, max_k: int, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
     q, k, v, _ = _operands((q, k, v))
-    return _pairs(q, k) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return _pairs(q, k, extra, recipe, (max_q, max_k)) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _pairs(q: Tensor, k: Tensor) -> int:
-    """Entries of all score matrices, as if nothing were masked; a packed batch counts as one sequence."""
-    batch = q.shape[0] if q.ndim == 4 else 1
-    return batch * q.shape[-2] * q.shape[-3] * k.shape[-3]
+def _pairs(q: Tensor, k: Tensor, extra: Sequence[Tensor], recipe: str, longest: Longest) -> int:
+    """Entries of all score matrices, as if nothing were masked. Those of packed sequences are read, which synchronises
+    with a GPU; fake tensors hold no lengths, so there every sequence counts as the longest."""
+    *_, M, H, _ = q.shape
+    if not Recipe.decode(recipe).varlen:
+        return q.shape[0] * H * M * k.shape[-3]
+    ends = extra[-2:]
+    if any(cu.is_meta or is_fake(cu) for cu in ends):
+        return H * (ends[0].shape[0] - 1) * longest[0] * longest[1]
+    rows, keys = (cu.long().diff().clamp(0, most) for cu, most in zip(ends, longest, strict=True))
+    return H * int((rows * keys).sum())
 
 
 def _register_flops(counter: Any) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, NoReturn, TypedDict
 
 from torch import Tensor
 
@@ -48,8 +48,6 @@ INSTEAD = {
 }
 """What other attentions call it, and what it is here."""
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:
     """TypeError that says what to write instead, where another attention has an argument of that name."""
@@ -83,11 +81,10 @@ def _told(tensor: Tensor) -> str:
     return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
 
 
-def spelled_out(function: F, options: inspect.Signature) -> F:
-    """The function, whose signature lists the options that it takes as `**`, for help() and notebooks."""
+def spell_out(function: Callable[..., Any], options: inspect.Signature) -> None:
+    """Lists the options that a function takes as `**` in its signature, for help() and notebooks."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {p.name for p in own}
     more = [p for p in options.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
     function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-    return function

@@ -48,8 +48,11 @@ PREFERENCE = {
 """What `precision=None` asks for, by torch.get_float32_matmul_precision(), best first."""
 
 
-class Unsupported(ValueError):  # noqa: N818, a name that users type
-    """A back end, or all of them, cannot do what was asked; the message lists why and what to do instead."""
+class Unsupported(NotImplementedError, ValueError):  # noqa: N818, a name that users type
+    """A back end, or all of them, cannot do what was asked; the message lists why and what to do instead.
+
+    It is a ValueError, and by NotImplementedError a RuntimeError, which callers of other attentions catch.
+    """
 
 
 class Operands(NamedTuple):

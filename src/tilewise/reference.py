@@ -91,8 +91,9 @@ def gradients(
 
 def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
     """The sink is a key with value 0: dS = P_sink * (0 - delta), summed over rows. L, delta (..., H, M), sink (H,)."""
-    P_sink = torch.exp(sink.to(L.dtype)[:, None] - L).nan_to_num(nan=0.0)  # nan: a sink of -inf in a row without keys
-    return -(P_sink * delta).sum(-1).reshape(-1, sink.shape[0]).sum(0)
+    dS = torch.exp(sink.to(L.dtype)[:, None] - L) * -delta
+    dS = dS.masked_fill(L == -torch.inf, 0.0)  # a sink of -inf in a row without keys, or a row that no sequence owns
+    return dS.sum(-1).reshape(-1, sink.shape[0]).sum(0)
 
 
 def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -> Tensor:

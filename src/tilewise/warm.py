@@ -16,7 +16,7 @@ from typing_extensions import Unpack  # in typing from Python 3.11 on; PyTorch b
 from .api import SIGNATURE, _gather, _hypothetical, _options
 from .backend import select
 from .describe import captured_shapes
-from .options import Everything, spelled_out
+from .options import Everything, spell_out
 from .problem import Problem, Spec, target_of
 
 Watch = Callable[[int, int, str], Any]
@@ -147,7 +147,7 @@ def warm(
     return warm_calls([call_of(device, backward, **(given | dict(other))) for other in ({}, *more)], processes)
 
 
-warm = spelled_out(warm, SIGNATURE)
+spell_out(warm, SIGNATURE)
 
 
 def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:

@@ -99,3 +99,12 @@ def test_packed_attention_equals_padded_attention():
     for b, length in enumerate((6, 4)):
         alone = flash_attn_func(*(t[b : b + 1, :length] for t in (q, k, v)), causal=True)
         torch.testing.assert_close(out[b : b + 1, :length], alone)
+
+
+def test_narrow_indices_count_too():
+    rows, indices = torch.randn(2, 4, requires_grad=True), torch.tensor([3, 1], dtype=torch.int32)
+    padded = pad_input(rows, indices, 2, 2)
+    assert torch.equal(padded, pad_input(rows, indices.long(), 2, 2))
+    assert torch.equal(index_first_axis(padded.flatten(0, 1), indices), rows)
+    (gradient,) = torch.autograd.grad((padded * 2.0).sum(), rows)
+    assert torch.equal(gradient, torch.full((2, 4), 2.0))

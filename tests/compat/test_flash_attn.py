@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +134,30 @@ def test_positional_order():
     )[0]  # fmt: skip
     assert_near(flash_attn_func(q, k, v, *given), expected)
     assert_near(flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *given), expected)
+
+
+def test_numpys_integers_are_integers():
+    q, k, v = (t.flatten(0, 1) for t in qkv())
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device=DEVICE) for n in (M, N))
+    plain = flash_attn_varlen_func(q, k, v, cu_q, cu_k, M, N, window_size=(3, 0))
+    numpys = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, np.int64(M), np.int32(N), window_size=(np.int64(3), np.array(0))
+    )
+    assert torch.equal(plain, numpys)
+
+
+def test_none_is_an_open_side():
+    q, k, v = qkv()
+    for given, same in (((None, None), (-1, -1)), ((3, None), (3, -1)), ((None, 0), (-1, 0))):
+        assert torch.equal(flash_attn_func(q, k, v, window_size=given), flash_attn_func(q, k, v, window_size=same))
+    assert torch.equal(
+        flash_attn_func(q, k, v, causal=True, window_size=(None, None)), flash_attn_func(q, k, v, causal=True)
+    )
+
+
+def test_who_catches_that_packages_error_catches_ours():
+    with pytest.raises(RuntimeError, match="no kernel here appends"):
+        flash_attn_with_kvcache(*qkv())
 
 
 def test_rows_without_keys():

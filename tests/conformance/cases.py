@@ -38,6 +38,8 @@ class Case:
     scale: float | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
     """Packed sequences, (queries, keys) each; B, M and N do not count then."""
+    unowned: tuple[int, int] = (0, 0)
+    """Packed queries and keys behind the last sequence. All that is given there is NaN."""
     loss: str = "both"
     """What the gradient comes through: "o", "lse" or "both"."""
     strides: str = "plain"
@@ -113,8 +115,8 @@ def make(case: Case, device: str) -> Call:
     draw = Draw(case, device)
     D_v = case.D_v or case.D
     packed = case.lengths is not None
-    rows = (sum(m for m, _ in case.lengths),) if packed else (case.B, case.M)
-    columns = (sum(n for _, n in case.lengths),) if packed else (case.B, case.N)
+    rows = (sum(m for m, _ in case.lengths) + case.unowned[0],) if packed else (case.B, case.M)
+    columns = (sum(n for _, n in case.lengths) + case.unowned[1],) if packed else (case.B, case.N)
     shapes = ((*rows, case.H, case.D), (*columns, case.H_k, case.D), (*columns, case.H_k, D_v))
     if case.strides.endswith("packed"):  # (..., 3, H, D), as one projection gives q, k and v
         q, k, v = draw.normal(*rows, 3, case.H, case.D).unbind(-3)
@@ -125,6 +127,9 @@ def make(case: Case, device: str) -> Call:
     do = STRIDES.get(case.strides, plain)(draw.normal(*rows, case.H, D_v))
     dlse = draw.normal(case.H, *rows) if packed else draw.normal(case.B, case.H, case.M)
     layout = None
+    for t, count in zip((q, do, dlse.T, k, v), case.unowned[:1] * 3 + case.unowned[1:] * 2, strict=True):
+        if count:
+            t[-count:] = torch.nan
     if packed:
         ends = torch.tensor([(0, 0), *case.lengths]).cumsum(0).to(device=device, dtype=torch.int32)
         layout = tw.Varlen(ends[:, 0].contiguous(), ends[:, 1].contiguous(), draw.M, draw.N)
@@ -431,6 +436,16 @@ def _varlen() -> Iterator[Case]:
     yield Case("varlen, MQA, D_v, bf16", lengths=PACKED_DIFFERENT, H=4, H_k=1, D_v=40, dtype=bf16, mask=causal)
     yield Case("varlen, fp16", lengths=PACKED, dtype=fp16)
     yield Case("varlen, one sequence", lengths=((40, 40),), mask=causal)
+    for B, lengths in enumerate((PACKED_ZERO, PACKED_DIFFERENT)):
+        shared = Case("rows that no sequence owns", lengths=lengths, unowned=((9, 40), (100, 0))[B], H=4)
+        yield replace(shared, name=f"varlen, {shared.name}, {B}")
+        yield replace(shared, name=f"varlen, {shared.name}, sink, dropout {B}", sink=fp32, dropout=0.2, mask=causal)
+        yield replace(shared, name=f"varlen, {shared.name}, bf16, D_v {B}", dtype=bf16, D_v=40, mask=window(9, 0))
+        yield replace(shared, name=f"varlen, deterministic, {shared.name}, {B}", deterministic=True, loss="lse")
+    yield Case("varlen, rows that no sequence owns, qkvpacked", lengths=tuple((n, n) for n, _ in PACKED),
+               unowned=(20, 20), strides="qkvpacked", loss="o")  # fmt: skip
+    for name, lengths in (("sequences", ()), ("queries", ((0, 9), (0, 3))), ("keys", ((9, 0), (3, 0)))):
+        yield Case(f"varlen, no {name}, rows that none owns", lengths=lengths, unowned=(20, 5), sink=fp32)
     yield Case("varlen, no sequences", lengths=())
     yield Case("varlen, only empty sequences", lengths=((0, 0), (0, 0)))
     yield Case("varlen, no queries", lengths=((0, 9), (0, 3)), sink=fp32)
@@ -480,6 +495,7 @@ def _numbers() -> Iterator[Case]:
             yield Case(values, values=values, D=8)
             yield Case(f"{values}, GQA", values=values, D=8, H=4, loss="o")
             yield Case(f"{values}, few keys", values=values, M=5, N=7, loss="o")
+            yield Case(f"{values}, fp16", values=values, dtype=fp16)
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
     for D in (128, 256):  # where its pieces need tiles of their own
@@ -543,6 +559,7 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large many matrices", B=10, H=8, H_k=8, M=260, N=260, dtype=bf16, mask=causal)
     yield replace(a, name="large many matrices D 128", B=10, H=8, H_k=8, D=128, M=260, N=260, dtype=bf16, mask=causal)
     yield replace(a, name="large varlen", lengths=((300, 300), (0, 0), (700, 700), (65, 65)), mask=causal)
+    yield replace(a, name="large varlen, rows that no sequence owns", lengths=((300, 500), (0, 1)), unowned=(9000, 700))
     yield replace(
         a, name="large varlen bf16 M != N", lengths=((300, 500), (1, 700), (200, 60)), dtype=bf16, mask=causal
     )
@@ -552,6 +569,27 @@ def _large() -> Iterator[Case]:
     yield replace(a, name="large packed", M=500, N=500, strides="packed", dtype=fp16, mask=causal)
     yield replace(a, name="large qkvpacked", M=500, N=500, strides="qkvpacked", dtype=bf16, mask=causal)
     yield replace(a, name="large D 72", M=300, N=300, D=72, D_v=40, dtype=bf16, mask=causal)
+
+
+def _fp16_sums() -> Iterator[Case]:
+    """Sums so long that adding them up in fp16 would show."""
+    a = Case("", size="large", B=1, M=64, N=64, D=64, dtype=fp16, loss="o")
+    yield replace(a, name="large fp16 many queries", M=16384)
+    yield replace(a, name="large fp16 many keys", M=16, N=16384)
+    yield replace(a, name="large fp16 many heads", H=64, H_k=1, mask=causal)
+
+
+def _short() -> Iterator[Case]:
+    """More short batch entries and packed sequences than the CPU computes together."""
+    short = Case("", size="large", B=150, M=5, N=7, H=4, D=8)
+    for dtype in (fp16, bf16, fp32):
+        yield replace(short, name=f"large {_name(dtype)} many short", dtype=dtype, mask=causal)
+    yield replace(short, name="large many short, masks", mask=both(prefix, padding, documents_mixed, dense()))
+    scores = (softcap(), alibi("BH"), bias("BHMN"), bias("HM1"))
+    yield replace(short, name="large many short, scores", score=scores, sink=fp32, dropout=0.2)
+    lengths = ((3, 5),) * 140 + ((5, 3),) * 2 + ((0, 4), (6, 6), (2, 0)) + ((6, 6),) * 40
+    yield replace(short, name="large varlen short", lengths=lengths, mask=both(causal, padding), dropout=0.2)
+    yield replace(short, name="large varlen short, scores", lengths=lengths, score=(softcap(), alibi("BH")), sink=fp32)
 
 
 def _blocks(draw: Draw, *heads: int) -> tw.Mask:
@@ -580,4 +618,6 @@ CASES = [
     *_strides(),
     *_numbers(),
     *_large(),
+    *_fp16_sums(),
+    *_short(),
 ]

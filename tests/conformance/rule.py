@@ -72,10 +72,11 @@ def truth(case: Case, call: Call) -> Results:
     if call.layout is None:
         return _true_results(case, call)
     parts = [{n: t if n == "dsink" else t[b] for n, t in _true_results(case, c).items()} for b, c in _sequences(call)]
-    if not parts:
-        return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in written_out(case, call)[0].items()}
-    joined = {n: torch.cat([part[n] for part in parts], -1 if n == "lse" else 0) for n in parts[0] if n != "dsink"}
-    return joined | ({"dsink": sum(part["dsink"] for part in parts)} if "dsink" in parts[0] else {})
+    behind = {name: t.double() for name, t in _unowned(call).items()}
+    joined = {n: torch.cat([*(part[n] for part in parts), t], -1 if n == "lse" else 0) for n, t in behind.items()}
+    if call.sink is None:
+        return joined
+    return joined | {"dsink": sum((part["dsink"] for part in parts), torch.zeros_like(call.sink, dtype=torch.float64))}
 
 
 def written_out(case: Case, call: Call, order: int = 0) -> list[Results]:
@@ -85,11 +86,12 @@ def written_out(case: Case, call: Call, order: int = 0) -> list[Results]:
     if call.layout is None:
         o, lse, paper = _attention_written_out(case, live, order)
     else:
-        rows = live.q[:0, :, :1]
-        parts = [(rows.expand(-1, -1, call.v.shape[-1]), rows[..., 0].mT, rows.sum())]
+        parts = []
         for b, c in _sequences(live):
             o, lse, paper = _attention_written_out(case, c, order)
             parts.append((o[b], lse[b], paper))
+        behind, nothing = _unowned(live), live.q[:0].sum()  # a zero with gradients, where there is no sequence
+        parts.append((behind["o"] + nothing, behind["lse"] + nothing, nothing))
         o, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], -1)
         paper = torch.stack([part[2] for part in parts]).sum()
     wanted = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
@@ -291,6 +293,15 @@ def _sequences(call: Call) -> Iterator[tuple[int, Call]]:
                 layout=None,
             ),
         )
+
+
+def _unowned(call: Call) -> Results:
+    """Rows of the results that no packed sequence owns."""
+    (q, k, v), ends = call[:3], (call.layout.cu_q, call.layout.cu_k)  # type: ignore[union-attr]
+    rows, keys = (t.shape[0] - int(cu[-1]) for t, cu in zip((q, k), ends, strict=True))
+    dq, dk, dv = q.new_zeros(rows, *q.shape[1:]), k.new_zeros(keys, *k.shape[1:]), v.new_zeros(keys, *v.shape[1:])
+    o, lse = q.new_zeros(rows, q.shape[1], v.shape[-1]), q.new_full((q.shape[1], rows), -torch.inf)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def _narrowed(call: Call) -> Call:

@@ -26,7 +26,6 @@ def compiled(request):
     folder = [os.environ[variable]] if variable else []
     path = [*folder, str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     command = [sys.executable, str(HERE / "offline.py"), target]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

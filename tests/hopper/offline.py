@@ -69,9 +69,9 @@ def calls() -> dict[str, dict[str, Any]]:
 def launches(D: int, options: dict[str, Any]) -> list[Any]:
     """Forward and backward of a call with meta tensors."""
     options = dict(options)
-    length, H_k = options.pop("S", S), options.pop("H_k", H)
-    shape, dtype = (B * length,) if "layout" in options else (B, length), DTYPES["precision" in options]
-    q, k = (meta(*shape, heads, D, dtype=dtype) for heads in (H, H_k))
+    batch, length, heads = options.pop("B", B), options.pop("S", S), options.pop("H", H)
+    shape, dtype = (batch * length,) if "layout" in options else (batch, length), DTYPES["precision" in options]
+    q, k = (meta(*shape, n, D, dtype=dtype) for n in (heads, options.pop("H_k", heads)))
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": "hopper",
@@ -80,7 +80,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     p = _hypothetical(x, recipe, longest, "sm_90")
     assert not backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
-    lse = meta(*((H, B * length) if recipe.varlen else (B, H, length)), dtype=torch.float32)
+    lse = meta(*((heads, batch * length) if recipe.varlen else (batch, heads, length)), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))
     saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, k, k, tuple(biases))

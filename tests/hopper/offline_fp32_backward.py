@@ -42,8 +42,8 @@ def options(call: str) -> dict[str, Any]:
     }[call]
 
 
-def main_launch(D: int, precision: str, call: str) -> Any:
-    """The main kernel's launch of a call with meta tensors."""
+def launches(D: int, precision: str, call: str) -> list[Any]:
+    """The launches of a call with meta tensors."""
     rows = (B * S,) if call == "varlen" else (B, S)
     q, k = (meta(*rows, heads, D, dtype=torch.float32) for heads in (H, H // 2 if call in GROUPED else H))
     defaults = {
@@ -57,8 +57,7 @@ def main_launch(D: int, precision: str, call: str) -> Any:
     saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))
     scratch, counter = fp32_backward.empty_scratch(p, q.device), meta(2, dtype=torch.int32)
     do, dlse = torch.empty_like(q), torch.empty_like(lse)
-    made = fp32_backward.launches(p, fp32_launch.plan(p), x, saved, do, dlse, scratch, grads, counter)
-    return next(one for one in made if one.kernel.fn.__name__ == "fp32_backward")
+    return fp32_backward.launches(p, fp32_launch.plan(p), x, saved, do, dlse, scratch, grads, counter)
 
 
 def main() -> Iterator[dict[str, Any]]:
@@ -67,7 +66,8 @@ def main() -> Iterator[dict[str, Any]]:
     for D, calls in CALLS.items():
         for precision in KINDS:
             for call in calls:
-                compiled = main_launch(D, precision, call).compile()
+                made = launches(D, precision, call)
+                compiled = next(one for one in made if one.kernel.fn.__name__ == "fp32_backward").compile()
                 yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
 
 

@@ -85,7 +85,8 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward")["forward"]
-    perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), None, variant, 1.0, shape, tile, 0), counter)
+    end = None, None, variant, 1.0, shape, tile, 0
+    perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
 
@@ -128,7 +129,9 @@ def perform(kernel: Any, arguments: tuple[Any, ...], counter: Pointer) -> None:
 
 def packed_of(p: Problem, x: Operands) -> Packed | None:
     """Where packed sequences end."""
-    return Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:])) if p.recipe.varlen else None
+    if not p.recipe.varlen:
+        return None
+    return Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:]), Scalar(2 * p.max_q + 1), Scalar(2 * p.max_k + 1))
 
 
 def variant_of(p: Problem, x: Operands, lists: Visits | None) -> Variant:

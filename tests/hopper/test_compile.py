@@ -35,7 +35,7 @@ def offline(folder, script="offline.py"):
     """What a script prints with the Triton of a folder, or with the installed one."""
     path = [*filter(None, [folder]), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
+        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0",
     }  # fmt: skip
     command = [sys.executable, str(HERE / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

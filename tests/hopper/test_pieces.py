@@ -32,7 +32,7 @@ def cut(name, *tensors, packed=None):
         for t in tensors
     ]
     split[(len(operands) * tiles * H * entries,)](
-        tuple(operands), packed, N, N, H, tiles, stride, blocks,
+        tuple(operands), packed, None, N, N, H, tiles, stride, blocks,
         KEYS=True, SIZES=tuple(t.shape[-1] for t in tensors), ROWS=ROWS, SIZE=SIZE,
     )  # fmt: skip
     return [(operand.pieces, operand.undo) for operand in operands]
@@ -110,7 +110,7 @@ def test_packed_sequences_have_blocks_of_their_own(name):
     lengths = [17, 0, 16, 5]
     cu = torch.tensor([0, 17, 17, 33, 38], dtype=torch.int32, device=DEVICE)
     k = torch.randn(38, 2, 64, device=DEVICE)
-    ((pieces, undo),) = cut(name, k, packed=Packed(cu, cu))
+    ((pieces, undo),) = cut(name, k, packed=Packed(cu, cu, 35, 35))
     whole = joined(name, pieces, undo).view(2, -1, SIZE)
     stride = whole.shape[1] // ROWS
     for h in range(2):

@@ -61,7 +61,7 @@ def offline(folder, *arguments):
     path += [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     installed = Path(find_spec("triton").origin).parent
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
+        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0",
         "TILEWISE_CUOBJDUMP": str(installed / "backends" / "nvidia" / "bin" / "cuobjdump"),
     }  # fmt: skip
     command = [sys.executable, str(HERE / "offline.py"), *arguments]

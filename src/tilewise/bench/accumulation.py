@@ -21,8 +21,6 @@ from .results import OK
 
 PART = "accumulation"
 """Of a results file."""
-SOURCES = ("tile/**/*.py", "experimental/**/*.py")
-"""Of which numbers here depend."""
 HEAD_SIZE, HEADS, QUERIES = 64, 2, 256
 DELAYED, FACTOR, FITTED, IN_LOOP = "delayed", "log factor", "log factor, this V", "in-loop"
 WAYS = (DELAYED, FACTOR, FITTED, IN_LOOP)

@@ -1,15 +1,15 @@
 """docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import accumulation, contexts, field, fp32_page, plots, study, trainings, tuned, variants_page
+from . import accumulation, contexts, field, fp32_page, plots, state, study, trainings, tuned, variants_page
 from .accumulation_page import HEADER as ACCUMULATION_HEADER
 from .accumulation_page import section as accumulation_section
-from .results import KERNEL_SOURCES, kernels_hash, load, rows_of
+from .results import OK, changed, kernels_of, load, rows_of
 from .study_page import HEADER as ACCURACY_HEADER
 from .study_page import section as accuracy_section
 from .suites import SUITES
@@ -60,7 +60,34 @@ window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how m
 over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
 1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
 """
+ACCURACY = ("hopper fp32", "triton fp32", "mask causal", "cpu")
+TRAINING = ("hopper fp32 forward D64", "hopper fp32 backward D64", "mask causal", "cpu")
+SUMS = ("fp16 sums",)
+"""Beginnings of the names of the kernels that studies and trainings depend on."""
 DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
+
+
+class Origin(NamedTuple):
+    """Tells when, where and of which kernels a file's results were measured, and what has changed since."""
+
+    content: dict[str, Any]
+    carried: dict[str, str]
+    """States whose kernels were only renamed, and their heirs."""
+    names: Iterable[str] = ()
+    """Beginnings of the names of the kernels that the results depend on."""
+
+    def __call__(self, env: dict[str, Any], partial: bool) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+        text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
+        if partial:
+            text += " Not the whole suite."
+        known = self.content.get("kernels", {}).get(env["kernels"])
+        if known is None:
+            return f"{text} **Which kernels these were is not known.**"
+        if old := changed(known, self.names, self.carried):
+            have, their = ("have", "their") if len(old) > 1 else ("has", "its")
+            text += f" **{', '.join(old)} {have} changed since: {their} rows are of older kernels.**"
+        return text
 
 
 def write(results: Path, docs: Path) -> Path:
@@ -69,29 +96,32 @@ def write(results: Path, docs: Path) -> Path:
     Raises ValueError if there is no results file.
     """
     measured = sorted(results.glob("tune-*.json"))
-    files = sorted(set(results.glob("*.json")) - set(measured))
+    files = sorted(set(results.glob("*.json")) - {*measured, results / state.CARRIED})
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
     contents = {file: load(file) for file in files}
+    carried = state.carried(results)
     sections, fp32, studied, summed = [HEADER], [], [], []
     for file, content in contents.items():
         stem, heading = docs / "images" / file.stem, [f"## {content['device']}\n"]
         if study.PART in content:
-            studied += accuracy_section(content, stem.with_name(f"{stem.name}-accuracy"), origin)
+            studied += accuracy_section(
+                content, stem.with_name(f"{stem.name}-accuracy"), Origin(content, carried, ACCURACY)
+            )
         if accumulation.PART in content:
             of_sums = stem.with_name(f"{stem.name}-accumulation")
-            summed += accumulation_section(content, of_sums, partial(origin, sources=accumulation.SOURCES))
-        if of_suites := _sections(content, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
+            summed += accumulation_section(content, of_sums, Origin(content, carried, SUMS))
+        if of_suites := _sections(content, carried, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
             sections += heading + of_suites + field.section(file, content) + variants_page.section(file, content)
-        of_fp32 = _sections(content, [fp32_page.SUITE], stem)
+        of_fp32 = _sections(content, carried, [fp32_page.SUITE], stem)
         if trainings.PART in content:
             of_trainings = stem.with_name(f"{stem.name}-training")
-            of_fp32 += trainings.section(content, of_trainings, origin)
+            of_fp32 += trainings.section(content, of_trainings, Origin(content, carried, TRAINING))
             of_fp32 += contexts.section(trainings.contests_of(content), of_trainings)
         if of_fp32:
             fp32 += heading + of_fp32
     for file in measured:
-        sections += _tiles(tuned.load(file))
+        sections += _tiles(tuned.load(file), carried)
     docs.mkdir(parents=True, exist_ok=True)
     page = docs / "performance.md"
     page.write_text("\n".join(sections))
@@ -103,13 +133,18 @@ def write(results: Path, docs: Path) -> Path:
     return page
 
 
-def _sections(content: dict[str, Any], suites: Sequence[str], stem: Path) -> list[str]:
+def _sections(content: dict[str, Any], carried: dict[str, str], suites: Sequence[str], stem: Path) -> list[str]:
     """Of those suites that were run."""
     ran = [suite for suite in suites if suite in content["suites"]]
-    return [line for suite in ran for line in _section(content, suite, stem.with_name(f"{stem.name}-{suite}"))]
+    origins = {suite: Origin(content, carried, kernels_of_run(content, suite)) for suite in ran}
+    return [
+        line
+        for suite in ran
+        for line in _section(content, suite, stem.with_name(f"{stem.name}-{suite}"), origins[suite])
+    ]
 
 
-def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
+def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) -> list[str]:
     rows, run = rows_of(content, suite), content["suites"][suite]
     lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
@@ -132,11 +167,13 @@ def _section(content: dict[str, Any], suite: str, stem: Path) -> list[str]:
     return lines
 
 
-def _tiles(content: dict[str, Any]) -> list[str]:
+def _tiles(content: dict[str, Any], carried: dict[str, str]) -> list[str]:
     """A card's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
     slots: list[tuned.Tuned] = content["slots"]
     lines = [f"## Tiles of {content['device']}\n", TILES]
-    lines += dict.fromkeys(f"{origin(slot.environment, False)}\n" for slot in slots)
+    for environment, of in groupby(slots, key=lambda slot: slot.environment):
+        names = {f"{slot.backend} {slot.pass_}" for slot in of}
+        lines.append(Origin(content, carried, names)(environment, False) + "\n")
     head = ["row", "in use", "candidates", "timed", "verdict"]
     table = []
     for slot in slots:
@@ -150,15 +187,11 @@ def _tiles(content: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def origin(env: dict[str, Any], partial: bool, sources: Sequence[str] = KERNEL_SOURCES) -> str:
-    """When, where and of which kernels something was measured."""
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
-    if partial:
-        text += " Not the whole suite."
-    if env["kernels"] != kernels_hash(sources=sources):
-        text += " **The kernels have changed since: these numbers are of older ones.**"
-    return text
+def kernels_of_run(content: dict[str, Any], suite: str) -> set[str]:
+    """Those on which a suite's rows depend."""
+    known = content.get("kernels", {}).get(content["suites"][suite]["environment"]["kernels"], {})
+    rows = [row for row in rows_of(content, suite) if row.status == OK]
+    return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, known)}
 
 
 def _table(found: Sequence[Grid], metric: Metric) -> tuple[list[str], list[list[str]]]:

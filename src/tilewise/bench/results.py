@@ -1,13 +1,12 @@
 """Rows, where they come from, and the file that keeps them: one for each machine, replaced suite by suite."""
 
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -18,10 +17,12 @@ import torch
 
 import tilewise as tw
 
-from .suites import Case
+from ..problem import target_of
+from . import ablation, state
+from .state import PACKAGE
+from .suites import BACKWARD, BOTH, FORWARD, Case
+from .variants import VARIANTS
 
-PACKAGE = Path(__file__).parent.parent
-KERNEL_SOURCES = ("*.py", "tile/**/*.py", "triton/**/*.py", "hopper/**/*.py", "cpu/**/*.py")
 OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
 
 
@@ -59,12 +60,29 @@ class Row:
         return Case(**self.case)
 
 
-def kernels_hash(package: Path = PACKAGE, sources: Sequence[str] = KERNEL_SOURCES) -> str:
-    """Of every source that can change what a kernel computes or costs."""
-    digest = hashlib.sha256()
-    for path in sorted({p for pattern in sources for p in package.glob(pattern)}):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]) -> set[str]:
+    """The kernels that a row depends on, of those that are known where it was measured; none if they are others'."""
+    word, _, precision = implementation.partition(" ")
+    change = ablation.CHANGES.get(implementation)
+    if word != "tilewise" and implementation not in VARIANTS and not change:
+        return set()
+    if not any(name.startswith("triton") for name in known):
+        return {"cpu"}
+    size = next((size for size in state.SIZES if case.head_size <= size), max(state.SIZES))
+    ours = (
+        change.backend
+        if change
+        else "triton"
+        if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32")
+        else "hopper"
+    )
+    kind = "fp32 " if case.dtype == "fp32" else ""
+    passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
+    names = {f"{ours} {kind}{name} D{size}" for name in passes}
+    names = {name if name in known else name.replace("hopper", "triton") for name in names}
+    names |= {f"mask {part.device}" for part in case.mask.parts}
+    names |= {f"score {score.device}" for score in case.varied.score(case.heads, torch.device("cpu"))}
+    return names | ({"ablation"} if change else set())
 
 
 def device_name(device: torch.device) -> str:
@@ -84,15 +102,50 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def environment(device: torch.device, sources: Sequence[str] = KERNEL_SOURCES) -> dict[str, Any]:
-    """Everything needed to say where numbers come from; `sources` are those of the kernels measured."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything needed to say where numbers come from."""
     return {
         "device": device_name(device),
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "kernels": kernels_hash(sources=sources),
+        "kernels": _digest_on(device),
         "versions": versions(),
     }
+
+
+STATES: dict[str, dict[str, str]] = {}
+"""Of the kernels that were looked at here, by what stands for them in an environment."""
+
+
+def _digest_on(device: torch.device) -> str:
+    chips: tuple[str, ...] = ()
+    if device.type == "cuda":
+        from ..triton import tiles
+
+        chips = tiles.chips(target_of(device))
+    found = state.states(chips=chips)
+    STATES[state.digest(found)] = found
+    return state.digest(found)
+
+
+def keep_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
+    """A file names the states of its kernels once, beside its results."""
+    for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
+        content.setdefault("kernels", {})[name] = STATES[name]
+
+
+def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[str, str]) -> list[str]:
+    """Which kernels whose names begin so are others today than in the states `before`. A state that `carried` names
+    stands for its heir."""
+    now = state.states(chips=tuple(before.get("chips", "").split()))
+
+    def heir(of: str | None) -> str | None:
+        while of in carried:
+            of = carried[of]
+        return of
+
+    of = [name for name in sorted({*before, *now}) if name.startswith(tuple(names))]
+    return [name for name in of if heir(before.get(name)) != now.get(name)]
 
 
 def versions() -> dict[str, str]:
@@ -151,6 +204,7 @@ def merge(
     content["device"] = env["device"]
     run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
     content.setdefault(part, {})[suite] = run
+    keep_states(content, [env])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return content

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tile.tables import read
-from .results import OK, SKIPPED
+from .results import OK, SKIPPED, keep_states
 from .suites import Case
 
 MARGIN = 0.01
@@ -157,7 +157,9 @@ def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
         if at not in slots or t.present.status != SKIPPED:
             slots[at] = t
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"device": device, "slots": [asdict(t) for t in slots.values()]}, indent=1) + "\n")
+    content = {**content, "device": device, "slots": [asdict(t) for t in slots.values()]}
+    keep_states(content, [t.environment for t in found])
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _tuned(slot: dict[str, Any]) -> Tuned:

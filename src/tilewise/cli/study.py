@@ -88,7 +88,7 @@ def accumulation(
     chosen = tuple(dict.fromkeys(part or (*TIMED[:1], *sums.SWEEPS, *TIMED[1:])))
     found: dict[str, list[Any]] = {}
     for name in chosen:
-        env = results.environment(where, sums.SOURCES)
+        env = results.environment(where)
         found[name] = measure_part(name, where, targets, quickly)
         if file and found[name]:
             results.merge(file, name, found[name], env, quickly, part=sums.PART)

@@ -67,6 +67,10 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = _compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
     lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
+    if p.recipe.varlen:
+        cu_q = x.extra[-2]
+        _unowned(o, cu_q).zero_()
+        _unowned(lse.T, cu_q).fill_(-torch.inf)
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
     for s in _sequences(p, x):
@@ -130,7 +134,9 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
         _rows(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (_count(s), p.H)).transpose(1, 2))
-    _zero_outside_sequences(p, x, dq, dk, dv)
+    if p.recipe.varlen:
+        for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
+            _unowned(grad, cu).zero_()
     if p.recipe.sink:
         index = len(x.extra) - (3 if p.recipe.varlen else 1)
         if p.wanted[index]:
@@ -372,10 +378,9 @@ def _most(end: Any) -> Any:
     return end.max() if isinstance(end, Tensor) else end
 
 
-def _zero_outside_sequences(p: Problem, x: Operands, *grads: Tensor) -> None:
-    if p.recipe.varlen and p.B == 0:
-        for grad in grads:
-            grad.zero_()
+def _unowned(rows: Tensor, cu: Tensor) -> Tensor:
+    """The packed rows that no sequence owns."""
+    return rows[int(cu[-1]) :]
 
 
 def _compute_type(p: Problem) -> torch.dtype:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import DEFAULTS, FULL, _gather
+from ..backend import check_triton, needs
 from ..describe import check_number, describe
 from ..mask import Mask
 from ..problem import Operands, Problem, Unsupported
@@ -138,11 +139,10 @@ def attend(p: Problem, x: Operands, accumulate: Accumulate, backend: str | None 
             )
         return rounded.forward(p, x, accumulate)
     try:
+        check_triton()
         from . import launch
     except ImportError as error:
-        raise Unsupported(
-            f"backend 'triton' needs a package that cannot be imported ({error}); pip install 'tilewise[triton]'"
-        ) from error
+        raise Unsupported(f"backend 'triton': {needs(error)}") from error
     if reasons := launch.why_not(p, accumulate):
         raise Unsupported("; ".join(reasons))
     return launch.forward(p, x, accumulate)

@@ -7,7 +7,7 @@ registers: each piece is 4096 numbers in a row. Row values lie in the same block
 import triton
 import triton.language as tl
 
-from ..tile.rows import origin, row_values, rows_of
+from ..tile.rows import fill_unowned, origin, row_values, rows_of
 from ..tile.softmax import for_backward
 
 
@@ -20,15 +20,17 @@ def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
         return h * stride + q0 // B_R + b  # each sequence wastes less than one block
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles", "stride", "group", "zeroed"])
+@triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles", "stride", "group", "zeroed"])
 def prepare(
-    O, dO, dL, lse, L, D, dQ, ready, done, packed, M, H, tiles, stride, group, zeroed,
+    O, dO, dL, lse, L, D, dQ, ready, done, packed, unowned, M, H, tiles, stride, group, zeroed,
     d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready` and `done`, and in dQ of the first `zeroed`
-    matrices. Past the last row P = exp2(S - L) must vanish. The next kernel may begin, and waits for this one itself.
+    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready` and `done`, in dQ of the first `zeroed` matrices,
+    and in rows of gradients that no sequence owns. Past the last row P = exp2(S - L) must vanish. The next kernel may
+    begin, and waits for this one itself.
     """
     tl.extra.cuda.gdc_launch_dependents()
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
@@ -53,7 +55,7 @@ def prepare(
     if ready is not None:
         tl.store(ready + walk, 0, mask=t == 0)
     tl.store(done + b * H + h, 0, mask=t == 0)
-    at = first * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + (t * ROWS * SIZE + entries)[None, :]
+    at = (first + t.to(tl.int64) * ROWS) * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + entries[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
 
 
@@ -92,7 +94,7 @@ def finish(
     while count_at(done + b * H + h // group * group) < count:
         doze()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
-    x = tl.load(sums + first + t * 4096 + tl.arange(0, 4096))
+    x = tl.load(sums + first + t.to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])
     rows, entries = row + tl.arange(0, 64), column + tl.arange(0, 64)
     at = origin(dQ, b, h, q0) + rows.to(tl.int64)[:, None] * dQ.row + entries[None, :]

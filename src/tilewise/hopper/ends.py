@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..tile.rows import origin
+from ..tile.rows import fill_unowned, origin
 from . import releases
 from .channel import stage, wait
 
@@ -66,3 +66,11 @@ def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
     columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
     at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
     gl.store(at, o, mask=(rows < M) & (columns < d_v))
+
+
+@gluon.jit
+def fill_between(unowned, packed):
+    """What a forward leaves in rows that no sequence owns, by four warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    fill_unowned(unowned, packed, rows, gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])

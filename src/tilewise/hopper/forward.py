@@ -24,7 +24,7 @@ from ..tile.softmax import finalize, join_sink
 from . import releases
 from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
 from .dice import bits, dropped, rolled, taken
-from .ends import store_inside, zero_values
+from .ends import fill_between, store_inside, zero_values
 from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
 from .queue import draw, hand_on, leave, ticket, tickets
 from .softmax import begin, masked, online, scored
@@ -199,8 +199,10 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink):
 
 
 @gluon.jit
-def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
+def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile: gl.constexpr):
     """Warpgroup W: 64 rows of every query tile."""
+    if W == 0:  # while the first tile is loaded
+        fill_between(unowned, packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -282,9 +284,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, sink, variant, 
 
 
 # lengths, and what is counted from them
-@gluon.jit(do_not_specialize=["packed", "shape", "variant"])
+@gluon.jit(do_not_specialize=["packed", "unowned", "shape", "variant"])
 def forward(
-    Q, K, V, O, O_rows, L, counter, packed, sink, variant, c, shape,
+    Q, K, V, O, O_rows, L, counter, packed, unowned, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """O and L of every tile of queries. c turns logits into base 2."""
@@ -322,8 +324,8 @@ def forward(
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
                 (roll, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
@@ -332,8 +334,8 @@ def forward(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
             [4, 1], [REGISTERS, 24],
@@ -341,9 +343,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
-                (attend, (2, O, O_rows, L, shared, shape, packed, sink, variant, c, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (2, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import row_values, rows_of
+from ..tile.rows import fill_unowned, row_values, rows_of
 from ..tile.softmax import for_backward
 from .around import first_block
 from .pieces import INF, largest, load_block, store_pieces
@@ -133,16 +133,17 @@ def prepare_gradients(
         store_pieces(dO, do, block, blocks)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
+@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
 def fp32_prepare(
-    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unit, M, N, H, group, batch, key_tiles, query_tiles,
-    in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-    AHEAD: tl.constexpr = False,
+    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unowned, unit, M, N, H, group, batch, key_tiles,
+    query_tiles, in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    CENTRED: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """One block of Q, or one of dO and O, or one of ROWS keys: each a program of its own, so that many run side by
-    side. AHEAD: as in around.py."""
+    side; and zeros in rows of gradients that no sequence owns. AHEAD: as in around.py."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     program = tl.program_id(0)
     of_queries = batch * H * query_tiles
     if program < of_queries:

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, visits
+from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, unowned, visits
 from ..tile.visits import Variant
 from .around import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector
@@ -145,7 +145,7 @@ def launches(
     """
     row, D, _, query_tiles, *_, heads = sizes_of(p)
     splits = [] if scratch.kept else [splitting(p, pl, x, scratch.keys)]
-    before = preparation(p, pl, x, saved, do, dlse, scratch)
+    before = preparation(p, pl, x, saved, do, dlse, scratch, grads)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
@@ -157,21 +157,22 @@ def launches(
     return [*splits, *listing, before, main, after]
 
 
-def splitting(p: Problem, pl: Any, x: Operands, keys: Keys) -> Launch:
-    """K and V in pieces, for the forward, and for a backward that finds none kept."""
+def splitting(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
+    """K and V in pieces, for the forward, whose outputs are `saved`, and for a backward that finds none kept."""
     row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
         Split(rows(p, x.k), keys.k, keys.k_undo, None, keys.k_centre),
         Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm, keys.v_centre),
     )
-    arguments = operands, packed(p, x), *lengths(p), p.H_k, tiles, key_tiles, blocks
+    fills = unowned(p, saved) if saved else None
+    arguments = operands, packed(p, x), fills, *lengths(p), p.H_k, tiles, key_tiles, blocks
     constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "AHEAD": True, "num_warps": 8}
-    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled)
+    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, fills is None)
 
 
 def preparation(
-    p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
+    p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
 ) -> Launch:
     """Blocks of queries and of keys."""
     row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
@@ -190,8 +191,8 @@ def preparation(
         of_keys = 0
     arguments = (
         *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, scratch.done,
-        packed(p, x), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
-        Blocks(queries, keys, query_tiles, key_tiles),
+        packed(p, x), unowned(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys,
+        of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
     centred = dL is None and not p.recipe.sink

@@ -36,13 +36,14 @@ def product(a, b, zero):
 
 @gluon.jit
 def cut(x, PIECES: gl.constexpr):
-    """Numbers in registers as 16-bit pieces, two numbers at a time."""
+    """Numbers in registers as 16-bit pieces, two numbers at a time. An infinity goes into the last piece (pieces.py):
+    those before it are the largest finite number, which `satfinite` makes of it at no cost."""
     if PIECES == 2:
         return gl.inline_asm_elementwise(
             """{
             .reg .b16 a, b;
             .reg .f32 x, y;
-            cvt.rn.f16x2.f32 $0, $3, $2;
+            cvt.rn.satfinite.f16x2.f32 $0, $3, $2;
             mov.b32 {a, b}, $0;
             cvt.f32.f16 x, a;
             cvt.f32.f16 y, b;
@@ -57,14 +58,14 @@ def cut(x, PIECES: gl.constexpr):
             """{
             .reg .b32 a, b;
             .reg .f32 x, y, u, v;
-            cvt.rn.bf16x2.f32 $0, $4, $3;
+            cvt.rn.satfinite.bf16x2.f32 $0, $4, $3;
             shl.b32 a, $0, 16;
             and.b32 b, $0, 0xffff0000;
             mov.b32 u, a;
             mov.b32 v, b;
             sub.f32 x, $3, u;
             sub.f32 y, $4, v;
-            cvt.rn.bf16x2.f32 $1, y, x;
+            cvt.rn.satfinite.bf16x2.f32 $1, y, x;
             shl.b32 a, $1, 16;
             and.b32 b, $1, 0xffff0000;
             mov.b32 u, a;

@@ -115,7 +115,7 @@ def forward_launches(
         packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)
-    return [*listing, gradients.splitting(p, pl, x, keys), attend]
+    return [*listing, gradients.splitting(p, pl, x, keys, saved), attend]
 
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:

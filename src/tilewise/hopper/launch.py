@@ -24,6 +24,7 @@ from ..tile.launch import (
     lengths,
     packed,
     rows,
+    unowned,
     visits,
 )
 from ..tile.rows import Packed
@@ -186,7 +187,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     q, k, v, o, *_ = pl.boxes
     arguments = (
         Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
-        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), sink,
+        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), unowned(p, saved), sink,
         variant, pl.c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.forward, pl.programs, arguments, pl.constants, pl.compiled)]
@@ -218,7 +219,7 @@ def backward_launches(
         order = scratch.turns, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
         constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": pl.backward_tile.TURN}
         listing = [Launch(give_turns, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
-    before = preparation(p, pl, saved.o, do, dL, lse, scratch, where, key)
+    before = preparation(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = finishing(p, pl, scratch, grads.q, where)
     biases = of_biases(p, pl, x, do, scratch, grads, variant, key) if any(p.wanted) else ()
@@ -226,8 +227,8 @@ def backward_launches(
 
 
 def preparation(
-    p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, where: Packed | None,
-    key: Any,
+    p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, grads: Grads,
+    where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
     """Row values, and zeros."""
     row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, pl.backward_tile.GROUP
@@ -235,8 +236,8 @@ def preparation(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, lengths(p)[0], p.H, tiles,
-        shape.blocks, group, zeroed,
+        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, unowned(p, grads=grads),
+        lengths(p)[0], p.H, tiles, shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
     return Launch(prepare, p.B * p.H * tiles, arguments, constants, pl.compiled, key)

@@ -4,8 +4,9 @@
     bf16x6    three bf16 pieces hold all 24 bits in fp32's own range; six products count
 
 Each piece is the rounded rest of those before. Entries that are not finite are the exception: they go whole into the
-last piece, and the others are 0. The last piece only ever meets the first one of the other operand, which has its
-number's sign. So an infinity reaches the results that it reaches in fp32, as the same infinity.
+last piece, and the others are 0, or finite in what the backward splits in registers. The last piece only ever meets the
+first one of the other operand, which has its number's sign. So an infinity reaches the results that it reaches in fp32,
+as the same infinity.
 
 In memory, pieces lie in blocks: a sequence begins with a block of its own and ends in zeros, and a block has one scale.
 Blocks of K and V are the tiles of keys of the backward, and of the forward one tile or two.
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import origin, rows_of
+from ..tile.rows import fill_unowned, origin, rows_of
 from .around import first_block
 
 INF = tl.constexpr(float("inf"))
@@ -114,15 +115,17 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
     return tl.where(near, mean, 0.0)
 
 
-@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "stride", "blocks"])
+@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "tiles", "stride", "blocks"])
 def split(
-    operands, packed, M, N, H, tiles, stride, blocks,
+    operands, packed, unowned, M, N, H, tiles, stride, blocks,
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """A block of one of the operands, which share their rows: those of the keys, or of the queries; with the first of a
-    head, its centre. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
+    head, its centre. Before a forward it also fills the rows of its outputs that no sequence owns. AHEAD: the next
+    kernel may begin, and waits for this one where it reads pieces."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
     which, program = tl.program_id(0) % COUNT, tl.program_id(0) // COUNT
     t, h, b = program % tiles, program // tiles % H, program // tiles // H

@@ -17,12 +17,16 @@ from . import masks, scores
 from .bias import dbias
 from .dropout import Dropout
 from .once import once
-from .rows import Packed, Rows
+from .rows import Output, Packed, Rows, Unowned
 from .visits import Visits, list_tiles
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
 """Where values' device functions are looked up by name."""
+
+FUSED = {"enable_fp_fusion": True}
+"""What every kernel is compiled with: a product and a sum may become one multiply-add. Triton 3.10 no longer does so by
+default, which changes numbers and times."""
 
 HERE = nullcontext()
 """The context that does nothing, made once, as every call enters it."""
@@ -86,14 +90,14 @@ class Launch(NamedTuple):
             foreseen.append(self)
             return
         start = self.kernel[(self.programs,)]
-        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants))
+        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants, **FUSED))
         if compiled is not None:  # the interpreter compiles nothing
             rest = self.kernel.arg_names[len(self.arguments) :]
             self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
 
     def compile(self) -> Any:
         """The compiled kernel for the active driver's target, without a GPU."""
-        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **FUSED)
 
 
 FORESEEN: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
@@ -187,7 +191,21 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     if not p.recipe.varlen:
         return None
     cu_q, cu_k = x.extra[-2:]
-    return Packed(cu_q.contiguous(), cu_k.contiguous())
+    return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
+
+
+def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unowned | None:
+    """What a launch fills in rows that no packed sequence owns: of o and lse, or of dq, dk and dv."""
+    if not p.recipe.varlen:
+        return None
+    of_keys: tuple[Output, ...] = ()
+    if saved:
+        of_queries, lse = Output(rows(p, saved.o), p.H, p.D_v), saved.lse
+    else:
+        assert grads
+        of_queries, lse = Output(rows(p, grads.q), p.H, p.D), None
+        of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
+    return Unowned((of_queries,), of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:

@@ -158,15 +158,17 @@ def padding_queries(b, j, lengths):
 @triton.jit
 def padding_keys_keep(b, h, i, j, real, batch, entry, N):
     """True where the key is real."""
-    return tl.load(real + b.to(tl.int64) * batch + j * entry, mask=j < N, other=0).to(tl.int1) & (i >= -OPEN)
+    at = b.to(tl.int64) * batch + j.to(tl.int64) * entry
+    return tl.load(real + at, mask=j < N, other=0).to(tl.int1) & (i >= -OPEN)
 
 
 @triton.jit
 def documents_keep(b, h, i, j, q_ids, q_batch, q_entry, k_ids, k_batch, k_entry, M, N):
     """Equal ids see each other."""
     row = i - (N - M)
-    rows = tl.load(q_ids + b.to(tl.int64) * q_batch + row * q_entry, mask=(row >= 0) & (row < M), other=0)
-    columns = tl.load(k_ids + b.to(tl.int64) * k_batch + j * k_entry, mask=j < N, other=0)
+    q_at = b.to(tl.int64) * q_batch + row.to(tl.int64) * q_entry
+    rows = tl.load(q_ids + q_at, mask=(row >= 0) & (row < M), other=0)
+    columns = tl.load(k_ids + b.to(tl.int64) * k_batch + j.to(tl.int64) * k_entry, mask=j < N, other=0)
     return rows == columns
 
 

@@ -178,6 +178,7 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
             B_H=B_H,
             B_P=B_P,
             B_REST=B_REST,
+            enable_fp_fusion=True,  # as in launch.py
         )
 
 

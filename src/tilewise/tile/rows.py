@@ -5,6 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+SHARERS = tl.constexpr(512)
+"""Programs that fill rows of no sequence, at most: the first wave of a launch, whose wait for memory hides theirs."""
+
 
 class Rows(NamedTuple):
     """One operand, (batch, length, heads, size) by its strides, entries side by side; packed: `batch` is 0."""
@@ -16,32 +19,98 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The cu_seqlens of packed sequences."""
+    """The cu_seqlens of packed sequences, and the longest lengths. Host integers are given as 2 n + 1, since Triton
+    would compile anew for multiples of 16."""
 
     cu_q: object
     cu_k: object
+    max_q: object
+    max_k: object
+
+
+class Output(NamedTuple):
+    """An output of packed sequences by its strides, its heads and its head size."""
+
+    X: Rows
+    heads: object
+    size: object
+
+
+class Unowned(NamedTuple):
+    """What is filled in rows that no sequence owns: outputs with rows for queries, those with rows for keys, and lse or
+    None. Counts are 2 n + 1, as in `Packed`."""
+
+    of_queries: tuple
+    of_keys: tuple
+    lse: object
+    sequences: object
+    queries: object
+    keys: object
 
 
 @triton.jit
 def rows_of(packed, b, M, N):
     """First row and length of batch entry b's queries, then of its keys.
 
-    M and N are the lengths, or for packed sequences the rows in all: bad cu_seqlens stay inside the tensors.
+    M and N are the lengths, or for packed sequences the rows in all: bad cu_seqlens stay inside the tensors. A sequence
+    that is longer than the layout says ends there.
     """
     if packed is None:
         return 0, M, 0, N
     else:
-        q0, m = clamped(packed.cu_q, b, M)
-        k0, n = clamped(packed.cu_k, b, N)
+        q0, m = clamped(packed.cu_q, b, M, packed.max_q)
+        k0, n = clamped(packed.cu_k, b, N, packed.max_k)
         return q0, m, k0, n
 
 
 @triton.jit
-def clamped(cu, b, total):
-    """Start and length of sequence b, inside [0, total)."""
+def clamped(cu, b, total, most):
+    """Start and length of sequence b, inside [0, total), and no longer than `most`, which is 2 n + 1."""
     start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu + b + 1), start), total)
-    return start, end - start
+    return start, tl.minimum(end - start, most // 2)
+
+
+@triton.jit
+def fill_unowned(unowned, packed, rows, columns):
+    """Zeros in the rows of outputs that no sequence owns, and -inf in their lse. The first programs share them out, in
+    blocks of `rows` (R, 1) and `columns` (1, C)."""
+    if unowned is not None:
+        programs = tl.minimum(tl.num_programs(0), SHARERS)
+        if tl.program_id(0) < programs:
+            count = unowned.sequences // 2
+            of_queries, of_keys = (unowned.of_queries, unowned.lse), (unowned.of_keys, None)
+            fill_behind(of_queries, packed.cu_q, packed.max_q, unowned.queries // 2, count, programs, rows, columns)
+            fill_behind(of_keys, packed.cu_k, packed.max_k, unowned.keys // 2, count, programs, rows, columns)
+
+
+@triton.jit
+def fill_behind(filled, cu, most, total, count, programs, rows, columns):
+    """The same behind sequences that are longer than the layout says, and behind the last."""
+    if len(filled[0]) > 0:
+        program = tl.program_id(0)
+        ROWS: tl.constexpr = rows.shape[0]
+        for b in range(program, count, programs):
+            start, length = clamped(cu, b, total, most)
+            fill(filled, start + length, tl.minimum(tl.load(cu + b + 1), total), ROWS, total, rows, columns)
+        end = tl.minimum(tl.maximum(tl.load(cu + count), 0), total)
+        fill(filled, end + program * ROWS, total, programs * ROWS, total, rows, columns)
+
+
+@triton.jit
+def fill(filled, first, end, step, total, rows, columns):
+    """The same in blocks of rows, of which one begins every `step`, up to `end`."""
+    outputs, lse = filled
+    for i in range(first, end, step):
+        inside = i + rows < end
+        for n in tl.static_range(len(outputs)):
+            X, heads, size = outputs[n]
+            for h in range(heads):
+                at = X.ptr + tl.cast(h, tl.int64) * X.head + (i + rows).to(tl.int64) * X.row
+                for column in range(0, size, columns.shape[1]):
+                    tl.store(at + column + columns, 0.0, mask=inside & (column + columns < size))
+                if lse is not None:
+                    tl.store(lse + tl.cast(h, tl.int64) * total + i + rows, float("-inf"), mask=inside)
 
 
 @triton.jit

@@ -19,6 +19,19 @@ VARIABLE = "TILEWISE_TILES"
 Table = dict[Any, Any]
 """Rows, each a NamedTuple, by key: numbers and words, or a tuple of them."""
 
+POWERS, STAGES = (16, 32, 64, 128, 256, 512), tuple(range(1, 9))
+ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
+    "triton": {
+        "B_r": POWERS, "B_c": POWERS, "warps": (1, 2, 4, 8, 16), "stages": STAGES,
+        "registers": (None, *range(24, 256, 8)),
+    },
+    "hopper": {
+        "B_r": (64, 128), "B_c": (64, 128), "warpgroups": (2, 3), "q_stages": STAGES, "kv_stages": STAGES,
+        "do_stages": STAGES, "split": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
+    },
+}  # fmt: skip
+"""By back end, what a file's fields may be where their type does not say it; others give wrong results or no kernel."""
+
 
 def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> Mapping[str, Table]:
     """A back end's tables by name, with this card's rows from the file in place of the package's."""
@@ -28,7 +41,8 @@ def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> M
     found = rows_of_card(Path(path), device).get(backend, {})
     if unknown := set(found) - set(tables):
         raise ValueError(_broken(path, f"{backend} has no table {', '.join(sorted(unknown))}"))
-    return {name: table | _rows(path, name, table, found.get(name, {})) for name, table in tables.items()}
+    allowed = ALLOWED[backend]
+    return {name: table | _rows(path, name, table, found.get(name, {}), allowed) for name, table in tables.items()}
 
 
 def whose(device: torch.device) -> str:
@@ -63,7 +77,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
             f"or unset {VARIABLE}"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(_broken(path, "it is no file of rows")) from error
     if not shaped:
         raise ValueError(_broken(path, "it is no file of rows"))
@@ -77,21 +91,28 @@ def label(key: Any) -> str:
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _rows(path: str, name: str, table: Table, found: dict[str, Any]) -> Table:
+def _rows(path: str, name: str, table: Table, found: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> Table:
     """A file's rows of one table, as the table has them."""
     keys = {label(key): key for key in table}
     if unknown := set(found) - set(keys):
         raise ValueError(_broken(path, f"table {name} has no row {', '.join(sorted(unknown))}"))
-    return {keys[text]: _row(path, f"row {text} of table {name}", table[keys[text]], x) for text, x in found.items()}
+    return {
+        keys[text]: _row(path, f"row {text} of table {name}", table[keys[text]], fields, allowed)
+        for text, fields in found.items()
+    }
 
 
-def _row(path: str, where: str, like: Any, fields: Any) -> Any:
+def _row(path: str, where: str, like: Any, fields: Any, allowed: Mapping[str, tuple[Any, ...]]) -> Any:
     """A row of the same kind as the package's, with these fields."""
     if not isinstance(fields, dict) or set(fields) != set(like._fields):
         raise ValueError(_broken(path, f"{where} must have the fields {', '.join(like._fields)}"))
     for field, kind in get_type_hints(type(like)).items():
-        if type(fields[field]) not in (get_args(kind) or (kind,)):
-            raise ValueError(_broken(path, f"{field} in {where} is {fields[field]!r}"))
+        value = fields[field]
+        if type(value) not in (get_args(kind) or (kind,)):
+            raise ValueError(_broken(path, f"{field} in {where} is {value!r}"))
+        if value not in allowed.get(field, (value,)):
+            among = ", ".join(map(str, allowed[field]))
+            raise ValueError(_broken(path, f"{field} in {where} is {value!r}, which is none of {among}"))
     return like._replace(**fields)
 
 

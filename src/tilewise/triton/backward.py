@@ -9,7 +9,7 @@ import triton.language as tl
 from ..tile.blocks import block, load_row_values, load_rows, store_rows
 from ..tile.factors import load_passing, load_still, load_values, meet, product, still_axis, weights
 from ..tile.gradients import scores_gradient
-from ..tile.rows import pitch, row_values, rows_of
+from ..tile.rows import fill_unowned, pitch, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.softmax import for_backward
 from ..tile.visits import Place, key_range, list_at, partial_at, query_range, tile_at
@@ -18,12 +18,12 @@ from ..tile.visits import Place, key_range, list_at, partial_at, query_range, ti
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
 
 
-@triton.jit(do_not_specialize=["packed", "M", "H", "tiles"])
-def delta(O, dO, dL, lse, L, D, packed, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
-    """What the other kernels read of a row: L, the lse in their logarithm, and D = rowsum(dO * O) - dL.
-
-    dL, the gradient of lse, may be None.
+@triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles"])
+def delta(O, dO, dL, lse, L, D, packed, unowned, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
+    """What the other kernels read of a row: L, the lse in their logarithm, and D = rowsum(dO * O) - dL. Also zeros in
+    rows of gradients that no sequence owns. dL, the gradient of lse, may be None.
     """
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M

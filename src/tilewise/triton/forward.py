@@ -7,7 +7,7 @@ from ..tile.blocks import block, store_rows
 from ..tile.dropout import kept
 from ..tile.factors import load_left, load_right, load_values, product, weights
 from ..tile.masks import visible
-from ..tile.rows import row_values, rows_of
+from ..tile.rows import fill_unowned, row_values, rows_of
 from ..tile.schedule import assign
 from ..tile.scores import Entries, through
 from ..tile.softmax import finalize, join_sink, online_softmax
@@ -41,13 +41,14 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 
 
 # lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
-@triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "heads", "section", "tiles"])
+@triton.jit(do_not_specialize=["packed", "unowned", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def forward(
-    Q, K, V, O, L, packed, sink, variant, c, M, N, H, heads, section, tiles,
+    Q, K, V, O, L, packed, unowned, sink, variant, c, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O and L for every tile of queries. c turns logits into base 2; G query heads share a key head."""
+    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     rows_in_all = M

@@ -22,6 +22,7 @@ from ..tile.launch import (
     lengths,
     packed,
     rows,
+    unowned,
     visits,
     with_adjacent_rows,
 )
@@ -81,6 +82,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
+    if 0 in (p.B, p.M):  # no program runs
+        saved.o.zero_(), saved.lse.fill_(-torch.inf)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved):
@@ -91,6 +94,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """dq, dk, dv, and what extras want."""
     grads = empty_grads(p, x)
+    if 0 in (p.B, p.M):
+        grads.q.zero_(), grads.k.zero_(), grads.v.zero_()
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     logs, delta = empty_row_values(p, x), empty_row_values(p, x)
@@ -119,7 +124,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), sink,
+        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unowned(p, saved), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
     )  # fmt: skip
     yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
@@ -140,7 +145,7 @@ def backward_launches(
 
     tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, M, p.H, tiles)
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, unowned(p, grads=grads), M, p.H, tiles)
     constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
     yield Launch(
         kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None or dL.data_ptr() % 16)

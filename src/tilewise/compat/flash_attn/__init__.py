@@ -9,7 +9,8 @@ Names, order and defaults of arguments are that package's; what the arguments me
     dropout_p           probability on the softmax's entries; drawn from torch's generator
     softmax_scale       default D ** -0.5
     causal              query i sees keys j <= i + N - M: aligned to the last key
-    window_size         (left, right), i + N - M - left <= j <= i + N - M + right; -1 is open; causal closes the right
+    window_size         (left, right), i + N - M - left <= j <= i + N - M + right; -1 or None is open;
+                        causal closes the right
     softcap             softcap * tanh(logits / softcap); 0.0 is off
     alibi_slopes        (H,) or (B, H): logits - slope * abs(i + N - M - j); no gradient
     deterministic       bitwise repeatable gradients
@@ -49,7 +50,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Sides = Sequence[int | Tensor]
+Sides = Sequence[int | Tensor | None]
 Length = int | Tensor
 Result = Any
 """out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
@@ -224,7 +225,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> _Options:
-    left, right = (None if side < 0 else _number(side) for side in window_size)
+    left, right = (None if side is None or side < 0 else _number(side) for side in window_size)
     if causal:
         mask = Causal() if left is None else Window(left, 0)
     else:

@@ -1,0 +1,68 @@
+"""For `benchmarks/kernels.py carry`: compiles every launch for sm_90 without a GPU, and counts instructions.
+
+Runs with a tree's own src and tests on PYTHONPATH; prints, by the kernel's state, ["hopper forward D64 ...", counts].
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+GROUPS = {
+    "hopper": {
+        "forward": "hopper forward", "fp32_forward": "hopper fp32 forward", "backward": "hopper backward",
+        "prepare": "hopper backward", "finish": "hopper backward", "give_turns": "hopper backward",
+        "fp32_prepare": "hopper fp32 backward", "fp32_backward": "hopper fp32 backward", "dbias": "gradient of a bias",
+        "split": "hopper fp32 forward", "list_tiles": "lists of tiles",
+    },
+    "triton": {
+        "forward": "triton forward", "delta": "triton backward", "dkdv": "triton backward", "dq": "triton backward",
+        "dbias": "gradient of a bias", "list_tiles": "lists of tiles",
+    },
+}  # fmt: skip
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+
+def load(name: str, file: str) -> Any:
+    """A module of the tree's tests."""
+    path = next(folder for folder in sys.path if folder.endswith("tests"))
+    spec = importlib.util.spec_from_file_location(name, f"{path}/{file}")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def launches() -> Iterator[tuple[str, int, str, Any]]:
+    """Back end, head size, what is called, and each of its launches."""
+    portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
+    portable.use_target("sm_90")
+    for D, names in hopper.CALLS.items():
+        for name in names:
+            for one in hopper.launches(D, hopper.calls()[name]):
+                yield "hopper", D, name, one
+    for call in portable.calls("sm_90"):
+        for one in portable.launches_of("sm_90", call):
+            kind = "fp32 " if call.dtype == torch.float32 else ""
+            yield "triton", call.D, f"{kind}{call.variant}", one
+
+
+def main() -> None:
+    """Every kernel once, whatever shares it."""
+    sass = sys.modules["portable"].sass if "portable" in sys.modules else None
+    for number, (back, D, name, one) in enumerate(launches()):
+        group = GROUPS[back].get(one.kernel.fn.__name__, one.kernel.fn.__name__)
+        if back == "triton" and name.startswith("fp32"):
+            group = group.replace("triton", "triton fp32")
+        sass = sass or load("portable", "triton/offline.py").sass
+        counts = Counter(INSTRUCTION.findall(sass(one.compile().asm["cubin"])))
+        where = f" D{D}" if "ward" in group or "bias" in group else ""
+        print(json.dumps([f"{group}{where} {name} {number}", counts]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

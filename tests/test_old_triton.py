@@ -1,0 +1,67 @@
+"""A Triton below 3.6 compiles no kernel: the GPU back ends refuse it by its version, before they are imported."""
+
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from tilewise import backend
+
+PREAMBLE = """
+import sys
+import torch
+import triton
+import tilewise as tw
+
+triton.__version__ = "3.5.1"
+q = torch.randn(1, 9, 2, 8)
+"""
+
+
+def run(script):
+    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_explain_names_the_version_and_what_to_install():
+    told = run("""
+        x = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta")
+        print(tw.explain(x, x, x, device="sm_90"))
+        assert not [name for name in sys.modules if name.startswith(("tilewise.triton", "tilewise.hopper"))]
+    """)
+    for name in ("hopper", "triton"):
+        (line,) = [line for line in told.splitlines() if line.startswith(name)]
+        assert "refuses" in line
+        for word in ("Triton 3.6", "3.5.1", "torch 2.10"):
+            assert word in line, line
+
+
+def test_the_cpu_runs_and_the_others_say_why_not():
+    told = run("""
+        from tilewise.experimental import attention
+        assert tw.attention(q, q, q).isfinite().all()
+        for call in (lambda: tw.attention(q, q, q, backend="triton"),
+                     lambda: attention(q.half(), q.half(), q.half(), backend="triton")):
+            try:
+                call()
+            except tw.Unsupported as error:
+                print(error)
+    """)
+    assert told.count("3.5.1") == 2, told
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("3.5.1", True), ("2.3.1", True), ("3.6.0", False), ("3.10.0", False), ("3.7.0+git1234", False), ("4.0", False)],
+)
+def test_versions_are_compared_as_numbers(version, old, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    if old:
+        with pytest.raises(ImportError, match=version):
+            backend.check_triton()
+    else:
+        assert backend.check_triton() is None

@@ -1,0 +1,130 @@
+"""Products of 32-bit integers that reach an address, and whether products and sums may fuse: one JSON line a kernel.
+
+Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does, and stops each kernel after its first stage.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+
+import tilewise as tw
+from tilewise.describe import describe_fake
+from tilewise.experimental import Accumulate
+from tilewise.experimental import launch as experiment
+from tilewise.problem import Operands, Recipe
+from tilewise.triton.tiles import current
+
+sys.path.insert(0, str(Path(__file__).parent))
+from addresses import products
+from offline import launches, meta, use_target
+
+HERE = Path(__file__).parent
+B, S, H, H_k, D = 2, 1024, 4, 2, 128
+
+# what is compiled
+
+
+def calls() -> dict[str, dict[str, Any]]:
+    """Options of calls that together have every mask, score and layout, their tensors where no stride is 1."""
+    ends, ids = meta(B + 1, dtype=torch.int32), meta(S, B, dtype=torch.int32).T
+    real, seen = meta(S, B, dtype=torch.bool).T, meta(S, S, H, B, dtype=torch.bool).permute(3, 2, 1, 0)
+    return {
+        "full": {},
+        "rich": {
+            "mask": tw.Causal() & tw.Window(255, 3) & tw.Prefix(meta(B, dtype=torch.int64)),
+            "score": [tw.SoftCap(30.0), tw.Alibi(meta(H, B, dtype=torch.float32).T)],
+            "sink": meta(H, dtype=torch.float32),
+            "dropout": 0.1,
+        },
+        "listed": {
+            "mask": tw.Documents(ids, ids) & tw.Padding(real) & tw.Dense(seen),
+            "score": tw.Bias(meta(S, S, H, B, dtype=torch.bfloat16).permute(3, 2, 1, 0)),
+        },
+        "varlen": {"mask": tw.Causal() & tw.Padding(meta(B, dtype=torch.int32)), "layout": tw.Varlen(ends, ends, S, S)},
+    }
+
+
+def of_portable(options: dict[str, Any]) -> list[Any]:
+    """The portable kernels' launches of a call."""
+    shape = (B * S,) if "layout" in options else (B, S)
+    q, k = (meta(*shape, heads, D, dtype=torch.bfloat16) for heads in (H, H_k))
+    return launches("sm_90", q, k, k, **options, wanted=True)
+
+
+def of_hopper(options: dict[str, Any]) -> Iterator[Any]:
+    """Hopper's launches: of the same calls and of further kinds, in bf16 and in fp32."""
+    half, full = (module(HERE.parent / "hopper" / name) for name in ("offline.py", "offline_fp32_backward.py"))
+    ordered, shared = {"mask": tw.Causal(), "deterministic": True}, {"mask": tw.Causal(), "B": 1, "H": 16, "H_k": 1}
+    for given in (*options.values(), ordered, shared):
+        yield from half.launches(D, given)
+    for given in ({}, {"mask": options["listed"]["mask"]}, options["varlen"]):
+        yield from half.launches(D, {**given, "precision": "fp16x3"})
+    for call in ("full", "ordered", "varlen"):
+        yield from full.launches(D, "fp16x3", call)
+
+
+def module(path: Path) -> Any:
+    """A file's functions; two are called offline.py."""
+    spec = spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    spec.loader.exec_module(made := module_from_spec(spec))
+    return made
+
+
+def of_experiment() -> list[Any]:
+    """The launch of tilewise.experimental."""
+    q = meta(B, S, H, 64, dtype=torch.float16)
+    x = Operands(q, q, q, ())
+    p = describe_fake(x, Recipe(), (0, 0), "sm_90")
+    return experiment.launches(p, x, torch.empty_like(q), Accumulate(), current(p).forward)
+
+
+# the text of a kernel
+
+
+class Stop(Exception):  # noqa: N818, it carries a result
+    """A kernel's text after its first stage, and its options."""
+
+
+def first_stage(launch: Any) -> tuple[str, Any]:
+    """A kernel's Triton IR, or its Triton GPU IR if it is written in Gluon, and what it is compiled with."""
+
+    def after_first(_: Any, stages: dict[str, Any], options: Any, *__: Any) -> None:
+        name, first = next(iter(stages.items()))
+
+        def stop(module: Any, metadata: Any) -> None:
+            raise Stop(str(first(module, metadata)), options)
+
+        stages[name] = stop
+
+    knobs.runtime.add_stages_inspection_hook = after_first
+    knobs.compilation.always_compile = True
+    try:
+        launch.compile()
+    except Stop as stopped:
+        return stopped.args
+    raise AssertionError("the first stage was not run")
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Every kernel of every call."""
+    use_target("sm_90")
+    made = [("experiment", one) for one in of_experiment()]
+    made += [("portable", one) for options in calls().values() for one in of_portable(options)]
+    made += [("hopper", one) for one in of_hopper(calls())]
+    for backend, one in made:
+        text, options = first_stage(one)
+        found = {"products": sorted(set(products(text))), "fused": options.enable_fp_fusion}
+        yield {"kernel": f"{backend} {one.kernel.fn.__name__}", **found}
+
+
+if __name__ == "__main__":
+    for row in main():
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,99 @@
+"""Every kernel's Triton IR and options, without a GPU: no address is computed from a 32-bit product that can pass 2^31,
+and products and sums may fuse."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+ALLOWED = {
+    "a row or a key of a sequence; describe.py refuses lengths from 2^30 on": {
+        "experimental/forward.py": ("t * B_R", "j * B_C"),
+        "hopper/around.py": ("t * ROWS", "t // PIECES * 64"),
+        "hopper/forward.py": ("j * B_C",),
+        "hopper/fp32_around.py": ("t * BLOCK", "t * ROWS"),
+        "hopper/fp32_forward.py": ("j * B_C",),
+        "hopper/keys.py": ("m * B_R", "t_k * B_C"),
+        "hopper/pieces.py": ("t * ROWS",),
+        "hopper/queries.py": ("m * (64 * WARPGROUPS)",),
+        "tile/bias.py": (
+            "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
+        ),
+        "tile/visits.py": ("r * B_R", "c * B_C"),
+        "triton/backward.py": (
+            "t * B_R", "t * B_C",
+            "tile_at(variant.visits, lists, x) * B_R",
+            "partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_R",
+            "tile_at(variant.visits, lists, x) * B_C",
+            "partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C",
+        ),
+        "triton/forward.py": ("t * B_R", "j * B_C"),
+    },
+    "rows in all, rounded up; cu_seqlens count them in 32 bits": {"tile/rows.py": ("(M + 15) // 16 * 16",)},
+    "one of B H matrices; a launch has at least as many programs, and at most 2^31": {
+        "hopper/around.py": ("b * H", "h // group * group"),
+        "hopper/backward.py": ("keys.b * shape.H",),
+        "hopper/fp32_around.py": ("b * H",),
+        "hopper/keys.py": ("w * tile.GROUP",),
+        "tile/schedule.py": ("program // per_section * section",),
+        "triton/backward.py": ("h_k * G", "H_k * G"),
+    },
+    "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
+        "hopper/around.py": ("(b * H + h) * stride", "h * stride"),
+        "hopper/shares.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
+        "hopper/turns.py": ("lo // TURN * TURN",),
+    },
+    "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
+        "hopper/backward.py": (
+            "share * each", "(share + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
+        ),
+    },
+    "a number of the centres, (B, H_k, 128), beside which the keys' pieces would fill 2^40 bytes": {
+        "hopper/fp32_around.py": ("(b * H + h) * SIZE",),
+        "hopper/pieces.py": ("(b * H + h) * SIZE",),
+    },
+    "one of (B, H) slopes, which would have to lie in 2^33 bytes": {
+        "hopper/backward_scores.py": ("at.h * head",),
+        "hopper/scores.py": ("at.h * head",),
+        "tile/scores.py": ("at.h * head",),
+    },
+}  # fmt: skip
+"""Products that stay, by reason and file. `python tests/triton/products.py` lists what there is."""
+KERNELS = {
+    "experiment forward",
+    *(f"portable {name}" for name in ("forward", "delta", "dkdv", "dq", "dbias", "list_tiles")),
+    *(f"hopper {name}" for name in ("forward", "prepare", "backward", "finish", "dbias", "list_tiles", "give_turns")),
+    *(f"hopper {name}" for name in ("split", "fp32_forward", "fp32_prepare", "fp32_backward")),
+}  # fmt: skip
+
+
+@cache
+def rows():
+    """What products.py prints, under a Triton that fuses nothing unless it is asked to."""
+    path = [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0",
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "products.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in found} == KERNELS
+    return found
+
+
+def test_products_that_reach_an_address_have_64_bits_or_a_reason():
+    found = {(file, product): row["kernel"] for row in rows() for file, product in row["products"]}
+    allowed = {(file, one) for files in ALLOWED.values() for file, several in files.items() for one in several}
+    new = {f"{found[at]}, {at[0]}: {at[1]}" for at in set(found) - allowed}
+    assert not new, f"make them 64-bit, or say in ALLOWED why they stay below 2^31: {sorted(new)}"
+    assert not allowed - set(found), "no longer there"
+
+
+def test_every_kernel_names_that_products_and_sums_may_fuse():
+    """Triton 3.10 changes its default, and with it numbers and times of kernels that do not say."""
+    assert {row["kernel"] for row in rows() if not row["fused"]} == set()
