@@ -150,4 +150,4 @@ def test_main_is_the_console_script(capsys, monkeypatch):
         cli.main()
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("info", "explain", "bench", "train", "demo"))
+    assert all(command in shown for command in ("info", "explain", "warm", "bench", "train", "demo"))

@@ -63,5 +63,11 @@ def test_attention_has_the_arguments_of_the_design():
     assert parameters["mask"].default.parts == ()
 
 
+def test_signatures_in_full_say_what_is_returned():
+    assert inspect.signature(tw.explain).return_annotation is tw.Explanation
+    assert inspect.signature(tw.warm).return_annotation is tw.Warmed
+    assert {"mask", "device", "more", "return_lse"} <= set(inspect.signature(tw.warm).parameters)
+
+
 def test_the_version_is_a_string_of_numbers():
     assert all(part.isdigit() for part in tw.__version__.split(".")[:2])
