@@ -195,7 +195,7 @@ WRONG = {
     ),
     "unknown back end": (call(backend="cuda"), ValueError, ["backend", "'cuda'", "triton", "cpu"]),
     "cu_q not at 0": (packed(ends(1, 5), ends(0, 7)), ValueError, ["cu_q", "[1, 5]", "start at 0"]),
-    "cu_q not at the end": (packed(ends(0, 4), ends(0, 7)), ValueError, ["cu_q", "[0, 4]", "total of 5"]),
+    "cu_q past the end": (packed(ends(0, 6), ends(0, 7)), ValueError, ["cu_q", "[0, 6]", "end at 5 rows or before"]),
     "cu_k decreasing": (packed(ends(0, 2, 5), ends(0, 8, 7)), ValueError, ["cu_k", "[0, 8, 7]", "never decrease"]),
     "max_q too short": (packed(ends(0, 5), ends(0, 7), 4, 7), ValueError, ["cu_q", "max_q", "4", "5"]),
     "max_k too short": (packed(ends(0, 5), ends(0, 7), 5, 6), ValueError, ["cu_k", "max_k", "6", "7"]),

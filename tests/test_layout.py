@@ -87,6 +87,24 @@ def test_no_sequence_gives_nothing():
     assert q.grad.shape == (0, 2, 8)
 
 
+def test_rows_that_no_sequence_owns_are_left_out():
+    x = [torch.full((20, 2, 8), torch.nan) for _ in range(3)]
+    for t in x:
+        t[:17] = torch.randn(17, 2, 8)
+        t.requires_grad_()
+    layout = tw.Varlen(ends(5, 12), ends(5, 12), 12, 12)
+    o, lse = tw.attention(*x, mask=tw.Causal(), layout=layout, return_lse=True)
+    grads = torch.autograd.grad(o[:17].sum(), x)
+    owned = [t.detach()[:17].requires_grad_() for t in x]
+    want = tw.attention(*owned, mask=tw.Causal(), layout=layout)
+    assert torch.equal(o[:17], want)
+    assert (o[17:] == 0).all()
+    assert (lse[:, 17:] == -torch.inf).all()
+    for grad, wanted in zip(grads, torch.autograd.grad(want.sum(), owned), strict=True):
+        assert torch.equal(grad[:17], wanted)
+        assert (grad[17:] == 0).all()
+
+
 CU = torch.tensor([0, 3, 7], dtype=torch.int32)
 
 

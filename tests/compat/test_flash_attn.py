@@ -217,6 +217,15 @@ def test_varlen_is_one_call_per_sequence(tensors):
         assert_near(lse[:, rows], alone[1][0])
 
 
+def test_a_buffer_of_fixed_size_may_be_longer_than_its_sequences():
+    q, cu = random(12, H, D), torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    out, lse, _ = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, causal=True, return_attn_probs=True)
+    short, short_lse, _ = flash_attn_varlen_func(*(q[:9],) * 3, cu, cu, 5, 5, causal=True, return_attn_probs=True)
+    assert torch.equal(out[:9], short)
+    assert torch.equal(lse[:, :9], short_lse)
+    assert not out[9:].any()
+
+
 def test_varlen_qkvpacked():
     qkv = random(11, 3, H, D, grad=True)
     cu = starts(LENGTHS_Q)

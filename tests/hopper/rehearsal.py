@@ -14,7 +14,7 @@ from tilewise.hopper.shares import Shares
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.launch import device_values
 from tilewise.tile.masks import Part
-from tilewise.tile.rows import Packed
+from tilewise.tile.rows import Packed, Unowned
 from tilewise.tile.visits import Variant, Visits
 
 
@@ -85,7 +85,7 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward")["forward"]
-    end = None, None, variant, 1.0, shape, tile, 0
+    end = Unowned((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
     perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 

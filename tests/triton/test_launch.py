@@ -191,6 +191,23 @@ def test_a_sequence_ends_where_the_layout_says():
     assert out.tolist() == [[0, 3, 0, 2], [3, 5, 3, 2]]
 
 
+def test_a_longest_length_that_is_too_short_cuts_sequences_off():
+    """As on a GPU, where nobody reads cu_seqlens: the rest of a sequence is nobody's; gradients are those of this."""
+    cu, cut = torch.tensor([0, 3, 17], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
+    q, k, v, do = (torch.randn(20, 2, 16) for _ in range(4))
+    x, recipe, longest = _gather(
+        q, k, v, tw.Causal(), (), None, None, 0.0, tw.Varlen(cu, cu, 5, 5), None, False, "triton"
+    )
+    p = _hypothetical(x, recipe, longest, "cpu")
+    pl = launch.plan(p)
+    saved = launch.forward(p, pl, x, None)
+    found = saved.o, saved.lse.T, *launch.backward(p, pl, x, saved, do, torch.zeros_like(saved.lse))[:3]
+    o, lse, *grads = gradients(q[:8], k[:8], v[:8], do[:8], mask=tw.Causal(), layout=tw.Varlen(cut, cut, 5, 5))
+    for name, got, want in zip(("o", "lse", "dq", "dk", "dv"), found, (o, lse.T, *grads), strict=True):
+        assert torch.equal(got[:8], want), name
+        assert (got[8:] == (-torch.inf if name == "lse" else 0)).all(), name
+
+
 def guarded(shape, inside):
     """A tensor in the middle of memory full of a number that is not meant to be read or written, and that memory."""
     whole = torch.full((shape[0] + 128, *shape[1:]), 1e30)

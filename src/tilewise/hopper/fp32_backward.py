@@ -165,10 +165,9 @@ def splitting(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None 
         Split(rows(p, x.k), keys.k, keys.k_undo, None, keys.k_centre),
         Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm, keys.v_centre),
     )
-    fills = unowned(p, saved) if saved else None
-    arguments = operands, packed(p, x), fills, *lengths(p), p.H_k, tiles, key_tiles, blocks
+    arguments = operands, packed(p, x), unowned(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
     constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "AHEAD": True, "num_warps": 8}
-    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, fills is None)
+    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, saved is None)
 
 
 def preparation(

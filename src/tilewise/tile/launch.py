@@ -195,17 +195,16 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 
 
 def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unowned | None:
-    """What a launch fills in rows that no packed sequence owns: of o and lse, or of dq, dk and dv."""
+    """What a launch fills in rows that no packed sequence owns: of o and lse, or of dq, dk and dv, or nothing."""
     if not p.recipe.varlen:
         return None
-    of_keys: tuple[Output, ...] = ()
+    of_queries, of_keys, lse = (), (), None
     if saved:
-        of_queries, lse = Output(rows(p, saved.o), p.H, p.D_v), saved.lse
-    else:
-        assert grads
-        of_queries, lse = Output(rows(p, grads.q), p.H, p.D), None
+        of_queries, lse = (Output(rows(p, saved.o), p.H, p.D_v),), saved.lse
+    elif grads:
+        of_queries = (Output(rows(p, grads.q), p.H, p.D),)
         of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
-    return Unowned((of_queries,), of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
+    return Unowned(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:

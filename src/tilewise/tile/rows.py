@@ -75,32 +75,32 @@ def clamped(cu, b, total, most):
 def fill_unowned(unowned, packed, rows, columns):
     """Zeros in the rows of outputs that no sequence owns, and -inf in their lse. The first programs share them out, in
     blocks of `rows` (R, 1) and `columns` (1, C)."""
-    if unowned is not None:
+    if packed is not None:
         programs = tl.minimum(tl.num_programs(0), SHARERS)
         if tl.program_id(0) < programs:
-            count = unowned.sequences // 2
-            of_queries, of_keys = (unowned.of_queries, unowned.lse), (unowned.of_keys, None)
-            fill_behind(of_queries, packed.cu_q, packed.max_q, unowned.queries // 2, count, programs, rows, columns)
-            fill_behind(of_keys, packed.cu_k, packed.max_k, unowned.keys // 2, count, programs, rows, columns)
+            count, lse, total = unowned.sequences // 2, unowned.lse, unowned.queries // 2
+            fill_behind(unowned.of_queries, lse, packed.cu_q, packed.max_q, total, count, programs, rows, columns)
+            total = unowned.keys // 2
+            fill_behind(unowned.of_keys, None, packed.cu_k, packed.max_k, total, count, programs, rows, columns)
 
 
 @triton.jit
-def fill_behind(filled, cu, most, total, count, programs, rows, columns):
+def fill_behind(outputs, lse, cu, most, total, count, programs, rows, columns):
     """The same behind sequences that are longer than the layout says, and behind the last."""
-    if len(filled[0]) > 0:
+    if len(outputs) > 0:
         program = tl.program_id(0)
         ROWS: tl.constexpr = rows.shape[0]
         for b in range(program, count, programs):
             start, length = clamped(cu, b, total, most)
-            fill(filled, start + length, tl.minimum(tl.load(cu + b + 1), total), ROWS, total, rows, columns)
+            end = tl.minimum(tl.load(cu + b + 1), total)
+            fill(outputs, lse, start + length, end, ROWS, total, rows, columns)
         end = tl.minimum(tl.maximum(tl.load(cu + count), 0), total)
-        fill(filled, end + program * ROWS, total, programs * ROWS, total, rows, columns)
+        fill(outputs, lse, end + program * ROWS, total, programs * ROWS, total, rows, columns)
 
 
 @triton.jit
-def fill(filled, first, end, step, total, rows, columns):
+def fill(outputs, lse, first, end, step, total, rows, columns):
     """The same in blocks of rows, of which one begins every `step`, up to `end`."""
-    outputs, lse = filled
     for i in range(first, end, step):
         inside = i + rows < end
         for n in tl.static_range(len(outputs)):
