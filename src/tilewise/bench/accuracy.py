@@ -68,13 +68,14 @@ class Verdict(NamedTuple):
 
 class Truth:
     """Results and tolerances of one case: of the first sequence's first head of keys and the last one's last, of a
-    variant in every sequence the first and the last head of keys, with all the queries that they serve."""
+    variant the first and the last head of keys in both, or in every packed sequence, with all the queries that they
+    serve."""
 
     def __init__(self, case: Case, x: Inputs) -> None:
-        sequences, last = len(case.lengths), case.key_shape[-2] - 1
-        everywhere = set(product(range(sequences), (0, last)))
+        sequences, last = range(len(case.lengths)), case.key_shape[-2] - 1
+        of_variant = set(product(sequences if case.varied.packed else (0, sequences[-1]), (0, last)))
         self.case, self.x = case, x
-        self.heads = sorted(everywhere if case.variant else {(0, 0), (sequences - 1, last)})
+        self.heads = sorted(of_variant if case.variant else {(0, 0), (sequences[-1], last)})
         self.exact = self.by_head(torch.float64)
         self.by_torch = self.by_head(case.type)
         self.largest = {name: max(float(r[name].abs().max()) for r in self.exact) for name in self.exact[0]}
@@ -144,29 +145,32 @@ def _attend(
     """Attention of one sequence, one head of keys and the queries that it serves, and its gradients. With orders, once
     in each of them; they are the first axis of every result."""
     parts = [_part(case, t, head).detach().to(dtype) for t in (*x.leaves, x.do)]
-    length, size = parts[0].shape[1:]
+    (length, size), queries = parts[1].shape[1:], parts[0].shape[1]
     names = NAMES if x.sink is None else (*NAMES, SINK)
     if not orders:
-        tokens = torch.arange(length, device=x.q.device)
-        return dict(zip(names, _differentiate(case, head, tokens, parts, paper), strict=True))
-    tokens, entries = (_orders(n, orders, x.q.device) for n in (length, size))
-    batch = [_moved(t.expand(orders, *t.shape), tokens, entries) for t in parts]
-    found = _differentiate(case, head, tokens, batch, paper)
-    return {n: _moved(t, tokens.argsort(), entries.argsort()) for n, t in zip(names, found, strict=True)}
+        rows, tokens = (torch.arange(n, device=x.q.device) for n in (queries, length))
+        return dict(zip(names, _differentiate(case, head, rows, tokens, parts, paper), strict=True))
+    moves = {n: _orders(n, orders, x.q.device) for n in (queries, length)}
+    entries = _orders(size, orders, x.q.device)
+    batch = [_moved(t.expand(orders, *t.shape), moves, entries) for t in parts]
+    found = _differentiate(case, head, moves[queries], moves[length], batch, paper)
+    back = {n: order.argsort() for n, order in moves.items()}
+    return {n: _moved(t, back, entries.argsort()) for n, t in zip(names, found, strict=True)}
 
 
 def _differentiate(
-    case: Case, head: tuple[int, int], tokens: Tensor, parts: Sequence[Tensor], paper: bool
+    case: Case, head: tuple[int, int], queries: Tensor, tokens: Tensor, parts: Sequence[Tensor], paper: bool
 ) -> list[Tensor]:
-    """o, dq, dk, dv and dsink from q, k, v, sink and do, a block of queries at a time. `tokens` says where each token
-    is in its sequence."""
+    """o, dq, dk, dv and dsink from q, k, v, sink and do, a block of queries at a time. `tokens` says where each key is
+    in its sequence, `queries` where each query is among the last ones."""
     q, k, v, *sink, do = parts
+    queries = queries + (k.shape[-2] - q.shape[-2])
     shared = [t.requires_grad_() for t in (k, v, *sink)]
     o, dq = torch.empty_like(q), torch.empty_like(q)
     total = torch.promote_types(q.dtype, torch.float32)
     sums = [torch.zeros_like(t, dtype=total) for t in shared]
-    for rows in _blocks(q.shape[-2], q.shape[:-2].numel()):
-        block = _Block(case, head, tokens[..., None, rows, None], tokens[..., None, None, :])
+    for rows in _blocks(q.shape[-2], k.shape[-2] * q.shape[:-2].numel()):
+        block = _Block(case, head, queries[..., None, rows, None], tokens[..., None, None, :])
         through = block.by_paper if paper else block.by_autograd
         q_rows = q[..., rows, :].requires_grad_()
         o[..., rows, :], (dq[..., rows, :], *grads) = through(do[..., rows, :], q_rows, *shared)
@@ -231,16 +235,17 @@ def _orders(count: int, orders: int, device: torch.device) -> Tensor:
     return torch.stack([torch.arange(count), *shuffled]).to(device)
 
 
-def _moved(t: Tensor, tokens: Tensor, entries: Tensor) -> Tensor:
-    """Tokens and entries in the order of each, of (orders, heads, length, head size). A sink, (orders, heads), has
-    neither, but is a tensor of its own."""
+def _moved(t: Tensor, moves: dict[int, Tensor], entries: Tensor) -> Tensor:
+    """Tokens, in the order for their number, and entries in theirs, of (orders, heads, length, head size). A sink,
+    (orders, heads), has neither, but is a tensor of its own."""
     if t.ndim == 2:
         return t.clone()
-    return t.take_along_dim(tokens[:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
+    return t.take_along_dim(moves[t.shape[2]][:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
 
 
-def _blocks(length: int, heads: int) -> Iterator[slice]:
-    rows = max(1, ENTRIES // (length * heads))
+def _blocks(length: int, scores: int) -> Iterator[slice]:
+    """Of so many queries that they have ENTRIES scores at most; a query has `scores`."""
+    rows = max(1, ENTRIES // scores)
     return (slice(start, min(start + rows, length)) for start in range(0, length, rows))
 
 

@@ -333,6 +333,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
     "ablation": (("worth", "What each technique is worth: time with one change", worth),),
     "variants": (("cost", "What each variant costs: speed per visited tile, causal unless it says full mask", prices),),
     "cpu": (("rate", "Arithmetic a second, by length", rates),),
+    "short-cpu": (),
     "llmc": (
         ("speedup", "Speedup over PyTorch's memory-efficient kernel", speedups),
         ("rate", "Arithmetic a second, by length, beside the card's fp32 matrix product", rates),

@@ -6,7 +6,7 @@ import torch
 
 from ..mask import Causal, Full, Mask
 from .ablation import CHANGES
-from .variants import PLAIN, VARIANTS, Variant, cut, visited
+from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -27,7 +27,7 @@ class Case:
     causal: bool = False
     dropout: float = 0.0
     variant: str = ""
-    """A name in VARIANTS, or plain attention."""
+    """A name in VARIANTS or SHAPES, or plain attention."""
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -43,7 +43,7 @@ class Case:
     @property
     def varied(self) -> Variant:
         """What the call asks for."""
-        return VARIANTS[self.variant] if self.variant else PLAIN
+        return (VARIANTS | SHAPES)[self.variant] if self.variant else PLAIN
 
     @property
     def mask(self) -> Mask:
@@ -58,13 +58,14 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
-        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
+        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.varied.queries or self.length)
         return *rows, self.heads, self.head_size
 
     @property
     def key_shape(self) -> tuple[int, ...]:
         """Of k and v."""
-        return *self.shape[:-2], self.heads // self.varied.group, self.head_size
+        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
+        return *rows, self.heads // self.varied.group, self.head_size
 
     @property
     def share(self) -> float:
@@ -75,7 +76,8 @@ class Case:
 
     def flops(self, pass_: str) -> float:
         """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that. A variant's is its share."""
-        forward = 4.0 * self.batch * self.heads * self.length**2 * self.head_size
+        queries = self.varied.queries or self.length
+        forward = 4.0 * self.batch * self.heads * queries * self.length * self.head_size
         return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0) * (self.share if self.variant else 1.0)
 
 
@@ -140,6 +142,13 @@ def _cpu() -> tuple[Case, ...]:
     )
 
 
+def _short_cpu() -> tuple[Case, ...]:
+    return (
+        Case(1024, 8, 4, 64, "fp32", causal=True, variant="GQA 4"),
+        Case(1, 8, 32768, 64, "fp32", variant="GQA 4, one query"),
+    )
+
+
 def _ablation() -> tuple[Case, ...]:
     return tuple(
         Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
@@ -179,6 +188,10 @@ SUITES = {
         Suite(
             "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
+        ),
+        Suite(
+            "short-cpu", "1024 sequences of 4 tokens, and one query over 32k keys, on the CPU", _short_cpu(),
+            (FORWARD, BOTH), ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4,), tables=("time",), devices=("cpu",),
         ),
         Suite(
             "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128",

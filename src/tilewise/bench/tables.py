@@ -92,7 +92,8 @@ def setting(case: Case) -> Case:
 def describe(case: Case) -> str:
     """A setting in words: bf16, head size 128, causal."""
     mask = "causal" if case.causal else "full"
-    return f"{case.dtype}, head size {case.head_size}, {mask}" + (f", dropout {case.dropout}" if case.dropout else "")
+    more = [f"dropout {case.dropout}"] * (case.dropout > 0.0) + [case.variant] * bool(case.variant)
+    return ", ".join([case.dtype, f"head size {case.head_size}", mask, *more])
 
 
 def grids(rows: Sequence[Row], metric: Metric) -> list[Grid]:
@@ -300,6 +301,11 @@ def _cpu(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _short_cpu(rows: Sequence[Row]) -> list[str]:
+    found = ratios(rows, "sdpa", lambda row: row.milliseconds)
+    return [f"{row.of}, {row.pass_}: {r:.2f} of the speed of sdpa." for row, r in found.items()]
+
+
 def _llmc(rows: Sequence[Row]) -> list[str]:
     lines = []
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
@@ -332,6 +338,7 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "classic": _classic,
     "long": _long,
     "cpu": _cpu,
+    "short-cpu": _short_cpu,
     "llmc": _llmc,
     "ablation": _ablation,
     "variants": _variants,

@@ -31,6 +31,8 @@ class Variant:
     """A sink that learns: its gradient belongs to the backward."""
     dropout: float = 0.0
     deterministic: bool = False
+    queries: int = 0
+    """Queries of each sequence, the last ones; 0: as many as keys."""
     packed: bool = False
     """The tokens of the batch as sequences of mixed lengths."""
     full: bool = False
@@ -60,6 +62,8 @@ VARIANTS = {
     "varlen": Variant(packed=True),
 }
 """Every variant, by name."""
+SHAPES = {"GQA 4, one query": Variant(group=4, queries=1)}
+"""What cases of other suites ask for, and nobody compares with a call that does not."""
 PLAIN = Variant()
 
 
