@@ -1,5 +1,6 @@
 """torch's dispatcher: opcheck, compile, export, vmap, checkpointing, autocast, and errors for what is missing."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -203,6 +204,36 @@ def test_a_new_length_is_no_new_graph():
     for length in (11, 12, 31, 64):
         compiled(draw(2, length, 4, 8))
     assert len(graphs) == 1
+
+
+def test_each_width_of_a_window_is_a_graph_and_the_ninth_is_one_too_many():
+    def call(q, width):
+        return tw.attention(q, q, q, mask=tw.Window(width, 0))
+
+    compiled, q = torch.compile(call, fullgraph=True, backend="eager"), draw(1, 12, 1, 8)
+    for width in range(2, 10):
+        torch.testing.assert_close(compiled(q, width), call(q, width))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        compiled(q, 10)
+
+
+def test_torchs_setting_for_determinism_is_compiled_in_and_compiled_anew():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    q = draw(1, 12, 1, 8)
+    compiled = torch.compile(lambda q: tw.attention(q, q, q), fullgraph=True, backend=keep)
+    compiled(q)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled(q)
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    recipes = [Recipe.decode(text) for code in graphs for text in re.findall(r"None, '(.*?)', ", code)]
+    assert [recipe.deterministic for recipe in recipes] == [False, True]
 
 
 def test_compile_draws_new_dropout_each_time():

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -238,8 +238,10 @@ def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _autocast_type(q: Tensor) -> torch.dtype | None:
     """The type that autocast asks for on q's device, if it is on."""
-    device = "cuda" if q.is_cuda else q.device.type  # the name of a device takes longer to read
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+    if q.is_meta:
+        return None
+    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # whose name takes longer to read
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -271,9 +273,9 @@ def _gather(
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """All tensors of a call in order, what was chosen, and the longest lengths of packed sequences."""
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(operand, Tensor) or operand.layout is not torch.strided:
-            _refuse_operand(name, operand)
+    whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not whole or not q.layout is k.layout is v.layout is torch.strided:
+        _refuse_operands(q=q, k=k, v=v)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -342,13 +344,15 @@ def _asks_for_determinism() -> bool:
 _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse_operand(name: str, operand: Any) -> NoReturn:
-    if not isinstance(operand, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
-    raise ValueError(
-        f"q, k and v must be strided tensors, got {name} with layout {operand.layout}; convert it with .to_dense(), "
-        "and pass sequences of several lengths packed, with layout=Varlen(...)"
-    )
+def _refuse_operands(**operands: Any) -> None:
+    for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"q, k and v must be strided tensors, got {name} with layout {tensor.layout}; convert it with "
+                ".to_dense(), and pass sequences of several lengths packed, with layout=Varlen(...)"
+            )
 
 
 def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:

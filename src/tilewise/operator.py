@@ -32,7 +32,7 @@ Tensors = Sequence[Any]
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
     """o and lse, differentiable, by whichever road suits the caller."""
     refuse_forward_mode(*x)
-    if intercepted(*_present((*x, seed))):
+    if intercepted(*_present(x if seed is None else (*x, seed))):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply(recipe, longest, seed, *x)
