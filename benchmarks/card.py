@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import card_plugin
+import torch
 from card_steps import ROOT, Step, steps
+
+from tilewise.bench import results
 
 ITSELF = "the step itself"
 """Stands for a test where a command failed that names none."""
@@ -132,9 +135,8 @@ def waiting(todo: Sequence[Step], states: dict[str, str], seen: dict[tuple[str, 
 
 
 def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) -> int:
-    """Runs what waits until the minutes are over; how many steps failed or were cut off."""
+    """Runs what waits until the minutes are over; how many steps have failures at these kernels."""
     end = time.monotonic() + 60.0 * minutes
-    bad = 0
     for step in waiting(todo, states, log.read()):
         state = states[step.name]
         left = end - time.monotonic()
@@ -150,7 +152,6 @@ def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) 
             print(
                 f"--- {step.name} was cut off after {time.monotonic() - begin:.0f} s; the next run goes on", flush=True
             )
-            bad += 1
             continue
         known = log.read()[step.name, state]
         if code not in step.fine and not (code == 1 and set(known.failed) - known.repeated):
@@ -161,8 +162,8 @@ def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) 
         log.tidy()
         known = log.read()[step.name, state]
         print(f"--- {step.name}: {known.told()}, in {seconds:.0f} s", *known.failed, sep="\n    ", flush=True)
-        bad += bool(known.failed)
-    return bad
+    seen = log.read()
+    return sum(bool(seen[at].failed) for step in todo if (at := (step.name, states[step.name])) in seen)
 
 
 def execute(step: Step, state: str, log: Log, known: Seen, end: float) -> tuple[int | None, str]:
@@ -230,6 +231,22 @@ def show(todo: Sequence[Step], states: dict[str, str], logs: Iterable[Log]) -> N
                 print(f"{'':17}FAILED {name}")
 
 
+def documents(seen: Path, folder: Path = ROOT / "benchmarks" / "results") -> None:
+    """Puts suites that were measured whole into the results, unless those are newer, and draws everything."""
+    for file in sorted((seen / "results").glob("*.json")):
+        content, kept = results.load(file), results.load(folder / file.name)
+        kept["device"] = content["device"]
+        for name, run in content["suites"].items():
+            env, before = run["environment"], kept["suites"].get(name, {"environment": {"when": ""}})
+            if not run["partial"] and env["when"] > before["environment"]["when"]:
+                kept["suites"][name] = run
+                kept.setdefault("kernels", {})[env["kernels"]] = content["kernels"][env["kernels"]]
+                print(f"{name} is now in {folder / file.name}")
+        results.write(folder / file.name, kept)
+    for script in ("benchmarks/report.py", "docs/pictures/draw.py"):
+        subprocess.run([sys.executable, str(ROOT / script)], cwd=ROOT, check=True)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,14 +254,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only show what has been seen and what waits")
     parser.add_argument("--seen", type=Path, default=ROOT / "benchmarks" / "seen", help="the folder that is kept")
     parser.add_argument("--match", default="", help="only steps with this in their name")
+    parser.add_argument("--documents", action="store_true", help="only put measured suites into the results, and draw")
     given = parser.parse_args()
+    if given.documents:
+        documents(given.seen)
+        return 0
     todo = [step for step in steps(given.seen.resolve()) if given.match in step.name]
     states = {step.name: step.state() for step in todo}
-    import torch
-
-    from tilewise.bench.results import slug
-
-    here = [slug(torch.cuda.get_device_name())] if torch.cuda.is_available() else []
+    here = [results.slug(torch.cuda.get_device_name())] if torch.cuda.is_available() else []
     if given.list:
         names = dict.fromkeys([*here, *(path.stem for path in sorted(given.seen.glob("*.jsonl")))]) or ["no GPU yet"]
         show(todo, states, [Log(given.seen / f"{name}.jsonl") for name in names])

@@ -4,15 +4,22 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tilewise.bench import state
+from tilewise.bench.results import kernels_of
+from tilewise.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 SHARED = ("mask", "score", "gradient of a bias", "lists of tiles")
 HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
+MINUTES = {"host": 0.5, "variants": 1.5, "paper": 8, "classic": 1.5, "ablation": 1.5, "llmc": 2, "long": 4}
+"""About what a suite takes on an H200, in the order in which they are measured."""
+CHIPS = ("hopper",)
+"""The kind of the portable kernels' rows that an H200 reads."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Step:
 
     def state(self) -> str:
         """Of its kernels, on a card of sm_90."""
-        found = state.states(chips=("hopper",))
+        found = state.states(chips=CHIPS)
         return state.digest({name: of for name, of in found.items() if name.startswith(self.kernels)})
 
     def text(self) -> str:
@@ -55,6 +62,14 @@ def of_tests(
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 
 
+def of_suite(suite: str, seen: Path, minutes: float) -> Step:
+    """A step that measures a suite into the folder that is kept, and goes on with the cases that are not there."""
+    command = ("-m", "tilewise", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
+    of, known = SUITES[suite], state.states(chips=CHIPS)
+    rows = product(of.cases, of.peers, of.passes)
+    return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, known)}), minutes)
+
+
 def steps(seen: Path) -> Iterator[Step]:
     """All of them; `seen` is the folder that is kept."""
     every = ("",)
@@ -71,3 +86,6 @@ def steps(seen: Path) -> Iterator[Step]:
         "on hopper", hopper, "-k", f"not {slower}", kernels=HOPPER, minutes=5, files=hopper, workers=6, silence=6
     )
     yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=HOPPER, minutes=1, files=hopper, workers=1)
+    for suite, minutes in MINUTES.items():
+        yield of_suite(suite, seen, minutes)
+    yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)

@@ -307,9 +307,14 @@ def test_over_the_field_is_the_median_over_cudnn_by_the_best_ones_ratio():
         times = {"tilewise": ours, "sdpa cudnn": cudnn, "standard": 99.0}
         return [Row(asdict(case), name, FORWARD, milliseconds=ms) for name, ms in times.items()]
 
-    found = field.ratios([run_of(2.0, 1.0), run_of(1.0, 2.18), run_of(1.0, 3.0)])
-    line = 128, True, FORWARD
-    assert found[line][field.LENGTHS.index(1024)] == pytest.approx(2.18 / field.BEST[line][1])
+    cells = [{"D": 128, "causal": True, "N": length, "cudnn": 500.0, "fa2": 300.0, "fa4": 500.0, "cudnn_bwd": 400.0,
+              "fa2_bwd": 300.0, "fa3_bwd": 500.0, "fa4_bwd": 450.0} for length in field.LENGTHS]  # fmt: skip
+    cells[1]["fa3"] = 600.0
+    best = field.best_of({"rows": cells})
+    assert best == {(128, True, FORWARD): (1.0, 1.2, 1.0, 1.0, 1.0, 1.0), (128, True, BACKWARD): (1.25,) * 6}
+    assert field.absent({"rows": cells}) == ["FlashAttention-3 has no forward in 5 rows: head size 128 causal."]
+    found = field.ratios([run_of(2.0, 1.0), run_of(1.0, 2.18), run_of(1.0, 3.0)], best)
+    assert found[128, True, FORWARD][1] == pytest.approx(2.18 / 1.2)
     assert sum(not math.isnan(x) for cells in found.values() for x in cells) == 1
 
 

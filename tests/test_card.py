@@ -5,14 +5,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import card
 from card_steps import ROOT, Step, of_tests, steps
+
+from tilewise.bench import results
+from tilewise.bench.results import Row
+from tilewise.bench.suites import FORWARD, SUITES
 
 CASES = """
 import time, pathlib
@@ -104,7 +109,7 @@ def test_a_command_that_fails_is_told_with_its_last_words(gpu):
 def test_the_minutes_are_kept_and_the_next_run_goes_on(gpu):
     gpu.write(seconds=5)
     begin = time.monotonic()
-    assert gpu.run(one_line("later", "pass", gpu.folder), minutes=8 / 60) == 1
+    assert gpu.run(one_line("later", "pass", gpu.folder), minutes=8 / 60) == 0
     assert time.monotonic() - begin < 12
     first = gpu.ran()
     assert len(first) < 4, "the time was for fewer"
@@ -173,3 +178,19 @@ def test_steps_have_names_of_their_own_and_commands_that_exist():
     assert len({step.name for step in todo}) == len(todo)
     for step in todo:
         assert all(list(ROOT.glob(pattern)) for pattern in step.files), step.name
+
+
+def test_suites_that_were_measured_whole_go_into_the_results(tmp_path, monkeypatch):
+    env = results.environment(torch.device("cpu"))
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: None)
+    seen, kept = tmp_path / "seen", tmp_path / "results"
+    rows = [Row(asdict(SUITES["cpu"].cases[0]), "tilewise", FORWARD)]
+    for suite, partial in (("cpu", False), ("llmc", True)):
+        results.merge(seen / "results" / "card.json", suite, rows, env, partial)
+    card.documents(seen, kept)
+    content = results.load(kept / "card.json")
+    assert set(content["suites"]) == {"cpu"}
+    assert content["kernels"][env["kernels"]]["cpu"]
+    results.merge(kept / "card.json", "cpu", [], env | {"when": "9999"}, False)
+    card.documents(seen, kept)
+    assert results.load(kept / "card.json")["suites"]["cpu"]["rows"] == [], "what is newer stays"

@@ -107,6 +107,28 @@ def test_bench_prints_json_that_parses(monkeypatch):
     assert keys | {"of_matmul", "peak_bytes", "host_microseconds", "error"} <= set(run["rows"][0])
 
 
+def test_bench_goes_on_with_the_cases_that_its_file_lacks(monkeypatch, tmp_path):
+    tiny(monkeypatch)
+    (case, _), suite = SUITES["cpu"].cases, SUITES["cpu"]
+    monkeypatch.setitem(SUITES, "cpu", replace(suite, cases=(case, replace(case, length=48))))
+    arguments = ("bench", "--suite", "cpu", "--device", "cpu", "--resume", "--results", str(tmp_path))
+    assert call(*arguments).exit_code == 0
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    rows = content["suites"]["cpu"]["rows"]
+    first = [row for row in rows if row["case"] == rows[0]["case"]]
+    content["suites"]["cpu"] |= {"rows": first, "partial": True}
+    file.write_text(json.dumps(content))
+    result = call(*arguments)
+    assert "cpu 1/1" in result.output + result.stderr
+    run = json.loads(file.read_text())["suites"]["cpu"]
+    assert (len(run["rows"]), run["partial"], run["rows"][: len(first)]) == (len(rows), False, first)
+    content["suites"]["cpu"]["environment"]["kernels"] = "others"
+    file.write_text(json.dumps(content))
+    assert "cpu 2/2" in (result := call(*arguments)).output + result.stderr
+    assert call("bench", "--resume").exit_code == 2
+
+
 def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
     tiny(monkeypatch)
     arguments = ["--suite", "cpu", "--device", "cpu", "--quick", "--results", str(tmp_path / "results")]

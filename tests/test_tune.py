@@ -358,6 +358,6 @@ def test_the_report_draws_the_tables(tmp_path):
     assert "the row in use is 100.0 % behind B_c 16 (times spread by up to 1.0 %)" in page
     assert "| B_c 16 (best) | 1.0000 | 1.000 |" in page
     assert "- B_r 128: failed, out of resource: shared memory" in page
-    assert "have changed since" not in page
+    assert "changed since" not in page
     tuned.merge(file, "card", [replace(found, environment=found.environment | {"kernels": "0" * 16})])
     assert "is not known" in report.write(tmp_path / "results", tmp_path / "docs").read_text()

@@ -1,10 +1,11 @@
-"""tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4, on the grid of the suite `paper`.
+"""tilewise over the best of cuDNN, FlashAttention-2, -3 and -4, on the grid of the suite `paper`.
 
-Of the three PyTorch brings cuDNN alone. The others were measured beside it once, on one H200 (PyTorch 2.11, bf16, whole
-backward): `BEST` holds, for each cell, the fastest of the three over cuDNN in that run. So tilewise over cuDNN in any
-run, divided by it, is tilewise over the best of them, as far as ratios carry over from day to day.
+Of the four PyTorch brings the first two alone. All were measured in a run of their own: results/peers/<device>.json
+holds the rates of each cell. So tilewise over cuDNN in any run, divided by the best one's ratio to cuDNN in theirs, is
+tilewise over the best of them, as far as ratios carry over from day to day.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,39 +22,55 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 OURS, THEIRS = "tilewise", "sdpa cudnn"
 Line = tuple[int, bool, str]
 """Head size, causal or not, pass."""
-BEST: dict[Line, tuple[float, ...]] = {
-    (64, False, FORWARD): (1.00, 1.00, 1.06, 1.08, 1.15, 1.15),
-    (64, False, BACKWARD): (1.19, 1.13, 1.15, 1.15, 1.17, 1.16),
-    (64, True, FORWARD): (1.00, 1.00, 1.02, 1.07, 1.12, 1.11),
-    (64, True, BACKWARD): (1.28, 1.25, 1.22, 1.21, 1.25, 1.24),
-    (128, False, FORWARD): (1.00, 1.00, 1.00, 1.09, 1.10, 1.14),
-    (128, False, BACKWARD): (1.05, 1.17, 1.11, 1.10, 1.15, 1.16),
-    (128, True, FORWARD): (1.00, 1.09, 1.14, 1.16, 1.23, 1.18),
-    (128, True, BACKWARD): (1.15, 1.11, 1.09, 1.14, 1.04, 1.16),
-    (256, False, FORWARD): (1.00, 1.02, 1.00, 1.06, 1.09, 1.09),
-    (256, False, BACKWARD): (1.06, 1.01, 1.00, 1.00, 1.05, 1.06),
-    (256, True, FORWARD): (1.00, 1.02, 1.04, 1.24, 1.09, 1.17),
-    (256, True, BACKWARD): (1.00, 1.00, 1.00, 1.00, 1.00, 1.00),
-}
-"""By length, the fastest of the three over cuDNN."""
+FIELD = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+"""Names in such a file, and for people."""
+SUFFIXES = {FORWARD: "", BACKWARD: "_bwd"}
 
 
-def ratios(runs: Sequence[Sequence[Row]]) -> dict[Line, list[float]]:
-    """tilewise over the best of the three by length: the median of the runs that measured the cell, nan if none did."""
+def peers_of(file: Path) -> dict[str, Any] | None:
+    """The run of the field on the device of a results file; None if there is none."""
+    path = file.parent / "peers" / file.name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def best_of(peers: dict[str, Any]) -> dict[Line, tuple[float, ...]]:
+    """By length, the fastest of the field over cuDNN in the same run."""
+    found: dict[Line, dict[int, float]] = {}
+    for row in peers["rows"]:
+        for pass_, suffix in SUFFIXES.items():
+            rates = [row[name + suffix] for name in FIELD if name + suffix in row]
+            found.setdefault((row["D"], row["causal"], pass_), {})[row["N"]] = max(rates) / row[f"cudnn{suffix}"]
+    return {line: tuple(cells[length] for length in LENGTHS) for line, cells in found.items()}
+
+
+def absent(peers: dict[str, Any]) -> list[str]:
+    """Who has no times where, in sentences."""
+    lines = []
+    for name, title in FIELD.items():
+        for pass_, suffix in SUFFIXES.items():
+            rows = [row for row in peers["rows"] if name + suffix not in row]
+            where = dict.fromkeys((row["D"], row["causal"]) for row in rows)
+            kinds = [f"{size} {'causal' if causal else 'full'}" for size, causal in where]
+            lines += [f"{title} has no {pass_} in {len(rows)} rows: head size {', '.join(kinds)}."] if rows else []
+    return lines
+
+
+def ratios(runs: Sequence[Sequence[Row]], best: dict[Line, tuple[float, ...]]) -> dict[Line, list[float]]:
+    """tilewise over the best of the field by length: the median of the runs that measured the cell, nan if none did."""
     speeds: dict[tuple[Line, int], list[float]] = {}
     for rows in runs:
         times = {(row.of, row.pass_, row.implementation): row.milliseconds for row in rows if row.status == OK}
         for (case, pass_, name), ours in times.items():
             theirs = times.get((case, pass_, THEIRS))
             line = case.head_size, case.causal, pass_
-            if name == OURS and ours and theirs and line in BEST and case.length in LENGTHS:
+            if name == OURS and ours and theirs and line in best and case.length in LENGTHS:
                 speeds.setdefault((line, case.length), []).append(theirs / ours)
     return {
         line: [
-            statistics.median(speeds.get((line, length), [math.nan])) / best
-            for length, best in zip(LENGTHS, over_cudnn, strict=True)
+            statistics.median(speeds.get((line, length), [math.nan])) / theirs
+            for length, theirs in zip(LENGTHS, over_cudnn, strict=True)
         ]
-        for line, over_cudnn in BEST.items()
+        for line, over_cudnn in best.items()
     }
 
 
@@ -77,18 +94,23 @@ def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[floa
 
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
-    """A table of the ratios with its means; nothing where the grid was never repeated."""
-    same = repeated(file, content, "paper")
-    if not same:
+    """A table of the ratios with its means; nothing where the grid was never repeated, or the field not measured."""
+    same, peers = repeated(file, content, "paper"), peers_of(file)
+    if not same or not peers:
         return []
+    best = best_of(peers)
     runs, of = [rows_of(each, "paper") for each in same], same[-1]["suites"]["paper"]["environment"]
-    found = ratios(runs)
+    found = ratios(runs, best)
+    versions = ", ".join(f"{name} {version}" for name, version in peers["versions"].items())
     lines = [
         "### paper, beside FlashAttention-3 and FlashAttention-4\n",
-        f"tilewise over the best of cuDNN, FlashAttention-3 and FlashAttention-4: the median of {len(runs)} runs of",
-        "its ratio to cuDNN, divided by the best one's ratio to cuDNN, measured once, beside it, on a card of the same",
-        "kind. No results file is kept of that; the ratios are `BEST` in [`field.py`](../src/tilewise/bench/field.py).",
-        f"Measured at commit {of['commit']}, kernels {of['kernels']}.\n",
+        f"tilewise over the best of {', '.join(FIELD.values())}: the median of {len(runs)} runs of its ratio to cuDNN,",
+        "divided by the best one's ratio to cuDNN in a run of theirs, on a card of the same kind, of which",
+        f"[the rates](../benchmarks/results/peers/{file.name}) are kept: {peers['when']}, {versions}.",
+        f"tilewise was measured at commit {of['commit']}, kernels {of['kernels']}.\n",
+        *(f"- {line}" for line in absent(peers)),
+        f"- Why: {peers['missing']}.",
+        "",
     ]
     table = [
         [str(size), "causal" if causal else "full", pass_, *("" if math.isnan(x) else f"{x:.2f}" for x in cells)]
@@ -110,7 +132,7 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         "| head size | pass | 128 rows cost as much as | fit off by at most |",
         "|---|---|---:|---:|",
     ]
-    for size, pass_ in dict.fromkeys((size, pass_) for size, _, pass_ in BEST):
+    for size, pass_ in dict.fromkeys((size, pass_) for size, _, pass_ in best):
         cost, off = beside_blocks(runs[0], size, pass_)
         lines.append(f"| {size} | {pass_} | {cost:.1f} blocks | {off:.0%} |")
     return [*lines, ""]

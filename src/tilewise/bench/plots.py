@@ -347,7 +347,7 @@ def draw(suite: str, rows: Sequence[Row], stem: Path) -> list[tuple[Path, str]]:
     if not any(row.status == OK for row in rows):
         return []
     drawn = []
-    for name, shows, picture in PICTURES[suite]:
+    for name, shows, picture in PICTURES.get(suite, ()):
         path = stem.with_name(f"{stem.name}-{name}.png")
         picture(rows, path)
         drawn.append((path, shows))

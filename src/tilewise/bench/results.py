@@ -20,7 +20,7 @@ import tilewise as tw
 from ..problem import target_of
 from . import ablation, state
 from .state import PACKAGE
-from .suites import BACKWARD, BOTH, FORWARD, Case
+from .suites import BACKWARD, BOTH, FORWARD, Case, Suite
 from .variants import VARIANTS
 
 OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
@@ -80,8 +80,9 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
     names = {f"{ours} {kind}{name} D{size}" for name in passes}
     names = {name if name in known else name.replace("hopper", "triton") for name in names}
-    names |= {f"mask {part.device}" for part in case.mask.parts}
-    names |= {f"score {score.device}" for score in case.varied.score(case.heads, torch.device("cpu"))}
+    varied = VARIANTS.get(implementation, case.varied)
+    names |= {f"mask {part.device}" for part in (*case.mask.parts, *varied.mask.parts)}
+    names |= {f"score {score.device}" for score in varied.score(case.heads, torch.device("cpu"))}
     return names | ({"ablation"} if change else set())
 
 
@@ -205,14 +206,32 @@ def merge(
     run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
     content.setdefault(part, {})[suite] = run
     keep_states(content, [env])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write(path, content)
     return content
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: whoever is killed meanwhile leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)
 
 
 def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
     """The rows of a loaded file's suite; none if it was not run."""
     return [Row(**row) for row in content["suites"].get(suite, {"rows": ()})["rows"]]
+
+
+def comparable(file: Path, suite: Suite, env: dict[str, Any]) -> list[Row]:
+    """A file's rows of a suite's cases, if they are of the same kernels and versions; without those that ran late."""
+    content = load(file)
+    known = content["suites"].get(suite.name, {"environment": {}})["environment"]
+    if any(known.get(name) != env[name] for name in ("device", "kernels", "versions")):
+        return []
+    rows = [row for row in rows_of(content, suite.name) if row.of in suite.cases]
+    skipped = {row.of for row in rows if row.status == SKIPPED and "budget" in (row.why or "")}
+    return [row for row in rows if row.of not in skipped]
 
 
 def repeated(file: Path, content: dict[str, Any], suite: str) -> list[dict[str, Any]]:

@@ -207,6 +207,11 @@ SUITES = {
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
             ("tilewise", *VARIANTS), 7, 8192, (8192,), host=False, tables=(),
         ),
+        Suite(
+            "host", "what a call costs the thread that makes it, where nothing else runs",
+            (Case(1, 16, 128, 128, "bf16", causal=True),), (FORWARD, BACKWARD),
+            ("tilewise", "tilewise triton", "sdpa", "sdpa cudnn", "sdpa flash"), 3, 2048, (128,), tables=("host",),
+        ),
     )
 }  # fmt: skip
 """Every suite, by name."""

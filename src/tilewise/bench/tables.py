@@ -333,6 +333,16 @@ def _variants(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _host(rows: Sequence[Row]) -> list[str]:
+    """Every peer's cost of a forward; `headlines` adds ours."""
+    told = []
+    for row in rows:
+        if row.pass_ == FORWARD and not is_ours(row.implementation) and row.host_microseconds_no_grad is not None:
+            alone = f"{row.host_microseconds_no_grad:.1f} microseconds without gradients"
+            told.append(f"One forward call of {row.implementation}: {alone}, {row.host_microseconds:.1f} with them.")
+    return told
+
+
 HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "paper": _paper,
     "classic": _classic,
@@ -342,6 +352,7 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "llmc": _llmc,
     "ablation": _ablation,
     "variants": _variants,
+    "host": _host,
 }
 
 

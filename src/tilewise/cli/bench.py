@@ -1,6 +1,6 @@
 """tilewise bench: measures suites, shows tables, keeps results, draws pictures, writes the performance page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +40,7 @@ def bench(
     results_folder: Annotated[
         Path | None, typer.Option("--results", help="Merge the rows into <device name>.json in this folder.")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the suite's pictures as <name>-....png, from this name.")
     ] = None,
@@ -61,13 +62,15 @@ def bench(
         env = results.environment(where)
         files = [json_file] if json_file and str(json_file) != "-" else []
         files += [results_folder / f"{results.slug(env['device'])}.json"] if results_folder else []
+        if resume and len(files) != 1:
+            raise ValueError("--resume goes on with one file; name it with --json FILE or --results FOLDER")
         for file in files:
             results.load(file)  # a file that cannot be merged is told before, not after, the measurement
     printed: dict[str, Any] = {"device": env["device"], "suites": {}}
     for chosen in suites:
         env = results.environment(where)
-        keep = partial_keeper(files, chosen.name, env)
-        rows = measure(chosen, where, seconds, keep)
+        before = results.comparable(files[0], chosen, env) if resume else []
+        rows = measure(chosen, where, seconds, partial_keeper(files, chosen.name, env), before)
         printed["suites"][chosen.name] = {"environment": env, "partial": partial, "rows": [asdict(row) for row in rows]}
         if str(json_file) != "-":
             print_suite(chosen, rows, asked or [*chosen.tables, *SHOWN[where.type]], env["device"])
@@ -94,18 +97,23 @@ def partial_keeper(files: list[Path], suite: str, env: dict[str, Any]) -> Callab
 
 
 def measure(
-    suite: Suite, device: torch.device, seconds: float | None, keep: Callable[[list[Row]], None] = lambda rows: None
+    suite: Suite,
+    device: torch.device,
+    seconds: float | None,
+    keep: Callable[[list[Row]], None] = lambda rows: None,
+    before: Sequence[Row] = (),
 ) -> list[Row]:
-    """All rows of a suite, with a progress bar; `keep` sees them grow."""
-    rows: list[Row] = []
+    """All rows of a suite, with a progress bar; `keep` sees them grow. Cases with rows `before` are not measured."""
+    rows = list(before)
+    left = replace(suite, cases=tuple(case for case in suite.cases if case not in {row.of for row in before}))
     with progress("now") as bar:
-        task = bar.add_task(suite.name, total=len(suite.cases), now="")
-        for case_rows in run(suite, device, seconds, lambda text: _tell(bar, task, text)):
+        task = bar.add_task(suite.name, total=len(left.cases), now="")
+        for case_rows in run(left, device, seconds, lambda text: _tell(bar, task, text)):
             rows += case_rows
             keep(rows)
             bar.advance(task)
             if not err.is_terminal:
-                err.print(f"{suite.name} {int(bar.tasks[task].completed)}/{len(suite.cases)} {rows[-1].of}")
+                err.print(f"{suite.name} {int(bar.tasks[task].completed)}/{len(left.cases)} {rows[-1].of}")
         bar.update(task, now="")
     return rows
 
