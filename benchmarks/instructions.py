@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ GROUPS = {
         "dbias": "gradient of a bias", "list_tiles": "lists of tiles",
     },
 }  # fmt: skip
+"""What a kernel's function belongs to. Keep a name that changes: the revision that is compared has the old one."""
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
@@ -40,11 +42,16 @@ def load(name: str, file: str) -> Any:
 def launches() -> Iterator[tuple[str, int, str, Any]]:
     """Back end, head size, what is called, and each of its launches."""
     portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
+    fp32 = load("fp32_offline", "hopper/offline_fp32_backward.py")
     portable.use_target("sm_90")
     for D, names in hopper.CALLS.items():
         for name in names:
             for one in hopper.launches(D, hopper.calls()[name]):
                 yield "hopper", D, name, one
+    for D, names in fp32.CALLS.items():
+        for precision, name in product(fp32.KINDS, names):
+            for one in fp32.launches(D, precision, name):
+                yield "hopper", D, f"{precision} {name} backward", one
     for call in portable.calls("sm_90"):
         for one in portable.launches_of("sm_90", call):
             kind = "fp32 " if call.dtype == torch.float32 else ""
@@ -52,13 +59,12 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
 
 
 def main() -> None:
-    """Every kernel once, whatever shares it."""
-    sass = sys.modules["portable"].sass if "portable" in sys.modules else None
+    """A line for each launch."""
+    sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
         group = GROUPS[back].get(one.kernel.fn.__name__, one.kernel.fn.__name__)
         if back == "triton" and name.startswith("fp32"):
             group = group.replace("triton", "triton fp32")
-        sass = sass or load("portable", "triton/offline.py").sass
         counts = Counter(INSTRUCTION.findall(sass(one.compile().asm["cubin"])))
         where = f" D{D}" if "ward" in group or "bias" in group else ""
         print(json.dumps([f"{group}{where} {name} {number}", counts]), flush=True)

@@ -43,7 +43,7 @@ def options(call: str) -> dict[str, Any]:
 
 
 def launches(D: int, precision: str, call: str) -> list[Any]:
-    """The launches of a call with meta tensors."""
+    """The backward's launches of a call with meta tensors."""
     rows = (B * S,) if call == "varlen" else (B, S)
     q, k = (meta(*rows, heads, D, dtype=torch.float32) for heads in (H, H // 2 if call in GROUPED else H))
     defaults = {
@@ -66,8 +66,8 @@ def main() -> Iterator[dict[str, Any]]:
     for D, calls in CALLS.items():
         for precision in KINDS:
             for call in calls:
-                made = launches(D, precision, call)
-                compiled = next(one for one in made if one.kernel.fn.__name__ == "fp32_backward").compile()
+                made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
+                compiled = made["fp32_backward"].compile()
                 yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
 
 

@@ -1,0 +1,59 @@
+"""Grid and arguments of one launch a row of tiles, for sm_90: what the host decides, which no kernel's state knows.
+
+python tests/launches.py    records them in launches.json
+
+Runs in a process of its own with TRITON_INTERPRET=0, as it shares tests/*/offline.py, and needs no GPU.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from instructions import launches
+
+RECORDED = Path(__file__).with_suffix(".json")
+
+
+def told(x: Any) -> Any:
+    """An argument as JSON: of a tensor its type, sizes, and strides unless they follow from those; of a device function
+    its name."""
+    match x:
+        case Tensor():
+            steps = "" if x.is_contiguous() else f" by {list(x.stride())}"
+            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{steps}"
+        case tuple() | list():
+            fields = getattr(x, "_fields", None)
+            return dict(zip(fields, map(told, x), strict=True)) if fields else list(map(told, x))
+        case bool() | int() | float() | str() | None:
+            return x
+        case _ if hasattr(x, "block_shape"):
+            return f"{list(x.shape)} by {list(x.strides)} in boxes of {list(x.block_shape)}"
+        case _:
+            return getattr(getattr(x, "fn", x), "__name__", None) or repr(x)
+
+
+def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every launch, by its call and its place in it."""
+    counts: dict[str, int] = {}
+    for back, D, name, one in launches():
+        call = f"{back} D{D} {name}: {one.kernel.fn.__name__}"
+        counts[call] = counts.get(call, 0) + 1
+        constants = {key: told(value) for key, value in one.constants.items()}
+        yield (
+            f"{call} {counts[call]}",
+            {"programs": one.programs, "arguments": told(one.arguments), "constants": constants},
+        )
+
+
+if __name__ == "__main__":
+    lines = (f"{json.dumps(name)}: {json.dumps(launch)}" for name, launch in recorded())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if sys.argv[1:] == ["-"]:
+        print(text)
+    else:
+        RECORDED.write_text(text)
