@@ -208,6 +208,11 @@ class Problem(NamedTuple):
         """Whether the mask is no interval, so that the tiles to visit are listed first."""
         return not all(getattr(kind, "interval", True) for kind in self.kinds)
 
+    @property
+    def biased(self) -> bool:
+        """Whether logits may be as large as the entries of a bias."""
+        return any(plain[0] == "Bias" for plain in self.recipe.score)
+
     def precision(self, available: tuple[str, ...]) -> str | None:
         """The best of `available` that honours the request; None if none does. Only for fp32."""
         asked = (self.recipe.precision,) if self.recipe.precision else PREFERENCE[self.matmul or "highest"]

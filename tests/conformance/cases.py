@@ -285,6 +285,17 @@ def bias(shape: str = "BHMN", dtype: torch.dtype | None = None) -> Callable[[Dra
     return lambda draw: tw.Bias(draw.normal(*draw.sizes(shape), dtype=dtype))
 
 
+def filled(number: float, *where: Any) -> Callable[[Draw], tw.Score]:
+    """A bias (M, N) in fp32 that is one number in rows 0 and 1, or where it is told."""
+
+    def build(draw: Draw) -> tw.Score:
+        entries = draw.normal(draw.M, draw.N, dtype=fp32)
+        entries[where or slice(0, 2)] = number
+        return tw.Bias(entries)
+
+    return build
+
+
 MASKS = {
     "causal": causal,
     "window": window(7, 4),
@@ -297,6 +308,7 @@ MASKS = {
 SCORES = {"softcap": softcap(), "alibi": alibi(), "bias": bias()}
 WINDOWS = ((8, 0), (0, 8), (0, 0), (None, 6), (6, None), (None, None), (1000, 1000), (3, 0))
 BROADCASTS = ("BHMN", "1HMN", "B1MN", "HMN", "MN", "B11N", "BHM1", "N", "M1", "")
+LEAST = {dtype: torch.finfo(dtype).min for dtype in (fp16, bf16, fp32)}
 PACKED = ((17, 17), (33, 33), (1, 1))
 PACKED_ZERO = ((0, 5), (7, 0), (0, 0), (20, 33), (0, 0))
 PACKED_DIFFERENT = ((5, 40), (40, 5), (33, 33), (1, 20))
@@ -349,6 +361,7 @@ def _scores() -> Iterator[Case]:
         "bias with -inf", score=(lambda d: tw.Bias(d.normal(d.M, d.N).masked_fill(~d.bools(d.M, d.N), -torch.inf)),)
     )
     yield Case("bias twice", score=(bias("HMN"), bias("B11N")))
+    yield from _finite_biases()
     for order in permutations(SCORES, 2):
         yield Case(" then ".join(order), score=tuple(SCORES[name] for name in order))
     yield Case("softcap then bias then alibi then softcap", score=(softcap(1.5), bias("HMN"), alibi(), softcap(5.0)))
@@ -357,6 +370,28 @@ def _scores() -> Iterator[Case]:
     for cap in (30.0, 50.0, 60.0):  # up to 55, bf16 needs no running maximum on Hopper
         name = f"softcap {cap:.0f} on large logits, causal, bf16"
         yield Case(name, dtype=bf16, values="large", mask=causal, score=(softcap(cap),))
+
+
+def _finite_biases() -> Iterator[Case]:
+    """Rows filled with what additive masks hold: finite, so that they are no rows without keys."""
+    for dtype, least in LEAST.items():
+        name, rows = f"bias rows of finfo({_name(dtype)}).min", filled(least)
+        yield Case(name, score=(rows,))
+        yield Case(f"{name}, causal", mask=causal, score=(rows,))
+        yield Case(f"{name} in part", score=(filled(least, slice(0, 9), slice(0, 40)),))
+        if dtype != fp32:  # in bf16 that is -inf
+            yield Case(f"{name} for {_name(dtype)}", dtype=dtype, score=(rows,))
+    rows = filled(LEAST[bf16])
+    yield Case("softcap, bias rows of finfo.min", score=(softcap(), rows))
+    yield Case("bias rows of finfo.min, softcap", score=(rows, softcap()))
+    yield Case("bias rows of finfo.min, alibi, dense", mask=dense(), score=(rows, alibi()))
+    yield Case("bias rows of finfo.min, GQA, causal", H=4, mask=causal, score=(rows,))
+    yield Case("bias rows of finfo.min, sink", sink=fp32, score=(rows,))
+    yield Case("bias rows of finfo.min, dropout", dropout=0.2, score=(rows,))
+    yield Case("bias rows of -1e30, causal", mask=causal, score=(filled(-1e30),))
+    yield Case("bias rows of -1e9", score=(filled(-1e9),))
+    yield Case("bias of 3e38 in a column", score=(filled(3e38, slice(0, 9), 3),))
+    yield Case("bias of 3e38 in two columns", score=(filled(3e38, slice(0, 9), slice(3, 5)),))
 
 
 def _sink_and_dropout() -> Iterator[Case]:

@@ -9,7 +9,7 @@ Two things make "that of plain torch" a measure rather than luck on tensors of a
 in several orders (rows, keys and head size shuffled, q or the logits scaled, which leaves the truth as it is), and the
 worst counts. And its gradients are taken in both forms, whichever errs more: through the softmax, which keeps P; and
 the paper's, which like every back end computes S again, summing in another order, P = 2^(S log2 e - L log2 e) from it,
-and subtracts delta = rowsum(dO * O).
+and subtracts delta = rowsum(dO * O). Where L = m + log l is so large that log l is lost in it, they leave S one by one.
 """
 
 import math
@@ -245,7 +245,10 @@ def _attention_written_out(case: Case, call: Call, order: int) -> tuple[Tensor, 
     P = torch.softmax(S.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     wide = S.to(torch.promote_types(S.dtype, torch.float32))
     lse = torch.logsumexp(wide.masked_fill(blind, 0.0), -1, keepdim=True) if S.shape[-1] else wide.sum(-1, keepdim=True)
-    again = torch.exp2(logits(order + 1).to(wide.dtype) * LOG2E - lse.detach() * LOG2E).to(S.dtype)
+    lost = lse.isfinite() & (lse.abs() * torch.finfo(lse.dtype).eps > 0.1)
+    shifted = logits(order + 1).to(wide.dtype) - torch.where(lost, lse, 0.0).detach()
+    L = torch.where(lost, torch.logsumexp(shifted, -1, keepdim=True), lse).detach() if S.shape[-1] else lse.detach()
+    again = torch.exp2(shifted * LOG2E - L * LOG2E).to(S.dtype)
     kept: Tensor | float = 1.0
     if call.seed is not None:
         row = torch.arange(q.shape[0] * case.H, device=q.device).view(q.shape[0], case.H, 1, 1)

@@ -19,6 +19,8 @@ from ..score import Bias, Score
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+FAR = 4096.0
+"""Rounding of a smaller lse changes P by 2^-12 of itself at most, less than it does S."""
 COLUMNS = 256
 BUDGET = 1 << 19
 """Entries of one S tile: 2 MB of fp32, about what the cores' second-level caches hold."""
@@ -93,25 +95,25 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         S = _scores(p, s, tile, q, s.k[h_k, j])[0]
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)  # a row without keys so far: exp2(-inf - 0) = 0
-        P = S.sub_(m_safe).exp2_()
-        alpha = torch.exp2(m - m_safe)
+        P = _exp_(p, S.sub_(m_safe))
+        alpha = _exp_(p, m - m_safe)
         l = l * alpha + P.sum(-1, keepdim=True)
         m = m_new
         if seed is not None:
             P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
         acc = acc.mul_(alpha).baddbmm_(P, s.v[h_k, j])
     if sink is not None:
-        s_sink = (sink[h].to(m.dtype) * LOG2E).repeat(_count(s)).view(acc.shape[0], -1, 1, 1)
+        s_sink = (sink[h].to(m.dtype) * _base(p)).repeat(_count(s)).view(acc.shape[0], -1, 1, 1)
         s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)
         m_new = torch.maximum(m, s_sink)
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
-        alpha = torch.exp2(m - m_safe)
-        l = l * alpha + torch.exp2(s_sink - m_safe)
+        alpha = _exp_(p, m - m_safe)
+        l = l * alpha + _exp_(p, s_sink - m_safe)
         acc, m = acc.mul_(alpha), m_new
     acc.div_(l.masked_fill(l == 0.0, 1.0))
     o, lse = outputs
     _rows(p, o, s.b, s.rows)[:, i0:i1, h] = acc.view(_count(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
-    L = (m + torch.log2(l)) * LN2
+    L = m + torch.log(l) if p.recipe.score else (m + torch.log2(l)) * LN2
     _lse_rows(p, lse, s.b, s.rows)[:, h, i0:i1] = L.view(_count(s), -1, i1 - i0)
 
 
@@ -126,13 +128,15 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
     ]
     for s in _sequences(p, x):
         do_s = _by_head(_rows(p, do, s.b, s.rows), kind)
-        L = (_lse_rows(p, saved.lse, s.b, s.rows) * LOG2E).nan_to_num(neginf=0.0, nan=torch.nan, posinf=torch.inf)
-        L, delta_s = L.flatten(0, 1), _lse_rows(p, delta, s.b, s.rows).flatten(0, 1)
+        L = _lse_rows(p, saved.lse, s.b, s.rows) * _base(p)
+        L, delta_s = L.masked_fill(L == -torch.inf, 0.0), _lse_rows(p, delta, s.b, s.rows).flatten(0, 1)
+        L = L.flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
         dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
         for h_k in _heads_in_turn(s):
+            lost = _lost(p, s, h_k, L)
             for j0 in range(0, s.k.shape[1], COLUMNS):
-                _backward_tile(p, s, h_k, j0, (do_s, L, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
+                _backward_tile(p, s, h_k, j0, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
         _rows(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (_count(s), p.H)).transpose(1, 2))
     if p.recipe.varlen:
         for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
@@ -147,7 +151,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
 
 def _backward_tile(p, s, h_k, j0, given, outputs):
     """One key tile against every query tile that sees it: its rows of dk and dv, and its share of dq and dbias."""
-    do, L, delta, seed = given
+    do, L, lost, delta, seed = given
     dq, dk, dv, extra = outputs
     h = _query_heads(p, h_k)
     B_r = choose_tiles(p)[1]
@@ -161,7 +165,10 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
             continue
         q, do_i = _stack(s.q[h, i0:i1], h_k), _stack(do[h, i0:i1], h_k)
         S, stages = _scores(p, s, tile, q, k)
-        P = S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)).exp2_()
+        S = S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1))
+        if lost is not None:
+            S = S.sub_(lost[:, i0:i1].reshape(*q.shape[:2], 1))
+        P = _exp_(p, S)
         dP = torch.bmm(do_i, v.mT)
         P_kept = P
         if seed is not None:
@@ -178,7 +185,7 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
 
 
 def _scores(p, s, tile, q, k):
-    """S of a tile in base-2 units, masked, and the logits that entered each score (natural units)."""
+    """S of a tile, masked, in base 2 or with scores natural, and the logits that entered each score (natural)."""
     c = p.scale if s.scores else p.scale * LOG2E
     empty = q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1])
     vanishes = c < torch.finfo(torch.float32).tiny  # an alpha of 0 makes oneDNN's bf16 product return old memory
@@ -192,10 +199,40 @@ def _scores(p, s, tile, q, k):
         for score in s.scores:
             stages.append(by_head)
             by_head = _of_heads(score, tile.h).apply(by_head, i, j, shift)
-        S = (by_head * LOG2E).view(S.shape)
+        S = by_head.view(S.shape)
     if tile.keep is not None:
         _per_query_head(S, s, tile).masked_fill_(~tile.keep, -torch.inf)
     return S, stages
+
+
+def _lost(p, s, h_k, L):
+    """log(sum_j exp(S - L)) of the rows of some key heads: what a large lse = m + log l has lost of log l. A bias may
+    fill rows with -1e9 or torch.finfo(...).min; elsewhere None."""
+    h = _query_heads(p, h_k)
+    far = (L[h].abs() >= FAR) & L[h].isfinite()
+    if not (p.biased and bool(far.any())):
+        return None
+    total = torch.zeros_like(L[h])
+    B_r = choose_tiles(p)[1]
+    for i0 in range(0, s.q.shape[1], B_r):
+        i1 = min(i0 + B_r, s.q.shape[1])
+        q = _stack(s.q[h, i0:i1], h_k)
+        for tile in _visits(s, h, i0, i1, s.k.shape[1]):
+            S = _scores(p, s, tile, q, s.k[h_k, tile.j0 : tile.j1])[0]
+            P = _exp_(p, S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)))
+            total[:, i0:i1] += P.sum(-1).view(-1, i1 - i0)
+    return torch.log(total).masked_fill_(~far, 0.0)
+
+
+def _base(p: Problem) -> float:
+    """What turns a natural logarithm into that of the logits: base 2, or with scores natural, as a bias may be too large
+    to be multiplied."""
+    return 1.0 if p.recipe.score else LOG2E
+
+
+def _exp_(p: Problem, x: Tensor) -> Tensor:
+    """exp of a difference of logits, in place. exp2 is twice as fast as exp."""
+    return (x.mul_(LOG2E) if p.recipe.score else x).exp2_()
 
 
 def _through_scores(p, s, tile, dS, stages, extra):

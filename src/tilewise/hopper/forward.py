@@ -176,13 +176,13 @@ def logits(q, k, CORNER: gl.constexpr):
 
 
 @gluon.jit
-def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink):
-    """O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q."""
+def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURAL: gl.constexpr = False):
+    """O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be NATURAL."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if sink is not None:
-        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
+        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32), NATURAL)
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
-    inverse, lse = finalize(m, l)
+    inverse, lse = finalize(m, l, NATURAL)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
     o = (o * gl.convert_layout(inverse, row_layout)[:, None]).to(O.dtype)
@@ -274,7 +274,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, 
             o = o * variant.dropout.rescale
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink)
+        write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, c is None)
         y = pass_by(W, shared, y, part.lo - walk.lo, tile)
         if Q_STAGES == 1:
             tma.store_wait(0)
@@ -289,7 +289,7 @@ def forward(
     Q, K, V, O, O_rows, L, counter, packed, unowned, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
-    """O and L of every tile of queries. c turns logits into base 2."""
+    """O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D

@@ -14,6 +14,7 @@ from ..reference import sink_gradient
 from ..score import SoftCap
 from ..tile.launch import (
     Launch,
+    beside_lse,
     bias_launches,
     cdiv,
     current_stream,
@@ -23,6 +24,7 @@ from ..tile.launch import (
     empty_saved,
     lengths,
     packed,
+    renormalizing,
     rows,
     unowned,
     visits,
@@ -188,7 +190,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     arguments = (
         Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
         rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), unowned(p, saved), sink,
-        variant, pl.c, pl.shape,
+        variant, None if p.biased else pl.c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -214,7 +216,7 @@ def backward_launches(
     key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
     lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
-    variant = Variant(parts, changes, dropout(p, saved.seed), lists)
+    variant = Variant(parts, beside_lse(p, changes, lse), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         order = scratch.turns, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
         constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": pl.backward_tile.TURN}
@@ -222,8 +224,8 @@ def backward_launches(
     before = preparation(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = finishing(p, pl, scratch, grads.q, where)
-    biases = of_biases(p, pl, x, do, scratch, grads, variant, key) if any(p.wanted) else ()
-    return [*listing, before, main, after, *biases]
+    sums, biases = of_biases(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
+    return [*listing, before, *sums, main, after, *biases]
 
 
 def preparation(
@@ -292,18 +294,21 @@ def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed 
 
 
 def of_biases(
-    p: Problem, pl: Plan, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, variant: Variant, key: Any
-) -> Iterator[Launch]:
-    """Gradients of biases, by a Triton kernel, which calls Triton's scores."""
+    p: Problem, pl: Plan, x: Operands, do: Tensor, lse: Tensor, scratch: Scratch, grads: Grads, variant: Variant,
+    key: Any,
+) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
+    """Row sums of P, and gradients of biases, both by Triton kernels, which call Triton's scores."""
     operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
     tiles = BIAS[pl.backward_tile.D]
     constants = {
         "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
         "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    variant = variant._replace(scores=device_values(p, x.extra)[1])
+    variant = variant._replace(scores=beside_lse(p, device_values(p, x.extra)[1], lse))
     stride = pl.backward_shape.blocks * pl.backward.B_r
-    return bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
+    given = (*operands[:2], scratch.logs)
+    sums = renormalizing(p, given, lse, variant, pl.c, stride, tiles, constants, pl, key)
+    return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
 
 
 def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from ..tile.masks import key_range_of, visible
 from ..tile.scores import Entries, through
-from ..tile.softmax import row_max
+from ..tile.softmax import exponents, rescaling, row_max
 from .channel import end_block
 from .threads import as_tile, by_thread, positions
 
@@ -53,7 +53,7 @@ def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout
     if BOUNDED:
         m = gl.maximum(m, 0.0)
         shift = m
-    P = gl.exp2(S * c - shift[:, None])
+    P = gl.exp2(exponents(S, shift[:, None], c))
     l = gl.sum(P, 1)
     if P.type.layout != layout:
         ROWS: gl.constexpr = P.shape[0]
@@ -64,10 +64,10 @@ def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout
 
 @gluon.jit
 def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
-    """P = exp2(c S - shift). Left to itself, ptxas moves the wait that follows up above all exponentials."""
+    """P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows up above all exponentials."""
     if SPLIT == 1:
         end_block(y)
-    x = S * c - shift[:, None]
+    x = exponents(S, shift[:, None], c)
     if SPLIT == 2:
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]
@@ -89,5 +89,5 @@ def online(S, m, l, c, y, tile: gl.constexpr):
     else:
         m_new, shift = row_max(S, m, c)
         P = exponentials(S, shift, c, y, tile.SPLIT)
-        alpha = gl.exp2(m - shift)
+        alpha = rescaling(m, shift, c)
         return P, m_new, l * alpha + gl.sum(P, 1), alpha

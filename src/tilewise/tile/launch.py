@@ -17,6 +17,7 @@ from . import masks, scores
 from .bias import dbias
 from .dropout import Dropout
 from .once import once
+from .renormalize import renormalize
 from .rows import Output, Packed, Rows, Unowned
 from .visits import Visits, list_tiles
 
@@ -207,6 +208,12 @@ def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) 
     return Unowned(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
+def beside_lse(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
+    """A backward's scores: beside a bias, whose logits may be far from 0, the last takes lse off them."""
+    shift = scores.Part(DEVICE_SCORES.shifted_fn, DEVICE_SCORES.shifted_grad, 1.0, (lse, p.H, p.M, p.N))
+    return (*changes, shift) if p.biased else changes
+
+
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
@@ -266,6 +273,19 @@ def bias_launches(
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
         at = key, position, grad.data_ptr() % 16
         yield Launch(dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
+
+
+def renormalizing(
+    p: Problem, given: Any, lse: Tensor, variant: Any, unit: float, stride: int, tiles: Any, constants: Any, pl: Any,
+    key: Any,
+) -> list[Launch]:  # fmt: skip
+    """What makes L of the backward beside a bias, after what makes it elsewhere. `given` are Q, K and L."""
+    if not p.biased:
+        return []
+    count = cdiv(p.M, tiles.B_r)
+    arguments = (*given, lse, variant, unit, p.M, p.N, p.H, count, stride)
+    constants = {name: value for name, value in constants.items() if name != "d_v"}
+    return [Launch(renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]
 
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:

@@ -105,11 +105,26 @@ def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
     """S unit + bias."""
     row, column = at.i0 + at.i - (N - M), at.j0 + at.j
     here = at.b.to(tl.int64) * batch + at.h.to(tl.int64) * head
-    here = here + row.to(tl.int64) * row_stride + column.to(tl.int64) * entry
-    return S * unit + tl.load(bias + here, mask=(row >= 0) & (row < M) & (column < N), other=0.0).to(tl.float32)
+    here = here + tl.cast(at.i0 - (N - M), tl.int64) * row_stride + tl.cast(at.j0, tl.int64) * entry
+    here = here + tl.cast(at.i, tl.int64) * row_stride + tl.cast(at.j, tl.int64) * entry
+    return S * unit + tl.load(bias + here, mask=(row < M) & (column < N), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
     """The bias does not depend on S."""
+    return dS
+
+
+@triton.jit
+def shifted_fn(S, unit, at, lse, H, M, N):
+    """S unit - lse: the backward's last score beside a bias (see tile/renormalize.py)."""
+    row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
+    logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
+    return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def shifted_grad(dS, S, T, unit, at, lse, H, M, N):
+    """The softmax does not depend on a shift of whole rows."""
     return dS

@@ -14,8 +14,11 @@ def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or 
 
     m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays: a
     factor off by one bit would be applied once per tile, and long rows would drift.
+
+    Without c, m is in natural log, and exact. Logits beside a bias need that: the product of its largest numbers with
+    log2 e is inf, and of smaller ones so large that what is rounded off it would be an exponent by itself.
     """
-    top = tl.max(S, 1) * c
+    top = tl.max(S, 1) if c is None else tl.max(S, 1) * c
     if RAISE:
         top -= RAISE
     m_new = tl.maximum(m, top)
@@ -23,11 +26,23 @@ def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or 
 
 
 @triton.jit
-def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar
+def exponents(S, shift, c):
+    """c S - shift, or without c what turns S - shift into base 2."""
+    return (S - shift) * LOG2E if c is None else S * c - shift
+
+
+@triton.jit
+def rescaling(m, shift, c):
+    """The factor that takes older sums from their row max to the new one."""
+    return tl.exp2((m - shift) * LOG2E if c is None else m - shift)
+
+
+@triton.jit
+def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar or None
     """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
     m_new, shift = row_max(S, m, c)
-    P = tl.exp2(S * c - shift[:, None])
-    alpha = tl.exp2(m - shift)
+    P = tl.exp2(exponents(S, shift[:, None], c))
+    alpha = rescaling(m, shift, c)
     return P, alpha, m_new, l * alpha + tl.sum(P, 1)
 
 
@@ -41,31 +56,36 @@ def log2(x):
 
 
 @triton.jit
-def natural(m, l):  # (B_r,), (B_r,)
-    """(m + log2 l) ln 2, rounded once: what is lost in the sum of m and l's exponent (Knuth's two-sum) is put back."""
+def natural(m, l, NATURAL: tl.constexpr):  # (B_r,), (B_r,)
+    """(m + log2 l) ln 2, rounded once: what is lost in the sum of m and l's exponent (Knuth's two-sum) is put back.
+    m + ln l if m is NATURAL."""
     whole, rest = log2(l)
-    sum = m + whole
-    back = sum - m
-    lost = (m - (sum - back)) + (whole - back)
-    return tl.fma(sum, LN2, (lost + rest) * LN2)
+    if NATURAL:
+        return m + tl.fma(whole, LN2, rest * LN2)
+    else:
+        sum = m + whole
+        back = sum - m
+        lost = (m - (sum - back)) + (whole - back)
+        return tl.fma(sum, LN2, (lost + rest) * LN2)
 
 
 @triton.jit
-def finalize(m, l):  # (B_r,), (B_r,)
+def finalize(m, l, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,)
     """The factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
-    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), natural(m, l_safe))
+    L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), natural(m, l_safe, NATURAL))
     return 1.0 / l_safe, L
 
 
 @triton.jit
-def join_sink(m, l, sink):  # (B_r,), (B_r,), scalar logit
+def join_sink(m, l, sink, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,), scalar logit
     """m, l and the rescale factor once a key of value 0 and logit `sink` has joined the sum."""
-    m_new = tl.maximum(m, sink * LOG2E)
+    c: tl.constexpr = None if NATURAL else LOG2E
+    m_new = tl.maximum(m, sink if NATURAL else sink * LOG2E)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - shift)
-    return m_new, l * alpha + tl.exp2(sink * LOG2E - shift), alpha
+    alpha = rescaling(m, shift, c)
+    return m_new, l * alpha + tl.exp2(exponents(sink, shift, c)), alpha
 
 
 @triton.jit

@@ -47,7 +47,8 @@ def forward(
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O and L for every tile of queries. c turns logits into base 2; G query heads share a key head."""
+    """O and L for every tile of queries. c turns logits into base 2, or is None (see `row_max`); G query heads share a
+    key head."""
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
@@ -72,9 +73,9 @@ def forward(
         j = partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
     if sink is not None:
-        m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32))
+        m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32), c is None)
         acc = acc * alpha[:, None]
-    inverse, lse = finalize(m, l)
+    inverse, lse = finalize(m, l, c is None)
     store_rows(out, i0, M, acc * inverse[:, None])
     rows = i0 + tl.arange(0, B_R)
     tl.store(row_values(L, packed, b, h, H, q0, rows_in_all) + rows, lse, mask=rows < M)

@@ -12,6 +12,7 @@ from ..reference import sink_gradient
 from ..tile.launch import (
     Launch,
     adjacent,
+    beside_lse,
     bias_launches,
     cdiv,
     current_stream,
@@ -21,6 +22,7 @@ from ..tile.launch import (
     empty_saved,
     lengths,
     packed,
+    renormalizing,
     rows,
     unowned,
     visits,
@@ -44,8 +46,8 @@ class Plan(NamedTuple):
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
-    c: float
-    """Logits times c are in base 2, the forward's unit."""
+    c: float | None
+    """Logits times c are in base 2, the forward's unit. None beside a bias: natural log."""
     unit: float
     """Logits times this are in the backward's unit: base 2, or natural log for fp32."""
     section: int
@@ -76,7 +78,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, c, unit, section, p.listed, constants, values, {})
+    return Plan(*chosen, None if p.biased else c, unit, section, p.listed, constants, values, {})
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -141,7 +143,7 @@ def backward_launches(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr()) % 16
     key = do.stride(), saved.o.stride(), aligned  # what these tensors add to the problem
     parts, changes, _ = pl.values or device_values(p, x.extra)
-    variant = Variant(parts, changes, dropout(p, saved.seed), None)
+    variant = Variant(parts, beside_lse(p, changes, lse), dropout(p, saved.seed), None)
 
     tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
@@ -152,6 +154,9 @@ def backward_launches(
     )
 
     given = (*(rows(p, t) for t in (*x[:3], do)), logs, delta)
+    constants, stride = {**pl.constants, **meta(pl.dq)}, logs.shape[-1]
+    yield from renormalizing(p, (*given[:2], logs), lse, variant, pl.unit, stride, pl.dq, constants, pl, key)
+
     lists, listing = visits(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
@@ -167,7 +172,7 @@ def backward_launches(
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
     # a stage holds tiles of four operands, where dq's holds two, so large heads leave room for fewer
-    tiles, stride = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v))), logs.shape[-1]
+    tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
     yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, {**pl.constants, **meta(tiles)}, pl, key)
 
 

@@ -1,0 +1,54 @@
+"""Row sums of P in the backward beside a bias.
+
+The backward computes P = exp(S - lse). A bias may fill a row with -1e9 or torch.finfo(...).min: there S is so large
+that log l is lost in lse = m + log l, and P would be 1 where it was 1 / l. So beside a bias the last score of the
+backward takes lse off S (`shifted_fn`), and L, of which P = exp(S - lse - L), is what was lost.
+"""
+
+import triton
+import triton.language as tl
+
+from .blocks import block, load_row_values
+from .factors import load_left, load_right, product
+from .gradients import seen
+from .rows import row_values
+from .scores import Entries, through
+from .softmax import LN2, log2, probabilities
+from .visits import Place
+
+FAR = tl.constexpr(4096.0)
+"""Rounding of a smaller lse changes P by 2^-12 of itself at most, less than it does S."""
+
+
+@triton.jit(do_not_specialize=["variant", "M", "N", "H", "tiles", "stride"])
+def renormalize(
+    Q, K, L, lse, variant, unit, M, N, H, tiles, stride,
+    G: tl.constexpr, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """L = log(sum_j exp(S - lse)) of rows whose lse is large, so that P sums to 1; 0 elsewhere.
+
+    One program owns a tile of queries. `variant` is the backward's. L has `stride` numbers a head.
+    """
+    program = tl.program_id(0)
+    t, h, b = program % tiles, program // tiles % H, program // tiles // H
+    i0 = t * B_R
+    logs = load_row_values(row_values(lse, None, b, h, H, 0, M), i0, B_R, M, 0.0, True)
+    far = (tl.abs(logs) >= FAR) & (tl.abs(logs) < float("inf"))
+    EXACT: tl.constexpr = Q.ptr.dtype.element_ty == tl.float32
+    sums = tl.zeros([B_R], tl.float32)
+    if tl.max(far.to(tl.int32), 0) > 0:
+        place = Place(b, h, b * H + h, i0, M, N, N - M)
+        i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
+        q = load_left(block(Q, b, h, 0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
+        keys = block(K, b, h // G, 0, B_C, d)
+        for x in range(tl.cdiv(N, B_C)):
+            j0 = x * B_C
+            S = product(q, load_right(keys, j0, N, True, PRECISION), PRECISION)  # (B_r, B_c)
+            at = Entries(b, h, i0 + i + place.shift, 0, j0, j)
+            S = through(variant.scores, S, at, len(variant.scores))
+            S = tl.where(seen(place, variant, i, j0, j), S, float("-inf"))
+            sums += tl.sum(probabilities(S, 0.0, unit, EXACT), 1)
+    whole, rest = log2(sums)
+    found = tl.where(far & (sums > 0.0), (whole + rest) * LN2 if EXACT else whole + rest, 0.0)
+    rows = i0 + tl.arange(0, B_R)
+    tl.store(row_values(L, None, b, h, H, 0, stride) + rows, found, mask=rows < M)
