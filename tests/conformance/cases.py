@@ -127,7 +127,7 @@ def make(case: Case, device: str) -> Call:
     do = STRIDES.get(case.strides, plain)(draw.normal(*rows, case.H, D_v))
     dlse = draw.normal(case.H, *rows) if packed else draw.normal(case.B, case.H, case.M)
     layout = None
-    for t, count in zip((q, do, dlse.T, k, v), case.unowned[:1] * 3 + case.unowned[1:] * 2, strict=True):
+    for t, count in zip((q, do, dlse.mT, k, v), case.unowned[:1] * 3 + case.unowned[1:] * 2, strict=True):
         if count:
             t[-count:] = torch.nan
     if packed:

@@ -88,8 +88,8 @@ def test_every_stream_has_a_counter_of_its_own_for_good():
 
 def test_a_captured_launch_has_a_counter_of_the_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    cpu = torch.device("cpu")
-    with Allocations() as seen:
-        assert launch.counter(cpu, 1).tolist() == [0, 0]
-    assert len(seen.made) == 1, "one allocation, which the graph's pool gives"
+    gpu, zeros, made = torch.device("cuda", 0), torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **kind: made.append(device) or zeros(*size, **kind))
+    assert launch.counter(gpu, 1).tolist() == [0, 0]
+    assert made == [gpu], "one allocation, which the graph's pool gives"
     assert not launch.COUNTERS

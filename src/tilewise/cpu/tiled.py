@@ -225,8 +225,8 @@ def _lost(p, s, h_k, L):
 
 
 def _base(p: Problem) -> float:
-    """What turns a natural logarithm into that of the logits: base 2, or with scores natural, as a bias may be too large
-    to be multiplied."""
+    """The factor from natural logarithms to those of the logits: log2 e, or 1 with scores, as a bias may be too large to
+    be multiplied."""
     return 1.0 if p.recipe.score else LOG2E
 
 
