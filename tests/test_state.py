@@ -4,9 +4,15 @@ import ast
 import json
 import re
 import shutil
+import sys
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import kernels
 
 from tilewise.bench import report, results, state
 from tilewise.bench.results import Row
@@ -112,6 +118,31 @@ def test_rows_depend_on_what_they_call():
     ):  # fmt: skip
         assert results.kernels_of(case, implementation, BACKWARD, known) == names
         assert names <= set(known)
+
+
+def test_a_rename_carries_results_over_where_no_count_of_an_instruction_changed(package, monkeypatch, capsys):
+    edit(package / "tile/rotary.py", "OFFSETS", "STARTS")  # a field's name stands in the code
+    edit(package / "hopper/tiles.py", "256: Forward(2, 64, 1, 2,", "256: Forward(2, 64, 1, 3,")
+    assert changed(package) == ["hopper forward D256", "rotary"]
+    monkeypatch.setattr(kernels, "source", lambda *arguments: nullcontext(package.parent))
+    counts = {"hopper forward D256 causal 1": {"HGMMA": 8}, "rotary 2": {"FMUL": 4}}
+    later = counts | {"hopper forward D256 causal 1": {"HGMMA": 9}}
+    monkeypatch.setattr(kernels, "instructions", lambda tree: (counts if tree == kernels.ROOT else later).items())
+    (one,) = kernels.carry("a revision")
+    before = state.states.__wrapped__(package, SM_90)
+    assert (one["old"], one["new"]) == (before["rotary"], state.states(chips=SM_90)["rotary"])
+    assert (one["kernel"], one["instructions"]) == ("rotary", 4)
+    assert "hopper forward D256 has changed, and its instructions with it" in capsys.readouterr().out
+
+
+def test_a_result_that_knows_its_commit_gets_the_states_of_it(package, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "source", lambda *arguments: nullcontext(package.parent))
+    file, versions = tmp_path / "card.json", {"cuda": "13.0"}
+    env = {"commit": "abc", "kernels": "told", "versions": versions}
+    runs = {"paper": {"environment": env}, "long": {"environment": env | {"commit": "abc+", "kernels": "unknown"}}}
+    file.write_text(json.dumps({"suites": runs}))
+    kernels.date([file])
+    assert json.loads(file.read_text())["kernels"] == {"told": state.states(chips=SM_90)}
 
 
 def pages(folder, before):
