@@ -62,7 +62,8 @@ def main() -> None:
     """A line for each launch."""
     sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
-        group = GROUPS[back].get(one.kernel.fn.__name__, one.kernel.fn.__name__)
+        kernel = str(one.kernel.fn.__name__)
+        group = GROUPS[back].get(kernel, kernel)
         if back == "triton" and name.startswith("fp32"):
             group = group.replace("triton", "triton fp32")
         counts = Counter(INSTRUCTION.findall(sass(one.compile().asm["cubin"])))

@@ -141,7 +141,7 @@ def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[st
     now = state.states(chips=tuple(before.get("chips", "").split()))
 
     def heir(of: str | None) -> str | None:
-        while of in carried:
+        while of and of in carried:
             of = carried[of]
         return of
 

@@ -127,7 +127,7 @@ def _rows(source: "Source", table: str, size: int, name: str, chips: tuple[str, 
     found = []
     for key, row in zip(value.keys, value.values, strict=True):
         at = ast.literal_eval(key) if key else None
-        parts = at if isinstance(at, tuple) else (at,)
+        parts: tuple[Any, ...] = at if isinstance(at, tuple) else (at,)
         of_size = size in parts or not any(isinstance(part, int) for part in parts)
         of_chip = file != PORTABLE or (parts[0] in chips and parts[1] == (4 if "fp32" in name else 2))
         if of_size and of_chip and isinstance(row, ast.Call):
@@ -171,7 +171,7 @@ class Source:
         """Of a definition, with all that it reaches."""
         if of not in self.digests:
             self.digests[of] = "itself"  # where it calls itself
-            node = self.module(of[0])[of[1]]
+            node: Any = self.module(of[0])[of[1]]
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 node = node.value
             self.digests[of] = _digest([Text(self, of[0], node).text])
