@@ -19,11 +19,11 @@ GROUPS = {
         "forward": "hopper forward", "fp32_forward": "hopper fp32 forward", "backward": "hopper backward",
         "prepare": "hopper backward", "finish": "hopper backward", "give_turns": "hopper backward",
         "fp32_prepare": "hopper fp32 backward", "fp32_backward": "hopper fp32 backward", "dbias": "gradient of a bias",
-        "split": "hopper fp32 forward", "list_tiles": "lists of tiles",
+        "split": "hopper fp32 forward", "list_tiles": "lists of tiles", "renormalize": "sums beside a bias",
     },
     "triton": {
         "forward": "triton forward", "delta": "triton backward", "dkdv": "triton backward", "dq": "triton backward",
-        "dbias": "gradient of a bias", "list_tiles": "lists of tiles",
+        "dbias": "gradient of a bias", "list_tiles": "lists of tiles", "renormalize": "sums beside a bias",
     },
 }  # fmt: skip
 """What a kernel's function belongs to. Keep a name that changes: the revision that is compared has the old one."""

@@ -55,6 +55,7 @@ KERNELS = {
     "triton fp32 backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
     "gradient of a bias": Kernel(("tile/bias.py:dbias",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),
     "lists of tiles": Kernel(("tile/visits.py:list_tiles",)),
+    "sums beside a bias": Kernel(("tile/renormalize.py:renormalize",)),
     "rotary": Kernel(("tile/rotary.py:rotate",)),
     "fp16 sums": Kernel(("experimental/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("experimental/rounded.py:*",)),
