@@ -85,7 +85,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """o and lse."""
     saved = empty_saved(p, x, seed)
     if 0 in (p.B, p.M):  # no program runs
-        saved.o.zero_(), saved.lse.fill_(-torch.inf)
+        saved.o.zero_()
+        saved.lse.fill_(-torch.inf)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved):
@@ -97,7 +98,8 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """dq, dk, dv, and what extras want."""
     grads = empty_grads(p, x)
     if 0 in (p.B, p.M):
-        grads.q.zero_(), grads.k.zero_(), grads.v.zero_()
+        for grad in grads[:3]:
+            grad.zero_()
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     logs, delta = empty_row_values(p, x), empty_row_values(p, x)
