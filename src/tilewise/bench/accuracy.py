@@ -85,7 +85,9 @@ class Truth:
         """The largest errors of plain torch; in fp32 of the worst order of summation and form of the gradients."""
         found = [self.by_torch]
         if self.case.type == torch.float32:
-            orders = max(2, min(16, SHUFFLED[self.x.q.device.type] // max(self.case.lengths) ** 2))
+            longest = max(self.case.lengths)
+            scores = (self.case.varied.queries or longest) * longest
+            orders = max(2, min(16, SHUFFLED[self.x.q.device.type] // scores))
             found += [self.by_head(torch.float32, orders, paper) for paper in (False, True)]
         errors = [_errors(results, self.exact) for results in found]
         return {name: max((error[name] for error in errors), key=_nan_first) for name in errors[0]}

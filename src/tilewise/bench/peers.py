@@ -147,9 +147,10 @@ def tf32() -> Iterator[None]:
 
 def _sdpa(case: Case, device: torch.device) -> Attention:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        options = {"dropout_p": case.dropout, "is_causal": case.causal, "enable_gqa": case.varied.group > 1}
-        return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        grouped = case.varied.group > 1
+        o = scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped)
+        return o.transpose(1, 2)
 
     return call
 
