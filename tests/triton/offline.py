@@ -80,7 +80,7 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("plain", half, D, (*WALKS, "delta"))
     yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
-    yield Call("listed", half, 64 if old else 128, ("list_tiles", "dbias"))
+    yield Call("listed", half, 64 if old else 128, ("list_tiles", "renormalize", "dbias"))
     if target in ("sm_86", "sm_120"):  # with little shared memory
         yield Call("biased", half, 128, ("dbias",))
     if target in MAIN:

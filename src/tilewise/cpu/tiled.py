@@ -225,8 +225,8 @@ def _lost(p, s, h_k, L):
 
 
 def _base(p: Problem) -> float:
-    """The factor from natural logarithms to those of the logits: log2 e, or 1 with scores, as a bias may be too large to
-    be multiplied."""
+    """What turns natural logs into those of the logits: base 2, but natural with scores: a bias may be too large to be
+    multiplied."""
     return 1.0 if p.recipe.score else LOG2E
 
 

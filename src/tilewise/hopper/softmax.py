@@ -53,7 +53,7 @@ def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout
     if BOUNDED:
         m = gl.maximum(m, 0.0)
         shift = m
-    P = gl.exp2(exponents(S, shift[:, None], c))
+    P = gl.exp2(exponents(S, shift, c))
     l = gl.sum(P, 1)
     if P.type.layout != layout:
         ROWS: gl.constexpr = P.shape[0]
@@ -67,7 +67,7 @@ def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
     """P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows up above all exponentials."""
     if SPLIT == 1:
         end_block(y)
-    x = exponents(S, shift[:, None], c)
+    x = exponents(S, shift, c)
     if SPLIT == 2:
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]

@@ -26,9 +26,9 @@ def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or 
 
 
 @triton.jit
-def exponents(S, shift, c):
-    """c S - shift, or without c what turns S - shift into base 2."""
-    return (S - shift) * LOG2E if c is None else S * c - shift
+def exponents(S, shift, c):  # (B_r, B_c), (B_r,), scalar or None
+    """c S - shift; without c, S - shift turned into base 2."""
+    return (S - shift[:, None]) * LOG2E if c is None else S * c - shift[:, None]
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def rescaling(m, shift, c):
 def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar or None
     """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
     m_new, shift = row_max(S, m, c)
-    P = tl.exp2(exponents(S, shift[:, None], c))
+    P = tl.exp2(exponents(S, shift, c))
     alpha = rescaling(m, shift, c)
     return P, alpha, m_new, l * alpha + tl.sum(P, 1)
 
@@ -85,7 +85,7 @@ def join_sink(m, l, sink, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,), sca
     m_new = tl.maximum(m, sink if NATURAL else sink * LOG2E)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = rescaling(m, shift, c)
-    return m_new, l * alpha + tl.exp2(exponents(sink, shift, c)), alpha
+    return m_new, l * alpha + tl.exp2((sink - shift) * LOG2E if NATURAL else sink * LOG2E - shift), alpha
 
 
 @triton.jit
