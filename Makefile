@@ -7,6 +7,7 @@
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
 #   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
 #   make report                        docs/performance.md from those results, and every picture of the documents
+#   make versions                      part of the tests under the oldest and the newest PyTorch that Pythons here can have
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it
 #
@@ -40,7 +41,7 @@ FOR_TEST :=
 FOR_SITE :=
 endif
 
-.PHONY: help demo test lint format pytest bench card report site wheel clean
+.PHONY: help demo test lint format pytest bench card report versions site wheel clean
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -72,6 +73,10 @@ card: $(FOR_TEST)
 report: $(FOR_DEMO)
 	$(PY) benchmarks/report.py
 	$(PY) docs/pictures/draw.py
+
+# An environment for each pair, in a temporary folder: 5 to 7 GB each, and some minutes of downloads.
+versions:
+	$(PYTHON) tests/pairs.py $(ARGS)
 
 # Material says at every build that it has a successor.
 site: $(FOR_SITE)

@@ -33,6 +33,8 @@ def pytest_configure(config):
         "ignore:.*defaults to a non-deterministic algorithm:UserWarning",
         "ignore:.*encountered in:RuntimeWarning",  # numpy, in Triton's interpreter, on inf and NaN
         "ignore:All-NaN:RuntimeWarning",
+        "ignore:Guards may run slower:RuntimeWarning",  # torch.compile, on Python 3.13.0
+        "ignore:The .grad attribute of a Tensor:UserWarning",  # opcheck, from PyTorch 2.15 on
         "ignore::DeprecationWarning:torch",
         "ignore::FutureWarning:torch",
         "ignore::DeprecationWarning:triton",
