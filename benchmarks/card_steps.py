@@ -52,6 +52,10 @@ class Step:
         return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
 
 
+LONG = {"test_head_sizes": 2.0}
+"""Files of tests/card that come last, and the minutes they take."""
+
+
 def of_tests(
     name: str, *arguments: str, kernels: tuple[str, ...], minutes: float, files: str, workers: int = CORES,
     silence: float = 3.0,
@@ -73,9 +77,12 @@ def of_suite(suite: str, seen: Path, minutes: float) -> Step:
 def steps(seen: Path) -> Iterator[Step]:
     """All of them; `seen` is the folder that is kept."""
     every = ("",)
-    for file in sorted(ROOT.glob("tests/card/test_*.py")):
-        path = file.relative_to(ROOT).as_posix()
-        yield of_tests(f"card {file.stem[5:]}", path, kernels=every, minutes=0.5, files=path, workers=4)
+    files = sorted(ROOT.glob("tests/card/test_*.py"), key=lambda file: (file.stem in LONG, file))
+    for path in [file.relative_to(ROOT).as_posix() for file in files]:
+        name = f"card {Path(path).stem[5:]}"
+        yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=LONG.get(Path(path).stem, 0.5), files=path)
+    card = "tests/card"
+    yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=0.5, files=f"{card}/*.py", workers=1)
     cases = "tests/conformance"
     yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=HOPPER, minutes=6, files=f"{cases}/*.py")
     yield of_tests("conformance triton", cases, "-k", "triton", kernels=TRITON, minutes=6, files=f"{cases}/*.py")
