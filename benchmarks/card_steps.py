@@ -61,7 +61,7 @@ def of_tests(
     silence: float = 3.0,
 ) -> Step:  # fmt: skip
     """A step of pytest's, which goes on with the tests that were not seen. Nothing left to run (5) is no failure."""
-    options = ["-p", "card_plugin", "-q", "-rN"]
+    options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns beside xdist
     options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from . import accumulation, contexts, field, fp32_page, plots, state, study, trainings, tuned, variants_page
 from .accumulation_page import HEADER as ACCUMULATION_HEADER
 from .accumulation_page import section as accumulation_section
+from .costs import OURS
 from .results import OK, changed, kernels_of, load, rows_of
 from .study_page import HEADER as ACCURACY_HEADER
 from .study_page import section as accuracy_section
@@ -20,7 +21,6 @@ from .tables import (
     MEMORY,
     METRICS,
     OF_MATMUL,
-    OURS,
     SPREAD,
     Grid,
     Metric,

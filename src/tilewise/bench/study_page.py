@@ -11,10 +11,10 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .accuracy import ENTRIES, NAMES
-from .plots import COLOURS, STYLE, length_label
+from .plots import COLOURS, STYLE
 from .results import OK
 from .study import OUTLIERS, PART, SWEEPS, Finding, Point
-from .tables import STANDARD, folded, geometric_mean, is_ours
+from .tables import STANDARD, folded, geometric_mean, is_ours, length_label
 
 TITLES = {
     "length": "length",

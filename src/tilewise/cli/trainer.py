@@ -19,10 +19,11 @@ from torch import Tensor
 
 import tilewise as tw
 
+from ..bench.costs import OURS
 from ..bench.measure import Resident, pace, sample, spread, synchronize
 from ..bench.peers import PEERS
 from ..bench.suites import Case
-from ..bench.tables import OURS, is_ours
+from ..bench.tables import is_ours
 from ..bench.trainings import MOVED
 from .gpt import GPT, Attend, batches, in_order, library_text, move, read_tokens
 
