@@ -52,8 +52,8 @@ class Step:
         return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
 
 
-LONG = {"test_head_sizes": 2.0}
-"""Files of tests/card that come last, and the minutes they take."""
+SIZES = "tests/card/test_head_sizes.py"
+"""Tests that take far longer than the others: a thousand pairs of kernels to compile."""
 
 
 def of_tests(
@@ -77,10 +77,10 @@ def of_suite(suite: str, seen: Path, minutes: float) -> Step:
 def steps(seen: Path) -> Iterator[Step]:
     """All of them; `seen` is the folder that is kept."""
     every = ("",)
-    files = sorted(ROOT.glob("tests/card/test_*.py"), key=lambda file: (file.stem in LONG, file))
-    for path in [file.relative_to(ROOT).as_posix() for file in files]:
-        name = f"card {Path(path).stem[5:]}"
-        yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=LONG.get(Path(path).stem, 0.5), files=path)
+    files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
+    for path in (path for path in files if path != SIZES):
+        name = f"card {Path(path).stem.removeprefix('test_')}"
+        yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=0.8, files=path)
     card = "tests/card"
     yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=0.5, files=f"{card}/*.py", workers=1)
     cases = "tests/conformance"
@@ -93,6 +93,7 @@ def steps(seen: Path) -> Iterator[Step]:
         "on hopper", hopper, "-k", f"not {slower}", kernels=HOPPER, minutes=5, files=hopper, workers=6, silence=6
     )
     yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=HOPPER, minutes=1, files=hopper, workers=1)
+    yield of_tests("card every head size", SIZES, kernels=every, minutes=15, files=SIZES)
     for suite, minutes in MINUTES.items():
         yield of_suite(suite, seen, minutes)
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)
