@@ -8,6 +8,7 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
 from tilewise.problem import Grads, Saved
+from tilewise.tile.blocks import width
 from tilewise.tile.rows import Packed, Rows, rows_of
 from tilewise.triton import launch
 
@@ -99,6 +100,24 @@ def test_rows_whose_entries_lie_apart_are_copied(view, given):
     assert all(operand.ptr.stride(-1) == 1 for operands in given.values() for operand in operands[:3])
     want = gradients(*(t.contiguous() for t in (q, k, v, do)))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("size", range(1, 257))
+def test_narrow_rows_are_copied_where_they_may_begin_off_16_byte_boundaries(size):
+    """Narrow are those whose blocks have fewer than 64 columns; wider ones are read where they lie."""
+    narrow = width(tl.float16, size) < 64
+    whole = torch.zeros(2, 20, 3, 257, dtype=torch.float16)
+    off, odd = whole.flatten()[1 : 1 + 120 * size].view(2, 20, 3, size), whole[..., :size]
+    for t in (off, odd):
+        copy = launch.adjacent(t)
+        assert (copy is not t) == narrow
+        assert torch.equal(copy, t)
+        assert copy.data_ptr() % 16 == 0 or not narrow
+        assert launch.adjacent(copy) is copy
+    aligned = torch.zeros(2, 20, 3, size, dtype=torch.float16)
+    assert launch.adjacent(aligned) is aligned
+    in_fp32 = torch.zeros(2, 20, 3, 257)[..., :size]
+    assert launch.adjacent(in_fp32) is in_fp32
 
 
 def test_a_single_entry_is_adjacent_at_any_stride():

@@ -14,6 +14,7 @@ from ..reference import sink_gradient
 from ..score import SoftCap
 from ..tile.launch import (
     Launch,
+    adjacent,
     beside_lse,
     bias_launches,
     cdiv,
@@ -298,7 +299,7 @@ def of_biases(
     key: Any,
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
     """Row sums of P, and gradients of biases, both by Triton kernels, which call Triton's scores."""
-    operands = (*(rows(p, t) for t in (*x[:3], do)), *scratch[:2])
+    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), *scratch[:2])
     tiles = BIAS[pl.backward_tile.D]
     constants = {
         "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,

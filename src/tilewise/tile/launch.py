@@ -29,6 +29,9 @@ FUSED = {"enable_fp_fusion": True}
 """What every kernel is compiled with: a product and a sum may become one multiply-add. Triton 3.10 no longer does so by
 default, which changes numbers and times."""
 
+NARROW = (16, 32)
+"""Head sizes whose blocks are under 64 columns in 16 bits."""
+
 HERE = nullcontext()
 """The context that does nothing, made once, as every call enters it."""
 
@@ -240,9 +243,18 @@ def with_adjacent_rows(x: Operands) -> Operands:
 
 
 def adjacent(t: Tensor) -> Tensor:
-    """The tensor, copied only if the entries of a row do not lie side by side. Triton 3.6 would load them in a layout
-    whose fp32 products read outside shared memory (docs/adr/0004)."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    """The tensor, or a copy where Triton 3.6 would load it in a layout whose products read outside shared memory: where
+    the entries of a row do not lie side by side, or narrow rows begin off 16-byte boundaries (docs/adr/0004)."""
+    side_by_side = t.stride(-1) == 1 or t.shape[-1] == 1
+    return t if side_by_side and not narrow_and_unaligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def narrow_and_unaligned(t: Tensor) -> bool:
+    """Whether blocks of these rows are under 64 columns (`blocks.width`), and the compiler cannot tell that every row
+    begins on a 16-byte boundary: it knows multiples of 16 among strides."""
+    if t.itemsize != 2 or t.shape[-1] not in NARROW:
+        return False
+    return t.data_ptr() % 16 != 0 or any([stride % 16 for stride in t.stride()[:-1]])
 
 
 def bias_launches(
