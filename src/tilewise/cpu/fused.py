@@ -36,7 +36,7 @@ def forward(p: Problem, x: Operands) -> Saved:
     q, k, v = _queries(p, x.q), _heads_first(x.k), _heads_first(x.v)
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _causal(p), scale=p.scale)
     lse = lse.to(_lse_type(p)).nan_to_num(torch.nan, torch.nan, -torch.inf)  # inf - inf is NaN, as everywhere else
-    return Saved(_rows(p, o).contiguous(), lse.reshape(p.B, p.H, p.M), None)
+    return Saved(_rows(p, o).contiguous(), lse.reshape(p.B, p.H, p.M).contiguous(), None)
 
 
 def doubtful(saved: Saved) -> bool:
