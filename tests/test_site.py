@@ -178,7 +178,7 @@ def test_no_list_or_table_is_left_as_text(site):
 
 def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     root = tmp_path / "root"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "results", "__pycache__"))
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "__pycache__"))
     shutil.copy(ROOT / "docs/.nav.yml", root / "docs")
     mistakes = [text if text.startswith("$") else f"[wrong]({text})" for text in MISTAKES]
     page = root / "docs/numerics.md"
