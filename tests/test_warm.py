@@ -60,8 +60,7 @@ def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_p
     assert [one.found for one in again.kernels] == [True]
     assert again.kernels[0].hash == kernel["hash"]
     assert str(again).splitlines()[1].split() == ["forward", "found"]
-    assert again.unforeseen["q, k or v off a 16-byte boundary"] == ("forward",)
-    assert "q, k or v off a 16-byte boundary" in str(again)
+    assert "q, k or v off a 16-byte boundary" not in again.unforeseen, "rows of 16 entries are copied then"
 
     found = elsewhere("ranks", str(tmp_path))
     (first_call,) = found["warmed"]

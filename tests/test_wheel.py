@@ -150,8 +150,8 @@ def test_a_type_checker_reads_its_annotations(elsewhere, tmp_path):
     )  # fmt: skip
     told = json.loads(done.stdout)["generalDiagnostics"]
     (signature,) = [found["message"] for found in told if found["severity"] == "information"]
-    assert "mask: Mask" in signature
-    assert "score: Score | Sequence[Score]" in signature
+    assert "return_lse: Literal[False]" in signature
+    assert "**options: **Options" in signature
     errors = {
         USER.splitlines()[found["range"]["start"]["line"]].strip() for found in told if found["severity"] == "error"
     }

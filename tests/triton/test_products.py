@@ -23,6 +23,7 @@ ALLOWED = {
         "tile/bias.py": (
             "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
         ),
+        "tile/renormalize.py": ("t * B_R", "x * B_C"),
         "tile/visits.py": ("r * B_R", "c * B_C"),
         "triton/backward.py": (
             "t * B_R", "t * B_C",
@@ -34,6 +35,7 @@ ALLOWED = {
         "triton/forward.py": ("t * B_R", "j * B_C"),
     },
     "rows in all, rounded up; cu_seqlens count them in 32 bits": {"tile/rows.py": ("(M + 15) // 16 * 16",)},
+    "one of at most 512 programs that fill 16 rows at a time": {"tile/rows.py": ("program * ROWS",)},
     "one of B H matrices; a launch has at least as many programs, and at most 2^31": {
         "hopper/around.py": ("b * H", "h // group * group"),
         "hopper/backward.py": ("keys.b * shape.H",),
@@ -65,8 +67,8 @@ ALLOWED = {
 """Products that stay, by reason and file. `python tests/triton/products.py` lists what there is."""
 KERNELS = {
     "experiment forward",
-    *(f"portable {name}" for name in ("forward", "delta", "dkdv", "dq", "dbias", "list_tiles")),
-    *(f"hopper {name}" for name in ("forward", "prepare", "backward", "finish", "dbias", "list_tiles", "give_turns")),
+    *(f"portable {name}" for name in ("forward", "delta", "dkdv", "dq", "renormalize", "dbias", "list_tiles")),
+    *(f"hopper {name}" for name in ("forward", "prepare", "renormalize", "backward", "finish", "dbias", "list_tiles", "give_turns")),
     *(f"hopper {name}" for name in ("split", "fp32_forward", "fp32_prepare", "fp32_backward")),
 }  # fmt: skip
 
