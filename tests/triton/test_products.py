@@ -68,7 +68,8 @@ ALLOWED = {
 KERNELS = {
     "experiment forward",
     *(f"portable {name}" for name in ("forward", "delta", "dkdv", "dq", "renormalize", "dbias", "list_tiles")),
-    *(f"hopper {name}" for name in ("forward", "prepare", "renormalize", "backward", "finish", "dbias", "list_tiles", "give_turns")),
+    *(f"hopper {name}" for name in ("forward", "prepare", "backward", "finish", "list_tiles", "give_turns")),
+    *(f"hopper {name}" for name in ("renormalize", "dbias")),
     *(f"hopper {name}" for name in ("split", "fp32_forward", "fp32_prepare", "fp32_backward")),
 }  # fmt: skip
 
