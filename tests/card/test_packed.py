@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import captured
 
 import tilewise as tw
 
@@ -115,20 +116,6 @@ def test_no_sequence_at_all(kind):
     assert all((t == 0).all() for t in found.values())
 
 
-def recorded(function):
-    """A call as a CUDA graph, so that only the GPU's time counts."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def milliseconds(function, rounds=30):
     """A call's time among many, one behind the other."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -155,7 +142,7 @@ def test_what_unowned_rows_cost(kind, monkeypatch):
         "step": [lambda x=x, do=do: step(x, sink, do, layout, **options) for x, do in both],
     }
     for name, pair in calls.items():
-        without, with_rows = (recorded(function) for function in pair)
+        without, with_rows = (captured(function)[0].replay for function in pair)  # the GPU's time alone
         milliseconds(without, 5), milliseconds(with_rows, 5)
         rounds = [(milliseconds(without), milliseconds(with_rows)) for _ in range(7)]
         times = [sorted(column)[3] for column in zip(*rounds, strict=True)]

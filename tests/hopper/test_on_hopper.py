@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import captured
 from hopper import racecheck
 
 import tilewise as tw
@@ -78,20 +79,6 @@ def test_repeats_are_equal_in_every_bit(case):
         assert not differences(again, first), f"repeat {n} of {REPEATS} differs: {differences(again, first)}"
     error, bound = (again["dq"] - dq).abs().max().item(), 0.02 * dq.abs().max().item()
     assert error <= bound, f"dq of the last repeat differs by {error}, allowed is {bound}"
-
-
-def captured(function):
-    """A graph of a call, warmed up on a stream of its own as PyTorch wants it, and the call's results in it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 @torch.no_grad()
