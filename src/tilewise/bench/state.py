@@ -60,7 +60,7 @@ KERNELS = {
     "fp16 sums": Kernel(("experimental/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("experimental/rounded.py:*",)),
     "ablation": Kernel(("bench/ablation_kernels.py:*",)),
-    "cpu": Kernel(("cpu/fused.py:*", "cpu/tiled.py:*")),
+    "cpu": Kernel(("cpu/fused.py:*", "cpu/sequences.py:*", "cpu/tiled.py:*")),
 }  # fmt: skip
 """By name. Those with tables have a state for each head size that has rows: "hopper forward D64"."""
 ON_CPU = ("cpu", "fp16 sums, emulated")

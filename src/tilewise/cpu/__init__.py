@@ -6,6 +6,7 @@ from torch import Tensor
 from ..problem import Grads, Operands, Problem, Saved
 from . import fused, tiled
 from .precision import exact_products
+from .sequences import choose_tiles
 
 
 class Cpu:
@@ -24,7 +25,7 @@ class Cpu:
 
     def tiles(self, problem: Problem) -> str:
         """The path taken, and the tiled path's tile."""
-        heads, rows, columns = tiled.choose_tiles(problem)
+        heads, rows, columns = choose_tiles(problem)
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
         if not self.fuse or fused.why_not(problem):
             return tiles

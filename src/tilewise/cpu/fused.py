@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
+from .sequences import compute_type
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def why_not_backward(p: Problem) -> list[str]:
 def forward(p: Problem, x: Operands) -> Saved:
     q, k, v = _queries(p, x.q), _heads_first(x.k), _heads_first(x.v)
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _causal(p), scale=p.scale)
-    lse = lse.to(_lse_type(p)).nan_to_num(torch.nan, torch.nan, -torch.inf)  # inf - inf is NaN, as everywhere else
+    lse = lse.to(compute_type(p)).nan_to_num(torch.nan, torch.nan, -torch.inf)  # inf - inf is NaN, as everywhere else
     return Saved(_rows(p, o).contiguous(), lse.reshape(p.B, p.H, p.M).contiguous(), None)
 
 
@@ -82,7 +83,3 @@ def _heads_first(t: Tensor) -> Tensor:
 def _readable(t: Tensor) -> Tensor:
     """With the entries of a row side by side, which the kernel takes for granted."""
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _lse_type(p: Problem) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32

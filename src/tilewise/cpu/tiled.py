@@ -6,42 +6,31 @@ columns). Batch entries of one length that fit one tile are computed together: t
 """
 
 from collections.abc import Iterator
-from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..mask import Mask
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_rescale, dropout_threshold, philox, sink_gradient
 from ..score import Bias, Score
+from .sequences import (
+    COLUMNS,
+    Sequence,
+    choose_tiles,
+    compute_type,
+    count_of,
+    heads_first,
+    heads_in_turn,
+    lse_rows_of,
+    rows_of,
+    sequences,
+)
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 FAR = 4096.0
 """Rounding of a smaller lse changes P by 2^-12 of itself at most, less than it does S."""
-COLUMNS = 256
-BUDGET = 1 << 19
-"""Entries of one S tile: 2 MB of fp32, about what the cores' second-level caches hold."""
-
-
-class Sequence(NamedTuple):
-    """Batch entries of one length, mostly just one: their operands as (entries * heads, length, size) in the type
-    computed in, and their own masks and scores. If there are several, all their heads are in one tile; the slice of
-    heads then goes past the end of what has one dimension of heads only, and means all of it."""
-
-    b: slice
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    masks: list[Mask]
-    scores: list[Score]
-    rows: slice
-    """Where their queries are: in the batch (entries b) or in the packed rows."""
-    columns: slice
-    heads: int
-    """How many key heads are computed at once."""
 
 
 class Tile(NamedTuple):
@@ -56,17 +45,8 @@ class Tile(NamedTuple):
     keep: Tensor | None
 
 
-def choose_tiles(p: Problem, lengths: tuple[int, int] | None = None) -> tuple[int, int, int]:
-    """Key heads, queries and keys of one tile, by the lengths of a sequence, else those of the longest."""
-    M, N = lengths or (p.M, p.N)
-    group = p.H // p.H_k
-    rows = max(16, min(256, BUDGET // (COLUMNS * group)))
-    used = group * min(rows, max(16, M)) * min(COLUMNS, max(64, N))  # 16 x 64: one counter of dropout serves as many
-    return max(1, BUDGET // used), rows, COLUMNS
-
-
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
-    kind = _compute_type(p)
+    kind = compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
     lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
     if p.recipe.varlen:
@@ -75,8 +55,8 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         _unowned(lse.T, cu_q).fill_(-torch.inf)
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
-    for s in _sequences(p, x):
-        for h_k in _heads_in_turn(s):
+    for s in sequences(p, x):
+        for h_k in heads_in_turn(s):
             for i0 in range(0, s.q.shape[1], B_r):
                 _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
     return Saved(o, lse, seed)
@@ -103,7 +83,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
             P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
         acc = acc.mul_(alpha).baddbmm_(P, s.v[h_k, j])
     if sink is not None:
-        s_sink = (sink[h].to(m.dtype) * _base(p)).repeat(_count(s)).view(acc.shape[0], -1, 1, 1)
+        s_sink = (sink[h].to(m.dtype) * _base(p)).repeat(count_of(s)).view(acc.shape[0], -1, 1, 1)
         s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)
         m_new = torch.maximum(m, s_sink)
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
@@ -112,13 +92,13 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         acc, m = acc.mul_(alpha), m_new
     acc.div_(l.masked_fill(l == 0.0, 1.0))
     o, lse = outputs
-    _rows(p, o, s.b, s.rows)[:, i0:i1, h] = acc.view(_count(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
+    rows_of(p, o, s.b, s.rows)[:, i0:i1, h] = acc.view(count_of(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
     L = m + torch.log(l) if p.recipe.score else (m + torch.log2(l)) * LN2
-    _lse_rows(p, lse, s.b, s.rows)[:, h, i0:i1] = L.view(_count(s), -1, i1 - i0)
+    lse_rows_of(p, lse, s.b, s.rows)[:, h, i0:i1] = L.view(count_of(s), -1, i1 - i0)
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None) -> Grads:
-    kind = _compute_type(p)
+    kind = compute_type(p)
     dq, dk, dv = empty_parts(p, x)
     delta = (do.to(kind) * saved.o.to(kind)).sum(-1).transpose(-1, -2)  # (B, H, M) or (H, T)
     if dlse is not None:
@@ -126,18 +106,18 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
     extra: list[Tensor | None] = [
         t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
-    for s in _sequences(p, x):
-        do_s = _by_head(_rows(p, do, s.b, s.rows), kind)
-        L = _lse_rows(p, saved.lse, s.b, s.rows) * _base(p)
-        L, delta_s = L.masked_fill(L == -torch.inf, 0.0), _lse_rows(p, delta, s.b, s.rows).flatten(0, 1)
-        L = L.flatten(0, 1)
+    for s in sequences(p, x):
+        do_s = heads_first(rows_of(p, do, s.b, s.rows), kind)
+        L = lse_rows_of(p, saved.lse, s.b, s.rows) * _base(p)
+        L = L.masked_fill(L == -torch.inf, 0.0).flatten(0, 1)
+        delta_s = lse_rows_of(p, delta, s.b, s.rows).flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
-        dk_s, dv_s = (_rows(p, grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
-        for h_k in _heads_in_turn(s):
+        dk_s, dv_s = (rows_of(p, grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
+        for h_k in heads_in_turn(s):
             lost = _lost(p, s, h_k, L)
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
-        _rows(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (_count(s), p.H)).transpose(1, 2))
+        rows_of(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (count_of(s), p.H)).transpose(1, 2))
     if p.recipe.varlen:
         for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
             _unowned(grad, cu).zero_()
@@ -181,7 +161,7 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
         dq_view += torch.bmm(dS, k).view(dq_view.shape).mul_(p.scale)
         dk_tile.baddbmm_(dS.mT, q, alpha=p.scale)
     for grad, found in ((dk, dk_tile), (dv, dv_tile)):
-        grad[:, h_k, j0:j1] = found.unflatten(0, (_count(s), -1))
+        grad[:, h_k, j0:j1] = found.unflatten(0, (count_of(s), -1))
 
 
 def _scores(p, s, tile, q, k):
@@ -270,43 +250,6 @@ def _of_heads(score: Score, h: slice) -> Any:
     return score.rebuild(score.plain[1:], (cut,))
 
 
-def _sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
-    """All batch entries or packed sequences, neighbours of one length together where they fit one tile."""
-    kind = _compute_type(p)
-    masks, scores, _ = p.values(x.extra)
-    if p.recipe.varlen:
-        ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:])
-    else:
-        ends_q, ends_k = ([b * length for b in range(p.B + 1)] for length in (p.M, p.N))
-    for b, count, heads in _together(p, ends_q, ends_k):
-        rows, columns = (slice(ends[b], ends[b + count]) for ends in (ends_q, ends_k))
-        entries = slice(b, b + count)
-        q, k, v = (
-            _by_head(_rows(p, t, entries, part), kind) for t, part in zip(x[:3], (rows, columns, columns), strict=True)
-        )
-        own = [m.at(b, count) for m in masks], [c.at(b, count) for c in scores]
-        yield Sequence(entries, q, k, v, *own, rows, columns, heads)
-
-
-def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The first of some batch entries, how many are computed together, and how many of their key heads at once."""
-    first = 0
-    pairs = zip(pairwise(ends_q), pairwise(ends_k), strict=True)
-    for lengths, run in groupby((i1 - i0, j1 - j0) for (i0, i1), (j0, j1) in pairs):
-        heads, rows, columns = choose_tiles(p, lengths)
-        most = max(1, heads // p.H_k) if lengths[0] <= rows and lengths[1] <= columns else 1
-        last = first + sum(1 for _ in run)
-        for b in range(first, last, most):
-            yield b, min(most, last - b), heads
-        first = last
-
-
-def _heads_in_turn(s: Sequence) -> Iterator[slice]:
-    """The key heads of each round."""
-    for h in range(0, s.k.shape[0], s.heads):
-        yield slice(h, min(h + s.heads, s.k.shape[0]))
-
-
 def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
     """The key tiles that rows i0:i1 see."""
     for j0 in range(0, N, COLUMNS):
@@ -364,7 +307,7 @@ def _dropout_factor(p, s, tile, seed):
     numbers = numbers.permute(3, 4, 0, 5, 6, 2, 1, 7).reshape(len(row), 2 * len(c_i), 8 * len(c_j))
     numbers = numbers[:, tile.i0 % 16 :, tile.j0 % 64 :][:, : tile.i1 - tile.i0, : tile.j1 - tile.j0]
     keep = numbers >= dropout_threshold(p.recipe.dropout)
-    return keep.to(_compute_type(p)).mul_(dropout_rescale(p.recipe.dropout))
+    return keep.to(compute_type(p)).mul_(dropout_rescale(p.recipe.dropout))
 
 
 def _stack(rows: Tensor, h_k: slice) -> Tensor:
@@ -379,32 +322,7 @@ def _query_heads(p: Problem, h_k: slice) -> slice:
 
 def _per_query_head(S: Tensor, s: Sequence, tile: Tile) -> Tensor:
     """(key heads, G * rows, columns) to (entries, heads, rows, columns)."""
-    return S.view(_count(s), -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
-
-
-def _by_head(rows: Tensor, kind: torch.dtype) -> Tensor:
-    """(entries, length, heads, size) to (entries * heads, length, size) in the type computed in."""
-    return rows.transpose(1, 2).to(kind).contiguous().flatten(0, 1)
-
-
-def _count(s: Sequence) -> int:
-    return s.b.stop - s.b.start
-
-
-def _rows(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """The (entries, length, heads, size) view of some batch entries."""
-    return t[rows].unflatten(0, _split(b, rows)) if p.recipe.varlen else t[b]
-
-
-def _lse_rows(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """The (entries, heads, length) view of some batch entries."""
-    return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.varlen else t[b]
-
-
-def _split(b: slice, rows: slice) -> tuple[int, int]:
-    """Packed rows as so many entries of one length."""
-    count = b.stop - b.start
-    return count, (rows.stop - rows.start) // count
+    return S.view(count_of(s), -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
 
 
 def _least(end: Any) -> Any:
@@ -418,7 +336,3 @@ def _most(end: Any) -> Any:
 def _unowned(rows: Tensor, cu: Tensor) -> Tensor:
     """The packed rows that no sequence owns."""
     return rows[int(cu[-1]) :]
-
-
-def _compute_type(p: Problem) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
