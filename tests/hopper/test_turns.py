@@ -6,7 +6,7 @@ import triton
 from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.hopper.turns import give_turns
+from tilewise.hopper.turns import give_turns, turns_of
 from tilewise.tile.launch import cdiv, device_values
 from tilewise.tile.visits import Variant
 
@@ -35,3 +35,23 @@ def test_the_first_to_add_is_the_last_tile_that_is_seen(mask, M, N, turn):
     for head in given(mask, M, N, turn):
         assert head[::turn] == wanted
         assert turn == 1 or set(head[1::turn]) <= {-1}
+
+
+@triton.jit
+def ask(found, variant, t, M, N, B_R: triton.language.constexpr, B_C: triton.language.constexpr):
+    begin, end = turns_of(variant, 0, t, M, N, B_R, B_C, 2)
+    triton.language.store(found, begin)
+    triton.language.store(found + 1, end)
+
+
+@pytest.mark.parametrize(("M", "N"), [(3072, 653), (512, 512), (64, 512)])
+def test_a_tile_of_padded_keys_has_no_turn(M, N):
+    """Padding's interval of rows begins at 2^30 for a padded key, and at an odd tile if M - N is odd, too."""
+    lengths = torch.tensor([200], dtype=torch.int32)
+    mask = tw.Causal() & tw.Padding(lengths)
+    p = problem(M, N, 64, batch=(1,), mask=mask)
+    parts, *_ = device_values(p, (lengths,))
+    for t in range(cdiv(N, B_C)):
+        found = torch.empty(2, dtype=torch.int32)
+        ask[(1,)](found, Variant(parts, (), None, None), t, M, N, B_R, B_C)
+        assert (found[0] < found[1]) == (t * B_C < 200), t

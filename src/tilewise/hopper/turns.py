@@ -25,10 +25,19 @@ def give_turns(
     q0, M, _, N = rows_of(packed, b, M, N)
     if t * B_C >= N:
         return
-    lo, _, _, hi = query_range(variant, 0, b, t * B_C, M, N, B_R, B_C)
     first = first_block(packed, b, h, H, q0, stride, B_R)
-    for m in range(lo // TURN * TURN, hi, TURN):
-        tl.atomic_max(turns + first + m, t)
+    begin, end = turns_of(variant, b, t, M, N, B_R, B_C, TURN)
+    for turn in range(begin, end):
+        tl.atomic_max(turns + first + turn * TURN, t)
+
+
+@triton.jit
+def turns_of(variant, b, t, M, N, B_R: tl.constexpr, B_C: tl.constexpr, TURN: tl.constexpr):
+    """The turns [begin, end) at which a tile of keys adds; none where a mask hides its keys from every row, whose
+    interval may then lie far outside."""
+    lo, _, _, hi = query_range(variant, 0, b, t * B_C, M, N, B_R, B_C)
+    begin = lo // TURN
+    return begin, tl.where(lo < hi, tl.cdiv(hi, TURN), begin)
 
 
 @gluon.jit
@@ -50,11 +59,11 @@ def hand_turn_on(turns, block, visit, keys, variant, tile: gl.constexpr):
     n = visit.x % TURN
     if (n == TURN - 1) | (visit.x == visit.walk.hi - 1):
         wait_added()
-        m = visit.x - n
+        turn = visit.x // TURN
         t = keys.t
         there = False
         while (t >= 0) & ~there:
             t -= 1
-            lo, _, _, hi = query_range(variant, 0, keys.b, t * B_C, keys.M, keys.N, B_R, B_C)
-            there = (lo < m + TURN) & (m < hi)
+            begin, end = turns_of(variant, keys.b, t, keys.M, keys.N, B_R, B_C, TURN)
+            there = (begin <= turn) & (turn < end)
         gl.atomic_xchg(turns + block - n, t, sem="release")
