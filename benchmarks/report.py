@@ -1,7 +1,10 @@
-"""python benchmarks/report.py: docs/performance.md and its pictures, anew from benchmarks/results."""
+"""python benchmarks/report.py: writes docs/performance.md and the other measured pages, their pictures, and the numbers
+of README.md, from benchmarks/results."""
 
 import sys
 from pathlib import Path
+
+import readme
 
 from tilewise.bench.report import write
 
@@ -9,5 +12,6 @@ if __name__ == "__main__":
     here = Path(__file__).parent
     try:
         print(write(here / "results", here.parent / "docs"))
+        print(*readme.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))

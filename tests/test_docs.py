@@ -132,15 +132,16 @@ def test_the_readme_and_the_guide_name_every_mask_and_score():
         assert f"tw.{name}(" in "".join(GUIDE), name
 
 
-def test_the_readme_names_every_chip_and_precision():
+def test_support_names_every_chip_and_precision():
     pytest.importorskip("triton")
     from tilewise.triton import TARGETS  # here, because it needs Triton
 
-    table = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    table = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.startswith("| ")]
     (chips,) = [line for line in table if line.startswith("| chips")]
     assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))
     (precisions,) = [line for line in table if line.startswith("| fp32 precision")]
     assert [name for name in PRECISIONS if not re.search(rf"\b{name}\b", precisions)] == []
+    assert set(re.findall(r"\b(?:sm_|gfx)\w+", (ROOT / "README.md").read_text())) <= set(TARGETS)
 
 
 def test_lines_quoted_from_the_source_are_there():

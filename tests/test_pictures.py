@@ -1,4 +1,4 @@
-"""The pictures of docs/hopper.md and docs/learn: all are drawn, and schedules are possible ones."""
+"""The pictures of docs/hopper.md, docs/learn and the README: all are drawn, and schedules are possible ones."""
 
 import re
 import sys
@@ -43,8 +43,18 @@ DRAWN = [(overlap, in_step) for _, overlap, in_step in FORWARDS]
 
 def described(path):
     """What stands in a picture."""
+    if path.suffix == ".svg":
+        return re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(), re.DOTALL)[1]
     with Image.open(path) as picture:
         return picture.info["Description"]
+
+
+def size(path):
+    """The height and width of a picture, in pixels; an svg counts 96 of them for 72 points."""
+    if path.suffix == ".svg":
+        found = re.search(r'<svg [^>]*?width="([\d.]+)pt" height="([\d.]+)pt"', path.read_text())
+        return float(found[2]) / 72 * 96, float(found[1]) / 72 * 96
+    return draw.plt.imread(path).shape[:2]
 
 
 def by_name(spans):
@@ -58,10 +68,12 @@ def test_every_picture_of_the_pages_is_drawn(tmp_path):
     wanted = set(re.findall(r"\]\(images/(\S+)\)", (DOCS / "hopper.md").read_text()))
     for page in DOCS.glob("learn/en/*.md"):
         wanted |= set(re.findall(r"\]\(\S+images/(learn-\S+)\)", page.read_text()))
+    for page in DOCS.parent.glob("README*.md"):
+        wanted |= set(re.findall(r'src(?:set)?="docs/images/([^"]+)"', page.read_text()))
     drawn = draw.draw(tmp_path)
     assert {path.name for path in drawn} == wanted
     for path in drawn:
-        height, width, *_ = draw.plt.imread(path).shape
+        height, width = size(path)
         assert 600 < width < 1000, f"{path.name} is {width} wide: GitHub shows about 850"
         assert height < 1000
         assert described(path) == described(DOCS / "images" / path.name), (

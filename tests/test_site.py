@@ -33,6 +33,7 @@ LOADED = {
     "audio": "src",
     "link": "href",
 }
+SETS = {"source": "srcset", "img": "srcset"}
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 ENTRY = re.compile(r"^(\w+, )*\w+: ")
 """What docstrings put before an argument's or an error's description."""
@@ -79,6 +80,8 @@ class Reader(HTMLParser):
             self.links.append(found["href"])
         if tag in LOADED and found.get(LOADED[tag]):
             self.loads.append(found[LOADED[tag]])
+        if tag in SETS and found.get(SETS[tag]):
+            self.loads.append(found[SETS[tag]])
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +109,8 @@ def test_every_document_is_a_page_that_the_navigation_names(site, document):
 
 
 def page_of(document):
-    if document == ROOT / "README.md":
-        return "overview.html"
+    if document.parent == ROOT and document.name.startswith("README."):
+        return f"{document.stem.replace('README', 'overview')}.html"
     path = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT)
     return path.with_name(path.name.replace("README", "index")).with_suffix(".html").as_posix()
 

@@ -104,7 +104,9 @@ def test_every_link_of_the_long_description_is_absolute(metadata):
     links = [target for found in LINK.findall(text) for target in found if target]
     assert len(links) > 20
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    pictures = re.findall(r'''!\[[^]]*\]\(([^)]+)\)|\bsrc(?:set)?="([^"]+)"''', text)
+    pictures = [link for found in pictures for link in found if link]
+    assert pictures
     assert all(link.startswith("https://raw.githubusercontent.com/") for link in pictures)
     home = metadata.get_all("Project-URL")[0].split(", ")[1]
     files = [link.removeprefix(f"{home}/blob/main/").partition("#")[0] for link in links if link.startswith(home)]

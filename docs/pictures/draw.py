@@ -1,4 +1,4 @@
-"""python docs/pictures/draw.py: the pictures of docs/hopper.md and docs/learn, anew, into docs/images."""
+"""python docs/pictures/draw.py: draws the pictures of docs/hopper.md, docs/learn and README.md into docs/images."""
 
 import sys
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from bars import PICTURES as BARS
 from flow import backward_flow
 from learn import PICTURES as LEARN
 from matplotlib.text import Text
@@ -24,6 +25,8 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "hopper-backward-flow": backward_flow,
     **LEARN,
 }
+VECTORS: Any = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]}
+"""How an svg is written: its text stays text, in a font that the reader has."""
 
 
 def draw(folder: Path) -> list[Path]:
@@ -35,6 +38,12 @@ def draw(folder: Path) -> list[Path]:
             figure = picture()
             paths.append(folder / f"{name}.png")
             figure.savefig(paths[-1], metadata={"Software": None, "Description": words(figure)})
+            plt.close(figure)
+    for name, picture in BARS.items():
+        with mpl.rc_context(STYLE | VECTORS):
+            figure = picture()
+            paths.append(folder / f"{name}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None, "Creator": None, "Description": words(figure)})
             plt.close(figure)
     return paths
 

@@ -20,8 +20,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LINK = re.compile(r"(?<=\]\()(?![\w+]+:)([^)\s#]+)")
+LINK = re.compile(r"""(?:(?<=\]\()|(?<= src=")|(?<= srcset="))(?![\w+]+:)([^)"\s#]+)""")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+CHINESE = ("learn/zh/", "overview.zh")
+"""How the addresses of Chinese pages begin."""
 SOURCE = "---\nhide: [navigation, toc]\nsearch: { exclude: true }\n---\n"
 
 places: dict[str, Path] = {}
@@ -70,7 +72,7 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
             return formula[0]
 
     content = FORMULA.sub(drawn, content)
-    return f'<div lang="zh">{content}</div>' if page.file.src_uri.startswith("learn/zh/") else content
+    return f'<div lang="zh">{content}</div>' if page.file.src_uri.startswith(CHINESE) else content
 
 
 def links(page: File) -> Iterator[Path]:
@@ -90,8 +92,8 @@ def resolved(page: File, link: str) -> Path | None:
 
 def uri_of(target: Path) -> str:
     """Where the page of a file or folder lies, as if in docs/."""
-    if target == ROOT / "README.md":
-        return "overview.md"  # docs/index.md is the home
+    if target.parent == ROOT and target.name.startswith("README."):
+        return target.name.replace("README", "overview")  # docs/index.md is the home
     if target.is_dir():
         return uri_of(target / ("README.md" if (target / "README.md").exists() else "index.md"))
     path = target.relative_to(DOCS if target.is_relative_to(DOCS) else ROOT).as_posix()

@@ -1,0 +1,99 @@
+"""README.md and README.zh-CN.md: their numbers are the results', what they claim is measured, and they stay short."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import readme
+
+RESULTS = ROOT / "benchmarks" / "results"
+LINES = {"README.md": 110, "README.zh-CN.md": 45}
+WORDS = 25
+"""Of a sentence."""
+OUTSIDE = (
+    re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),  # code
+    readme.MARKED,
+    re.compile(r"(?<=\])\([^)]*\)|<[^>]*>"),  # links' addresses, tags
+    re.compile(r"^#.*$", re.MULTILINE),  # headings
+    re.compile(r"\b(?:Python|PyTorch|Triton) \d+\.\d+"),  # versions
+    re.compile(r"\b(?:19|20)\d\d\b"),  # years
+    re.compile(r"\b(?:RTX|RX) \d+\b"),  # names
+    re.compile(r"(?<![A-Za-z0-9])[A-Za-z]+[-_]?\d\w*"),  # H200, fp32, sm_90, FlashAttention-3
+)
+"""Where a page may have digits that no command writes."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return readme.numbers(RESULTS)
+
+
+def page(name):
+    return (ROOT / name).read_text()
+
+
+def prose(text):
+    """A page without what may hold digits."""
+    for pattern in OUTSIDE:
+        text = pattern.sub(" ", text)
+    return text
+
+
+@pytest.mark.parametrize("name", readme.PAGES)
+def test_every_digit_is_written_by_the_report(name):
+    typed = [line for line in prose(page(name)).splitlines() if re.search(r"\d", line)]
+    assert typed == [], "put these numbers between comments that benchmarks/readme.py fills in"
+
+
+def test_a_typed_number_is_found():
+    typed = "It is 1.03x as fast, at 4k tokens, on 8 GPUs."
+    assert re.findall(r"\d+", prose(typed)) == ["1", "03", "4", "8"]
+    assert prose("FA3 on an H200, in 2024, with Python 3.10").split() == "on an , in , with".split()
+
+
+@pytest.mark.parametrize("name", readme.PAGES)
+def test_the_numbers_are_those_of_the_results(name, found):
+    assert page(name) == readme.filled(page(name), found), "run python benchmarks/report.py"
+
+
+def test_every_number_is_used(found):
+    used = {marked[1] for name in readme.PAGES for marked in readme.MARKED.findall(page(name))}
+    assert used == set(found)
+
+
+def test_an_unknown_name_is_told(found):
+    with pytest.raises(ValueError, match="<!-- nowhere --> names no number; choose from"):
+        readme.filled("<!-- nowhere -->1<!-- /nowhere -->", found)
+
+
+def test_what_the_first_sentence_claims_is_measured(found):
+    """On Hopper as fast as the fastest of cuDNN, FlashAttention-3 and -4, in the mean of all shapes."""
+    assert "as fast as cuDNN, FlashAttention-3 and FlashAttention-4 on Hopper" in page("README.md")
+    assert float(found["fastest-forward"]) >= 1.0
+    assert float(found["fastest-backward"]) >= 1.0
+
+
+@pytest.mark.parametrize("name", readme.PAGES)
+def test_it_stays_short(name):
+    assert len(page(name).splitlines()) <= LINES[name]
+
+
+def test_sentences_are_short():
+    lines = [line for line in prose(page("README.md")).splitlines() if line.strip() and not line.startswith("|")]
+    for sentence in re.split(r"[.:;!?](?:\s|\*|$)", "\n".join(lines)):
+        assert len(re.findall(r"[A-Za-z][\w'-]*", sentence)) <= WORDS, sentence
+
+
+def test_the_chinese_page_runs_the_same_calls():
+    blocks = [re.findall(r"^```python\n(.*?)^```$", page(name), re.MULTILINE | re.DOTALL) for name in readme.PAGES]
+    english, chinese = ([re.sub(r" *#.*", "", code) for code in of] for of in blocks)
+    assert chinese == english[:1]
+
+
+def test_it_shows_what_is_missing():
+    missing = re.findall(r"^\| ([^|]+) \| \*\*not yet\*\*", page("README.md"), re.MULTILINE)
+    assert missing == ["KV cache, decoding", "fp8", "context parallelism"]
