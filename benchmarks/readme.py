@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench import field, study
+from tilewise.bench.costs import OURS
 from tilewise.bench.results import load, repeated, rows_of
 from tilewise.bench.study_page import findings_of
 from tilewise.bench.suites import BACKWARD, FORWARD
-from tilewise.bench.tables import CUDNN, EFFICIENT, OURS, STANDARD, geometric_mean, length_label, markdown, ratios
+from tilewise.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "README.zh-CN.md")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
+import bars
 import readme
 
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LINES = {"README.md": 110, "README.zh-CN.md": 45}
 WORDS = 25
@@ -52,7 +54,7 @@ def test_every_digit_is_written_by_the_report(name):
 def test_a_typed_number_is_found():
     typed = "It is 1.03x as fast, at 4k tokens, on 8 GPUs."
     assert re.findall(r"\d+", prose(typed)) == ["1", "03", "4", "8"]
-    assert prose("FA3 on an H200, in 2024, with Python 3.10").split() == "on an , in , with".split()
+    assert prose("FA3 on an H200, in 2024, with Python 3.10").split() == ["on", "an", ",", "in", ",", "with"]
 
 
 @pytest.mark.parametrize("name", readme.PAGES)
@@ -75,6 +77,16 @@ def test_what_the_first_sentence_claims_is_measured(found):
     assert "as fast as cuDNN, FlashAttention-3 and FlashAttention-4 on Hopper" in page("README.md")
     assert float(found["fastest-forward"]) >= 1.0
     assert float(found["fastest-backward"]) >= 1.0
+
+
+def test_the_caption_names_every_bar_that_is_missing(found):
+    assert bars.LENGTHS == readme.CHART_LENGTHS
+    every = {(pass_, size, name) for pass_ in bars.PASSES for size in bars.SIZES for name in bars.BARS}
+    missing = sorted(every - set(bars.speeds()))
+    assert {name for _, _, name in missing} == {"flash-attn 3"}
+    said = re.findall(r"no (forward|backward) bar at head size ([\d and]+\d)", found["chart"])
+    told = [(pass_, int(size)) for pass_, sizes in said for size in sizes.split(" and ")]
+    assert sorted(told) == [(pass_, size) for pass_, size, _ in missing]
 
 
 @pytest.mark.parametrize("name", readme.PAGES)
