@@ -15,15 +15,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which tilewise does on first use
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests share, such as conformance.cases
+import compiled
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 """What came out of each (case, back end) of the conformance tests."""
+COMPILED: dict[str, str] = {}
+"""The tests that compiled and passed, each with its key."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--conformance-report", metavar="FILE", help="where to write what ran where, as JSON")
+    parser.addoption("--compile", action="store_true", help="compile every kernel, and keep what passed (compiled.py)")
 
 
 def pytest_configure(config):
@@ -76,6 +80,15 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def compiled_once(request, record_property):
+    """Skips a test that passed with the same kernels, launches and Tritons (see compiled.py)."""
+    known, name = compiled.key(request.path), request.node.nodeid
+    if not request.config.getoption("--compile") and compiled.read().get(name) == known:
+        pytest.skip("it passed with the same kernels, launches and Tritons; --compile runs it again")
+    record_property("compiled", known)
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -112,6 +125,8 @@ def browse(browser):
 
 def pytest_runtest_logreport(report):
     run = dict(report.user_properties)
+    if "compiled" in run and report.when == "call" and report.outcome == "passed":
+        COMPILED[report.nodeid] = run["compiled"]
     if "case" in run and (report.when == "call" or report.outcome != "passed"):
         reason = report.longrepr[2] if report.outcome == "skipped" else _last_error(report.longreprtext)
         known = OUTCOMES.setdefault((run["case"], run["backend"]), {"outcome": "passed", "reason": ""})
@@ -125,7 +140,11 @@ def _last_error(text):
 
 
 def pytest_sessionfinish(session):
-    if not OUTCOMES or hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
+        return
+    if COMPILED and session.config.getoption("--compile"):
+        compiled.keep(COMPILED)
+    if not OUTCOMES:
         return
     file = session.config.getoption("--conformance-report")
     path = Path(file) if file else session.config.cache.mkdir("conformance") / "report.json"

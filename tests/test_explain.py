@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.backend import Missing, load
+
+on_triton = pytest.mark.skipif(isinstance(load("triton"), Missing), reason="there is no Triton for its kernels")
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -78,6 +81,7 @@ def test_it_takes_what_attention_takes():
     assert found.backend == "cpu"
 
 
+@on_triton
 def test_tensors_that_are_here_have_addresses():
     whole = torch.zeros(64 * 128 + 1, dtype=torch.bfloat16)
     given = [part.view(1, 64, 2, 64) for part in (whole[:-1], whole[1:])]
@@ -86,6 +90,7 @@ def test_tensors_that_are_here_have_addresses():
     assert "q does not start on a 16-byte boundary" in " ".join(plans[1].refusals["hopper"])
 
 
+@on_triton
 def test_torchs_setting_asks_for_deterministic_gradients():
     q, ids = meta(2, 128, 2, 64), torch.zeros(2, 128, dtype=torch.int32, device="meta")
 

@@ -75,7 +75,7 @@ def faults(row, record):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_kernel_compiles_well(release):
+def test_every_kernel_compiles_well(release, compiled_once):
     variable = RELEASES[release]
     if variable and not os.environ.get(variable):
         pytest.skip(f"{variable} does not say where the newest Triton lies")
@@ -89,7 +89,7 @@ def test_every_kernel_compiles_well(release):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_fp32_backward_compiles_well(release):
+def test_the_fp32_backward_compiles_well(release, compiled_once):
     variable = RELEASES[release]
     if variable and not os.environ.get(variable):
         pytest.skip(f"{variable} does not say where the newest Triton lies")

@@ -47,7 +47,7 @@ ALLOWED = {
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
         "hopper/around.py": ("(b * H + h) * stride", "h * stride"),
         "hopper/shares.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
-        "hopper/turns.py": ("lo // TURN * TURN",),
+        "hopper/turns.py": ("turn * TURN",),
     },
     "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
         "hopper/backward.py": (

@@ -1,0 +1,65 @@
+"""What was compiled, from which source and by which Triton: a test of compiled kernels that passed is not repeated
+before something that it reads has changed.
+
+    make test ARGS=--compile     runs them all, and keeps in compiled.json which passed
+"""
+
+import ast
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RECORD = HERE / "compiled.json"
+PACKAGE = HERE.parent / "src" / "tilewise"
+ELSEWHERE = ("bench", "cli", "compat", "cpu")
+"""Parts of the package from which no kernel of attention is made or launched."""
+
+
+def key(test: Path) -> str:
+    """Of the package's kernels and launches, of the files in a test's folder, and of the Tritons that are here."""
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _elsewhere(file)]
+    texts = [
+        *_code([*files, *sorted(test.parent.glob("*.py"))]),
+        *map(Path.read_text, sorted(test.parent.glob("*.json"))),
+    ]
+    return hashlib.sha256("\n".join([*_tritons(), *texts]).encode()).hexdigest()[:12]
+
+
+def read() -> dict[str, str]:
+    """The key with which each test passed last, by its name."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def keep(passed: dict[str, str]) -> None:
+    """Adds tests that passed to the record."""
+    RECORD.write_text(json.dumps(dict(sorted({**read(), **passed}.items())), indent=1) + "\n")
+
+
+def _elsewhere(file: Path) -> bool:
+    return file.relative_to(PACKAGE).as_posix().startswith(ELSEWHERE)
+
+
+def _tritons() -> Iterator[str]:
+    yield metadata.version("triton")
+    newest = os.environ.get("TILEWISE_TRITON_NEWEST")
+    yield from sorted(path.name for path in Path(newest).glob("triton-*.dist-info")) if newest else ()
+
+
+def _code(files: list[Path]) -> Iterator[str]:
+    """Syntax trees without docstrings, so that neither they nor comments count."""
+    for file in files:
+        tree: Any = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                node.body = [line for line in body if not _is_text(line)] or body[:0]
+        yield ast.dump(tree)
+
+
+def _is_text(line: ast.AST) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
