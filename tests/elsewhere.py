@@ -28,9 +28,9 @@ import tilewise as tw
 from tilewise.api import _gather, _options
 from tilewise.backend import select
 from tilewise.describe import describe
-from tilewise.tile import ahead, once
-from tilewise.tile.elsewhere import Elsewhere, gpu_target
-from tilewise.tile.launch import Launch
+from tilewise.host import ahead, once
+from tilewise.host.elsewhere import Elsewhere, gpu_target
+from tilewise.host.launch import Launch
 from tilewise.warm import call_of
 
 

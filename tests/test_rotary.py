@@ -155,7 +155,7 @@ def test_q_and_k_take_one_launch(monkeypatch):
 
 @needs_triton
 def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
-    """As tile/launch.py does for all others."""
+    """As host/launch.py does for all others."""
     from tilewise.tile.rotary import rotate
 
     seen, run = {}, rotate.run
@@ -294,6 +294,7 @@ OFFLINE = """
 import re, sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from tilewise.host.rotary import tiles
 from tilewise.tile import rotary
 
 name = sys.argv[1]
@@ -304,7 +305,7 @@ q, k = (torch.empty(2, 64, H, 128, dtype=torch.float16, device="meta") for H in 
 table, cu = torch.empty(128, 64, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
 tables = rotary.Tables(table, table, *table.stride()[:1] * 2)
 heads = tuple(rotary.Heads(x, x, x.shape[2], *x.stride()) for x in (q, k))
-B_T, B_H, B_P, B_REST = rotary.tiles(32, 64, 128)
+B_T, B_H, B_P, B_REST = tiles(32, 64, 128)
 constants = {"B_T": B_T, "B_H": B_H, "B_P": B_P, "B_REST": B_REST}
 for interleaved in (False, True):
     kernel = rotary.rotate.warmup(

@@ -14,7 +14,7 @@ from tilewise.bench.suites import Case
 from tilewise.bench.tuned import Candidate, Tuned
 from tilewise.cli import tune as command
 from tilewise.cli.app import app
-from tilewise.tile import tables
+from tilewise.host import tables
 
 pytest.importorskip("triton")
 from tilewise.bench import tune

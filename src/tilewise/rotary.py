@@ -253,7 +253,7 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | None:
     """The kernel's launcher, imported on first use; None without Triton."""
     try:
-        from .tile.rotary import launch
+        from .host.rotary import launch
     except ImportError:
         return None
     return launch

@@ -11,8 +11,8 @@ from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functi
 from tilewise.hopper import fp32_backward
 from tilewise.hopper.launch import plan
 from tilewise.hopper.shares import Shares
+from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
-from tilewise.tile.launch import device_values
 from tilewise.tile.masks import Part
 from tilewise.tile.rows import Packed, Unowned
 from tilewise.tile.visits import Variant, Visits

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.hopper import fp32_launch, launch
-from tilewise.tile.launch import Launch
+from tilewise.host.launch import Launch
 from tilewise.triton import launch as portable
 
 IDS = torch.zeros(2, 256, dtype=torch.int32)

@@ -7,7 +7,7 @@ from hopper.calls import problem
 
 import tilewise as tw
 from tilewise.hopper.turns import give_turns, turns_of
-from tilewise.tile.launch import cdiv, device_values
+from tilewise.host.launch import cdiv, device_values
 from tilewise.tile.visits import Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")

@@ -16,7 +16,7 @@ from ..describe import describe_fake
 from ..problem import Operands, Problem, Recipe, Saved, target_of
 
 if TYPE_CHECKING:  # Triton need not be installed
-    from ..tile.launch import Launch
+    from ..host.launch import Launch
 
 
 class Change(NamedTuple):
@@ -39,7 +39,7 @@ def problem(change: Change, x: Operands, causal: bool, target: str) -> Problem:
 
 def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
     """The launch that tilewise would make, and what it writes; with meta tensors nothing can run."""
-    from ..tile.launch import current_stream, empty_saved
+    from ..host.launch import current_stream, empty_saved
 
     saved, device = empty_saved(p, x, None), x.q.device
     if p.recipe.backend == "hopper":

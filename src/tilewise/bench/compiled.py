@@ -18,8 +18,8 @@ import triton
 
 from ..describe import describe_fake
 from ..experimental import launch
+from ..host.elsewhere import use_target
 from ..problem import Operands, Recipe
-from ..tile.elsewhere import use_target
 from .accumulation import KERNELS
 from .accumulation_speed import TILES, Kernel, cases, tiles_for
 

@@ -20,8 +20,8 @@ import torch
 
 from ..backend import load
 from ..describe import describe, describe_fake
+from ..host.tables import label
 from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
-from ..tile.tables import label
 from .accuracy import NAMES, Inputs, Truth
 from .engine import Watch
 from .measure import Pace, pace, sample, spread, synchronize

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..tile.tables import read
+from ..host.tables import read
 from .results import OK, SKIPPED, keep_states
 from .suites import Case
 

@@ -12,8 +12,8 @@ import tilewise as tw
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
 from ..describe import describe
+from ..host.tables import whose
 from ..problem import Operands, Recipe
-from ..tile.tables import whose
 from .console import out, print_json, sentences, table
 
 

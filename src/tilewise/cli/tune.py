@@ -12,7 +12,7 @@ from rich.markup import escape
 from ..bench import results, tuned
 from ..bench import tune as engine
 from ..bench.tuned import Tuned
-from ..tile.tables import VARIABLE, card
+from ..host.tables import VARIABLE, card
 from .console import err, out, print_json, progress, sentences, table
 
 

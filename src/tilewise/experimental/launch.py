@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..host.launch import Launch, cdiv, current_stream, device_values, on_device, rows, visits, with_adjacent_rows
 from ..problem import Operands, Problem
-from ..tile.launch import Launch, cdiv, current_stream, device_values, on_device, rows, visits, with_adjacent_rows
 from ..tile.visits import Variant
 from ..triton import backend as portable
 from ..triton.launch import meta, plan

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..host.launch import on_device
+from ..host.tables import whose
 from ..problem import Grads, Operands, Problem, Saved, Spec
-from ..tile.launch import on_device
-from ..tile.tables import whose
 from . import fp32_launch, launch
 from .tiles import KINDS, current, current_fp32, precision
 

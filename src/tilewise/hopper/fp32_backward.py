@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, unowned, visits
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile.launch import Launch, cdiv, device_values, lengths, packed, rows, unowned, visits
 from ..tile.visits import Variant
 from .around import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector

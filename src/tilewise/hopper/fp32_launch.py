@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ..problem import Grads, Operands, Problem, Saved
-from ..reference import sink_gradient
-from ..tile.launch import (
+from ..host.launch import (
     Launch,
     cdiv,
     current_stream,
@@ -21,6 +19,8 @@ from ..tile.launch import (
     rows,
     visits,
 )
+from ..problem import Grads, Operands, Problem, Saved
+from ..reference import sink_gradient
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant

@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import OPEN
-from ..problem import KINDS, Grads, Operands, Problem, Saved, hides_later_keys
-from ..reference import sink_gradient
-from ..score import SoftCap
-from ..tile.launch import (
+from ..host.launch import (
     Launch,
     adjacent,
     beside_lse,
@@ -30,6 +26,10 @@ from ..tile.launch import (
     unowned,
     visits,
 )
+from ..mask import OPEN
+from ..problem import KINDS, Grads, Operands, Problem, Saved, hides_later_keys
+from ..reference import sink_gradient
+from ..score import SoftCap
 from ..tile.rows import Packed
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E

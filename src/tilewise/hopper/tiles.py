@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..host.tables import in_use
 from ..problem import Problem
 from ..score import SoftCap
-from ..tile.tables import in_use
 
 
 class Forward(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..host.launch import cdiv
 from ..problem import Problem
-from ..tile.launch import cdiv
 from .shares import Shares
 from .tiles import padded
 

@@ -4,9 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ..host.launch import on_device
+from ..host.tables import whose
 from ..problem import Grads, Operands, Problem, Saved, Spec, empty_parts
-from ..tile.launch import on_device
-from ..tile.tables import whose
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
 

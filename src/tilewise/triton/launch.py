@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved
-from ..reference import sink_gradient
-from ..tile.launch import (
+from ..host.launch import (
     Launch,
     adjacent,
     beside_lse,
@@ -28,6 +26,8 @@ from ..tile.launch import (
     visits,
     with_adjacent_rows,
 )
+from ..problem import Grads, Operands, Problem, Saved
+from ..reference import sink_gradient
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as kernels

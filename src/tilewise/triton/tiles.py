@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..host.tables import in_use
 from ..problem import PRECISIONS, Problem
-from ..tile.tables import in_use
 
 
 class Tiles(NamedTuple):

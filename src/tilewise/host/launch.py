@@ -13,13 +13,13 @@ from ..mask import OPEN, Value
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_rescale, dropout_threshold
 from ..score import Bias
-from . import masks, scores
-from .bias import dbias
-from .dropout import Dropout
+from ..tile import masks, scores
+from ..tile.bias import dbias
+from ..tile.dropout import Dropout
+from ..tile.renormalize import renormalize
+from ..tile.rows import Output, Packed, Rows, Unowned
+from ..tile.visits import Visits, list_tiles
 from .once import once
-from .renormalize import renormalize
-from .rows import Output, Packed, Rows, Unowned
-from .visits import Visits, list_tiles
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores

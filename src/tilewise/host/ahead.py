@@ -1,4 +1,4 @@
-"""python -m tilewise.tile.ahead TARGET: compiles kernels of calls for a chip, which need not be here.
+"""python -m tilewise.host.ahead TARGET: compiles kernels of calls for a chip, which need not be here.
 
 `warm` starts it, several times over: a process of its own, as Triton keeps what it knows of a chip for good. It reads
 requests from standard input and answers each on standard output, both pickled.
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 def launches(call: Call) -> list[Launch]:
     """What the call launches, by its back end's own forward and backward, on tensors without memory."""
     p = call.problem
-    x = Operands(*(stand_in(spec) for spec in p[1:4]), tuple(stand_in(spec) for spec in p.extra))
+    x = Operands(*(stand_in(spec) for spec in p[1:4]), tuple(stand_in(spec) for spec in p.extra))  # type: ignore
     seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
     found: list[Launch] = []
     token = FORESEEN.set(found)

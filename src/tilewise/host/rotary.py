@@ -1,0 +1,54 @@
+"""Launches of the rotary kernel: from tensors to its arguments and its tiles."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..tile.rotary import Heads, Places, Tables, rotate
+
+
+def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
+    """Writes every x turned (a rotary.Turn) to its y, contiguous; at least one of them has elements."""
+    x = xs[0]
+    packed = turn.cu_seqlens is not None
+    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (turn.cos, turn.sin))
+    places = Places(*(None if t is None else t.contiguous() for t in (turn.offsets, turn.cu_seqlens)))
+    tokens, P, D = x.shape[:-2].numel(), cos.shape[1], x.shape[-1]
+    B_T, B_H, B_P, B_REST = tiles(max(x.shape[-2] for x in xs), P, D)
+    heads = [
+        Heads(x, y, x.shape[-2], 0 if packed else x.stride(0), *x.stride()[-3:]) for x, y in zip(xs, ys, strict=True)
+    ]
+    grid = triton.cdiv(tokens, B_T), sum(triton.cdiv(x.H, B_H) for x in heads)
+    with torch.cuda.device_of(x) if x.is_cuda else nullcontext():
+        rotate[grid](
+            tuple(heads),
+            Tables(cos, sin, cos.stride(0), sin.stride(0)),
+            places,
+            tokens,
+            x.shape[-3],
+            turn.cu_seqlens.shape[0] - 1 if packed else x.shape[0],
+            cos.shape[0],
+            turn.offset,
+            -1.0 if turn.inverse else 1.0,
+            P,
+            D,
+            INTERLEAVED=turn.interleaved,
+            B_T=B_T,
+            B_H=B_H,
+            B_P=B_P,
+            B_REST=B_REST,
+            enable_fp_fusion=True,  # as in launch.py  # type: ignore[call-arg]
+        )
+
+
+@cache
+def tiles(H: int, P: int, D: int) -> tuple[int, int, int, int]:
+    """Tokens, heads, pairs and unturned dimensions of a tile: powers of two, about 4096 elements, 32 a thread."""
+    B_H = min(8, triton.next_power_of_2(H))
+    B_T = max(1, 4096 // (B_H * triton.next_power_of_2(D)))
+    return B_T, B_H, triton.next_power_of_2(P), triton.next_power_of_2(D - 2 * P) if D > 2 * P else 0  # type: ignore
