@@ -56,7 +56,7 @@ def test_names_comments_and_hosts_do_not_enter(package):
 
 
 def test_a_change_reaches_the_kernels_that_call_it_and_no_others(package):
-    edit(package / "hopper/turns.py", "def wait_turn(", "def wait_turn(more, ")
+    edit(package / "hopper/backward/deterministic.py", "def wait_turn(", "def wait_turn(more, ")
     sizes = ("backward D128", "backward D256", "backward D64", "fp32 backward D128", "fp32 backward D64")
     assert changed(package) == [f"hopper {name}" for name in sizes]
 
@@ -91,7 +91,7 @@ def test_every_device_function_belongs_to_a_kernel(monkeypatch):
     state.states.__wrapped__(chips=SM_90)
     (source,) = sources
     for folder in DEVICE_FOLDERS:
-        for file in sorted((state.PACKAGE / folder).glob("*.py")):
+        for file in sorted((state.PACKAGE / folder).rglob("*.py")):
             for name, node in source.module(file).items():
                 if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
                     assert (file, name) in source.digests, f"add {folder}/{file.name}:{name} to state.KERNELS"

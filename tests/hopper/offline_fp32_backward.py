@@ -14,7 +14,7 @@ import triton
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
-from tilewise.hopper import backend, fp32_backward, fp32_launch
+from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
 from tilewise.hopper.tiles import KINDS
 from tilewise.problem import Grads, Saved
 
@@ -55,9 +55,9 @@ def launches(D: int, precision: str, call: str) -> list[Any]:
     assert not backend.why_not(p)
     lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))
-    scratch, counter = fp32_backward.empty_scratch(p, q.device), meta(2, dtype=torch.int32)
+    scratch, counter = fp32_backward_launch.empty_scratch(p, q.device), meta(2, dtype=torch.int32)
     do, dlse = torch.empty_like(q), torch.empty_like(lse)
-    return fp32_backward.launches(p, fp32_launch.plan(p), x, saved, do, dlse, scratch, grads, counter)
+    return fp32_backward_launch.launches(p, fp32_launch.plan(p), x, saved, do, dlse, scratch, grads, counter)
 
 
 def main() -> Iterator[dict[str, Any]]:

@@ -343,7 +343,7 @@ NAMES = {
     ),
     "tma": SimpleNamespace(store_wait=lambda _: None), "fence_async_shared": lambda: None,
     "warpgroup_mma": multiply, "warpgroup_mma_wait": lambda _, x: x if len(x) > 1 else x[0],
-    "releases": SimpleNamespace(
+    "triton_compat": SimpleNamespace(
         load=load, barrier=lambda: None, reinterpret=lambda *_: Memory([2]),
         store=lambda box, at, _: world.record("stored", box.name, *map(int, at[:3])),
         reduce_add=lambda box, at, _: world.record("added", int(at[0])),
@@ -386,5 +386,5 @@ def functions(module: str) -> dict[str, Any]:
     return names
 
 
-INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.channel": {"until": until, "take_turns": take_turns}}
+INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.parts.channel": {"until": until, "take_turns": take_turns}}
 """By module, functions that others do not import as they are written."""

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-FILES = {path.name: path for path in [*(HERE.parents[1] / "src/tilewise/hopper").glob("*.py"), HERE / "control.py"]}
+KERNELS = HERE.parents[1] / "src/tilewise/hopper"
+FILES = {path.relative_to(KERNELS).as_posix(): path for path in KERNELS.rglob("*.py")} | {
+    "control.py": HERE / "control.py"
+}
+"""By their paths below hopper/, and the control."""
 CONTROL, BROKEN = "control", "broken"
 """The control's kernel, with and without waits."""
 
@@ -25,16 +29,16 @@ AGAIN = ", written again"
 ELSEWHERE = "elsewhere"
 ORDERED = {
     "control.py draw": ("control.py draw", DRAW),
-    "queue.py draw": ("queue.py draw", DRAW),
-    "queue.py leave": ("queue.py leave", DRAW),
-    "channel.py until": ("channel.py until", DRAW),
+    "parts/queue.py draw": ("parts/queue.py draw", DRAW),
+    "parts/queue.py leave": ("parts/queue.py leave", DRAW),
+    "parts/channel.py until": ("parts/channel.py until", DRAW),
     "control.py lead": ("control.py pass_on", FROM_A_WARP),
-    "queue.py hand_on": ("queue.py ticket", FROM_A_WARP),
+    "parts/queue.py hand_on": ("parts/queue.py ticket", FROM_A_WARP),
     "control.py pass_on": ("control.py collect", FROM_A_GROUP),
-    "sides.py side_of_v": ("sides.py side_of_k", FROM_A_GROUP),
+    "backward/split256.py side_of_v": ("backward/split256.py side_of_k", FROM_A_GROUP),
 }
 """Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
-WAITS = ("control.py wait", "channel.py wait")
+WAITS = ("control.py wait", "parts/channel.py wait")
 """They load nothing; ptxas may give their line to the load behind them."""
 
 ACCESS = re.compile(
@@ -50,7 +54,7 @@ class Access(NamedTuple):
     kind: str
     kernel: str
     file: str
-    """Its name alone; empty without line numbers."""
+    """As in FILES, or what racecheck says where that is none of ours; empty without line numbers."""
     line: int
 
     def __str__(self) -> str:
@@ -85,7 +89,7 @@ def read(output: str) -> list[Report]:
         if len(found) != line.count(" access at "):
             raise ValueError(f"not understood: {line}")
         for match in found:
-            access = Access(match["kind"], match["kernel"], Path(match["file"] or "").name, int(match["line"] or 0))
+            access = Access(match["kind"], match["kernel"], name_of(match["file"] or ""), int(match["line"] or 0))
             if match["begins"]:
                 reports.append(Report(access, ()))
             else:
@@ -97,6 +101,12 @@ def read(output: str) -> list[Report]:
     if not summaries or not len(reports) == displayed == in_all:
         raise ValueError(f"{len(reports)} reports were read; {len(summaries)} summaries say {displayed} of {in_all}")
     return reports
+
+
+def name_of(path: str) -> str:
+    """The name in FILES of a path, or of the end of one; the path itself if it is none of ours, or could be several."""
+    found = [name for name, file in FILES.items() if path and file.as_posix().endswith(f"/{path.lstrip('/')}")]
+    return found[0] if len(found) == 1 else path
 
 
 def kind_of(access: Access, other: Access) -> str:

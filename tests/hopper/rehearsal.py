@@ -8,9 +8,9 @@ import torch
 from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
-from tilewise.hopper import fp32_backward
+from tilewise.hopper import fp32_backward_launch
+from tilewise.hopper.backward.gqa_reduce import Shares
 from tilewise.hopper.launch import plan
-from tilewise.hopper.shares import Shares
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.masks import Part
@@ -52,16 +52,16 @@ def store_inside(G, x, b, h, row, count, *_):
         pretend.world.record("stored", G.name, 0, int(h), int(row))
 
 
-INSTEAD["tilewise.hopper.forward"] = {"finalize": pair}
-INSTEAD["tilewise.hopper.softmax"] = {"masked": masked, "row_max": pair}
-INSTEAD["tilewise.hopper.ends"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
-INSTEAD["tilewise.hopper.dice"] = {"rolled": lambda *_: Numbers()}
-INSTEAD["tilewise.hopper.gradients"] = {
+INSTEAD["tilewise.hopper.forward.kernel"] = {"finalize": pair}
+INSTEAD["tilewise.hopper.forward.softmax"] = {"masked": masked, "row_max": pair}
+INSTEAD["tilewise.hopper.parts.ragged"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
+INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"rolled": lambda *_: Numbers()}
+INSTEAD["tilewise.hopper.backward.gradients"] = {
     "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
 INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
-INSTEAD["tilewise.hopper.fp32_gradients"] = {"store_gradient": store_gradient}
-INSTEAD["tilewise.hopper.fp32_gradients_pieces"] = {"cut": lambda x, PIECES: (x,) * PIECES}
+INSTEAD["tilewise.hopper.fp32.backward"] = {"store_gradient": store_gradient}
+INSTEAD["tilewise.hopper.fp32.backward_products"] = {"cut": lambda x, PIECES: (x,) * PIECES}
 
 
 class Rehearsal(NamedTuple):
@@ -84,7 +84,7 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
-    kernel = functions("tilewise.hopper.forward")["forward"]
+    kernel = functions("tilewise.hopper.forward.kernel")["forward"]
     end = Unowned((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
     perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
@@ -108,10 +108,10 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     done = Pointer([0] * heads)
     end = shares, counter, turns, packed, variant, 1.0, 1.0, shape, tile
     if fp32:
-        kernel = functions("tilewise.hopper.fp32_gradients")["fp32_backward"]
+        kernel = functions("tilewise.hopper.fp32.backward")["fp32_backward"]
         arguments = q, k, v, do, L, D, Numbers(), dQ, done, dK, dV, *end
     else:
-        kernel = functions("tilewise.hopper.backward")["backward"]
+        kernel = functions("tilewise.hopper.backward.kernel")["backward"]
         ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
         arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
     perform(kernel, arguments, counter)
@@ -143,8 +143,13 @@ def variant_of(p: Problem, x: Operands, lists: Visits | None) -> Variant:
 def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
     """The tile and the counts of the launch itself."""
     device = torch.device("cpu")
-    scratch, pl = fp32_backward.empty_scratch(p, device), SimpleNamespace(listed=p.listed, values=None, compiled={})
-    *_, main = fp32_backward.main_launches(p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32))
+    scratch, pl = (
+        fp32_backward_launch.empty_scratch(p, device),
+        SimpleNamespace(listed=p.listed, values=None, compiled={}),
+    )
+    *_, main = fp32_backward_launch.main_launches(
+        p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32)
+    )
     return main.constants["tile"], main.arguments[-1]
 
 
@@ -177,7 +182,7 @@ def listed(seen: torch.Tensor, B_R: int, B_C: int) -> Visits:
 def turns_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
     """Who adds first, as the kernel before says."""
     turns = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
-    give = functions("tilewise.hopper.turns")["give_turns"]
+    give = functions("tilewise.hopper.backward.deterministic")["give_turns"]
     sizes = shape.M, shape.N, shape.H, shape.tiles, shape.blocks
     for n in range(p.B * p.H * int(shape.tiles)):
         pretend.world.here.role = (n,)

@@ -4,7 +4,7 @@ import control
 import torch
 
 import tilewise as tw
-from tilewise.hopper import walks
+from tilewise.hopper import plan
 
 NEAR = tw.Causal() & tw.Window(70, 0)
 CALLS = (
@@ -20,7 +20,7 @@ CALLS = (
     (128, {"mask": tw.Causal(), "precision": "bf16x6"}),
 )
 """Head sizes and options; with a precision, fp32. Most are compiled for other tests, too."""
-walks.SHORT_WALK = 400  # of two heads: four that share keys are then in two walks
+plan.SHORT_WALK = 400  # of two heads: four that share keys are then in two walks
 
 
 def watch(D, options):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.hopper import fp32_gradients_pieces
+from tilewise.hopper.fp32 import backward_products
 
 Registers = dict[str, Tensor]
 TYPES = {2: torch.float16, 3: torch.bfloat16}
@@ -67,10 +67,10 @@ def carry_out(text: str, registers: Registers) -> None:
 
 
 def cut(x: Tensor, count: int) -> Tensor:
-    """The pieces of numbers, as `fp32_gradients_pieces.cut` makes them."""
+    """The pieces of numbers, as `backward_products.cut` makes them."""
     texts = [
         node.value
-        for node in ast.walk(ast.parse(inspect.getsource(fp32_gradients_pieces.cut.fn)))
+        for node in ast.walk(ast.parse(inspect.getsource(backward_products.cut.fn)))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "cvt.rn" in node.value
     ]
     text = texts[count - 2]

@@ -8,7 +8,7 @@ import torch
 
 from tilewise import reference
 
-dice = pytest.importorskip("tilewise.hopper.dice", reason="Triton is not installed")
+dice = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
 
 SEED = 0x123456789ABCDEF
 
@@ -30,7 +30,7 @@ def tile(x, dtype):
 GLUON = SimpleNamespace(
     int32=np.int32, uint32=np.uint32, uint64=np.uint64, static_range=range, constexpr=object,
     SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None, zeros_like=np.zeros_like,
-    static_assert=lambda held: None if held else pytest.fail("a static assertion of dice.py"),
+    static_assert=lambda held: None if held else pytest.fail("a static assertion of dropout_bits.py"),
     arange=lambda start, end, _: tile(np.arange(start, end), np.int32),
     add=lambda a, b, sanitize_overflow: a + np.uint32(b),
     join=lambda a, b: np.stack((a, b), -1).view(Tile),
@@ -39,7 +39,7 @@ GLUON = SimpleNamespace(
 
 
 def in_numpy():
-    """The functions of dice.py, with numpy in Gluon's place."""
+    """The functions of dropout_bits.py, with numpy in Gluon's place."""
     names: dict = {"gl": GLUON, "min": min, "range": range}
     for name in ("philox", "add", "rolled", "of_queries", "of_keys", "decided", "at_least"):
         names[name] = FunctionType(getattr(dice, name).fn.__code__, names)

@@ -11,9 +11,9 @@ import torch
 import tilewise as tw
 from tilewise.api import _gather
 from tilewise.describe import describe
-from tilewise.hopper import fp32_backward as backward
+from tilewise.hopper import fp32_backward_launch as backward
 from tilewise.hopper import fp32_launch
-from tilewise.hopper.pieces import split
+from tilewise.hopper.fp32.split import split
 from tilewise.problem import Grads, Saved
 from tilewise.reference import attention, gradients
 

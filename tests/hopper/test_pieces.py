@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.hopper.pieces import Split, split
+from tilewise.hopper.fp32.split import Split, split
 from tilewise.tile.rows import Packed, Rows, Unowned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

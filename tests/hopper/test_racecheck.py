@@ -27,13 +27,21 @@ def said_of(*pairs, first="Write", other="Read"):
     return "".join(["========= COMPUTE-SANITIZER\nran all\n", *reports, summary])
 
 
-TICKET = ("forward", line("queue.py", ".store(gl.full"), line("queue.py", ".load("))
-WAITED = ("forward", line("queue.py", ".store(gl.full"), line("channel.py", "mbarrier.wait"))
-DRAWN = ("backward", *[line("queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
-SIDES = ("backward", line("sides.py", "shared.p.memory.store"), line("sides.py", "shared.p.memory.load"))
-ROLES = ("backward", line("backward.py", "def backward("), line("backward.py", "gl.warp_specialize("))
-IN_IF = ("forward", line("forward.py", "    if DICE:"), line("forward.py", "def forward("))
-LOST = ("backward", line("gradients.py", "stage(shared.ds.memory"), line("gradients.py", "shared.logs, y).load"))
+TICKET = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/queue.py", ".load("))
+WAITED = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/channel.py", "mbarrier.wait"))
+DRAWN = ("backward", *[line("parts/queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
+SIDES = (
+    "backward",
+    line("backward/split256.py", "shared.p.memory.store"),
+    line("backward/split256.py", "shared.p.memory.load"),
+)
+ROLES = ("backward", line("backward/kernel.py", "def backward("), line("backward/kernel.py", "gl.warp_specialize("))
+IN_IF = ("forward", line("forward/kernel.py", "    if DICE:"), line("forward/kernel.py", "def forward("))
+LOST = (
+    "backward",
+    line("backward/gradients.py", "stage(shared.ds.memory"),
+    line("backward/gradients.py", "shared.logs, y).load"),
+)
 WARP = ("control", line("control.py", "number.store("), line("control.py", "number.load("))
 GROUP = ("control", line("control.py", "row.store("), line("control.py", "row.load("))
 DRAW = ("control", *[line("control.py", "gl.atomic_add")] * 2)
@@ -49,16 +57,16 @@ KINDS = {
 
 def test_reports_are_read():
     (report,) = racecheck.read(said_of(TICKET))
-    write, load = (int(at.removeprefix("queue.py:")) for at in TICKET[1:])
-    assert report.access == ("Write", "forward", "queue.py", write)
-    assert report.others == (("Read", "forward", "queue.py", load),) * 2
+    write, load = (int(at.removeprefix("parts/queue.py:")) for at in TICKET[1:])
+    assert report.access == ("Write", "forward", "parts/queue.py", write)
+    assert report.others == (("Read", "forward", "parts/queue.py", load),) * 2
     assert racecheck.read(said_of()) == []
     assert len(racecheck.read(said_of(TICKET, ROLES))) == 2
     assert racecheck.read(said_of(TICKET).replace("\n=========     and", " and")) == [report]
 
 
 def test_a_report_without_lines_is_of_no_kind():
-    for lost in (r" in queue\.py:\d+", r"queue\.py"):
+    for lost in (r" in parts/queue\.py:\d+", r"parts/queue\.py"):
         (report,) = racecheck.read(re.sub(lost, lambda m: "" if ":" in m[0] else "other.py", said_of(TICKET)))
         assert report.kinds() == {racecheck.ELSEWHERE}, str(report)
 

@@ -6,7 +6,7 @@ import triton
 from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.hopper.turns import give_turns, turns_of
+from tilewise.hopper.backward.deterministic import give_turns, turns_of
 from tilewise.host.launch import cdiv, device_values
 from tilewise.tile.visits import Variant
 

@@ -198,7 +198,7 @@ def source(line: str, places: dict[str, str]) -> tuple[str, str]:
     around = [x for x in nodes_of(path) if (x.lineno, x.col_offset) <= place <= (x.end_lineno, x.end_col_offset)]
     assert around, f"{path}:{row}:{column} is no product"
     longest = max(around, key=lambda x: x.end_col_offset - x.col_offset)
-    return "/".join(path.parts[-2:]), ast.unparse(longest)
+    return path.as_posix().rpartition("/tilewise/")[2], ast.unparse(longest)
 
 
 @cache

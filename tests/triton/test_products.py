@@ -13,13 +13,13 @@ HERE = Path(__file__).parent
 ALLOWED = {
     "a row or a key of a sequence; describe.py refuses lengths from 2^30 on": {
         "experimental/forward.py": ("t * B_R", "j * B_C"),
-        "hopper/around.py": ("t * ROWS", "t // PIECES * 64"),
-        "hopper/forward.py": ("j * B_C",),
-        "hopper/fp32_around.py": ("t * BLOCK", "t * ROWS"),
-        "hopper/fp32_forward.py": ("j * B_C",),
-        "hopper/keys.py": ("m * B_R", "t_k * B_C"),
-        "hopper/pieces.py": ("t * ROWS",),
-        "hopper/queries.py": ("m * (64 * WARPGROUPS)",),
+        "hopper/backward/preprocess.py": ("t * ROWS", "t // PIECES * 64"),
+        "hopper/forward/kernel.py": ("j * B_C",),
+        "hopper/fp32/preprocess.py": ("t * BLOCK", "t * ROWS"),
+        "hopper/fp32/forward.py": ("j * B_C",),
+        "hopper/backward/keys.py": ("m * B_R", "t_k * B_C"),
+        "hopper/fp32/split.py": ("t * ROWS",),
+        "hopper/forward/queries.py": ("m * (64 * WARPGROUPS)",),
         "tile/bias.py": (
             "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
         ),
@@ -37,30 +37,30 @@ ALLOWED = {
     "rows in all, rounded up; cu_seqlens count them in 32 bits": {"tile/rows.py": ("(M + 15) // 16 * 16",)},
     "one of at most 512 programs that fill 16 rows at a time": {"tile/rows.py": ("program * ROWS",)},
     "one of B H matrices; a launch has at least as many programs, and at most 2^31": {
-        "hopper/around.py": ("b * H", "h // group * group"),
-        "hopper/backward.py": ("keys.b * shape.H",),
-        "hopper/fp32_around.py": ("b * H",),
-        "hopper/keys.py": ("w * tile.GROUP",),
+        "hopper/backward/preprocess.py": ("b * H", "h // group * group"),
+        "hopper/backward/kernel.py": ("keys.b * shape.H",),
+        "hopper/fp32/preprocess.py": ("b * H",),
+        "hopper/backward/keys.py": ("w * tile.GROUP",),
         "tile/schedule.py": ("program // per_section * section",),
         "triton/backward.py": ("h_k * G", "H_k * G"),
     },
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
-        "hopper/around.py": ("(b * H + h) * stride", "h * stride"),
-        "hopper/shares.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
-        "hopper/turns.py": ("turn * TURN",),
+        "hopper/backward/preprocess.py": ("(b * H + h) * stride", "h * stride"),
+        "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
+        "hopper/backward/deterministic.py": ("turn * TURN",),
     },
     "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
-        "hopper/backward.py": (
+        "hopper/backward/kernel.py": (
             "share * each", "(share + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
     },
     "a number of the centres, (B, H_k, 128), beside which the keys' pieces would fill 2^40 bytes": {
-        "hopper/fp32_around.py": ("(b * H + h) * SIZE",),
-        "hopper/pieces.py": ("(b * H + h) * SIZE",),
+        "hopper/fp32/preprocess.py": ("(b * H + h) * SIZE",),
+        "hopper/fp32/split.py": ("(b * H + h) * SIZE",),
     },
     "one of (B, H) slopes, which would have to lie in 2^33 bytes": {
-        "hopper/backward_scores.py": ("at.h * head",),
-        "hopper/scores.py": ("at.h * head",),
+        "hopper/backward/scores.py": ("at.h * head",),
+        "hopper/parts/scores.py": ("at.h * head",),
         "tile/scores.py": ("at.h * head",),
     },
 }  # fmt: skip

@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..hopper import releases
-from ..hopper.channel import Channel, barriers, expect, stage, wait
-from ..hopper.forward import write
-from ..hopper.queries import is_edge, key_tile, query_tile, walk_of
-from ..hopper.softmax import begin, masked, online
+from ..hopper.forward.kernel import write
+from ..hopper.forward.queries import is_edge, key_tile, query_tile, walk_of
+from ..hopper.forward.softmax import begin, masked, online
+from ..hopper.parts import triton_compat
+from ..hopper.parts.channel import Channel, barriers, expect, stage, wait
 from ..tile.blocks import block, dot, load_rows, store_rows
 from ..tile.masks import OPEN, Part, everywhere, visible
 from ..tile.rows import row_values
@@ -62,7 +62,7 @@ def fetch(X, channel, y, walk, place, variant, shape):
     if y < walk.hi - walk.lo:
         j = key_tile(variant, walk, walk.hi - 1 - y)
         bar = expect(channel.full, y, X.block_type.nbytes)
-        releases.load(X, [place.b, place.h // shape.group, j * B_C, 0], bar, stage(channel.memory, y))
+        triton_compat.load(X, [place.b, place.h // shape.group, j * B_C, 0], bar, stage(channel.memory, y))
 
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
@@ -84,12 +84,12 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     keys = Channel(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, B_C, D], K.layout), barriers(STAGES, 1), None)
     values = Channel(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, B_C, D], V.layout), barriers(STAGES, 1), None)
     fence_async_shared()
-    releases.barrier()
+    triton_compat.barrier()
 
     place, tile_of_head, _, _ = query_tile(gl.program_id(0), shape, None, tile)
     walk = walk_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
-    releases.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
+    triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
     for s in gl.static_range(STAGES):
         fetch(K, keys, s, walk, place, variant, shape)
         fetch(V, values, s, walk, place, variant, shape)
@@ -103,7 +103,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     k = stage(keys.memory, 0).reshape([B_C, D])
     S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     S = warpgroup_mma_wait(0, [S])
-    releases.barrier()
+    triton_compat.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
     m, l, P = begin(S, is_edge(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
     p = gl.convert_layout(P.to(dtype), p_layout)
@@ -123,7 +123,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
         o = warpgroup_mma_wait(0, [o_next])
-        releases.barrier()
+        triton_compat.barrier()
         fetch(K, keys, y + 1 + STAGES, walk, place, variant, shape)
         fetch(V, values, y + STAGES, walk, place, variant, shape)
         p = gl.convert_layout(P_new.to(dtype), p_layout)

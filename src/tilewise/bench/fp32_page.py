@@ -90,7 +90,7 @@ every one of them up.
 
 ### Pieces
 
-Each piece is the rounded rest of those before ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
+Each piece is the rounded rest of those before ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
 
     a_n = round(a - a_1 - ... - a_(n-1))
 
@@ -108,7 +108,7 @@ return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 ### Smallest products first
 
-In the forward ([`fp32_forward_pieces.py`](../src/tilewise/hopper/fp32_forward_pieces.py)), with pieces counted from 0:
+In the forward ([`forward_products.py`](../src/tilewise/hopper/fp32/forward_products.py)), with pieces counted from 0:
 
     S = sum over n = 0, 1, ... of the sum over i of a_(pieces - 1 - n - i) b_i
 
@@ -151,7 +151,7 @@ return tl.fma(product(a, b, PRECISION), one, acc)
 
 Two fp16 pieces hold 22 bits, but only of numbers between 2^-14 and 2^16, and their rests must be in range, too. So
 each row of Q, and each tile of keys or values, is multiplied by the power of two that takes its largest entry close to
-the top ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
+the top ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
 
     2^n largest in [2^14, 2^15)
 
@@ -171,7 +171,7 @@ if RAISE:
 ```
 
 dS has no bound that is known before, but one that follows from its factors. It is computed for each pair of tiles
-([`fp32_gradients.py`](../src/tilewise/hopper/fp32_gradients.py)):
+([`fp32/backward.py`](../src/tilewise/hopper/fp32/backward.py)):
 
     dS      = P (dO V^T - delta)
     abs(dS) <= max norm(V_j) max norm(dO_i) + max abs(delta_i)
@@ -192,14 +192,14 @@ difference of large numbers. Nothing changes if c is taken from all keys, nor if
     Q K^T - L       = Q (K - c)^T - (L - Q c)
 
 So the kernel that takes keys and values to pieces also looks for such a point: the mean of a sample of 16 rows, if all
-of them are nearer to it than it is to zero ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
+of them are nearer to it than it is to zero ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
 
 ```python
 near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
 ```
 
 The backward's preparation takes it from them, and what follows from that from lse, so that P stays what it is
-([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
+([`fp32/preprocess.py`](../src/tilewise/hopper/fp32/preprocess.py)):
 
 ```python
 logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
@@ -216,7 +216,7 @@ With a sink or a gradient of lse the sum over a row is not zero, and nothing is 
 ### Infinities and NaN, row by row
 
 Taken apart, inf would become inf - inf = NaN. So an entry that is not finite is 0 in every piece but its last, and
-only there itself ([`pieces.py`](../src/tilewise/hopper/pieces.py)):
+only there itself ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
 
 ```python
 whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
@@ -274,7 +274,7 @@ says that its losses differ, and that tilewise's are equal to standard attention
 The call is the same: [`attention_qkvpacked`](api/tilewise.md#tilewise.attention_qkvpacked) reads q, k and v where they
 lie in one tensor, and writes dq, dk and dv into one other. The forward keeps o and lse. The portable kernels write dq,
 dk and dv once and add to no memory. On Hopper, key tiles do add to dQ, to sums that the backward allocates, and whose
-zeros its own preparation writes before ([`fp32_around.py`](../src/tilewise/hopper/fp32_around.py)):
+zeros its own preparation writes before ([`fp32/preprocess.py`](../src/tilewise/hopper/fp32/preprocess.py)):
 
 ```python
 tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))

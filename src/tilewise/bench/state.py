@@ -35,19 +35,21 @@ class Kernel(NamedTuple):
 HOPPER, PORTABLE = "hopper/tiles.py", "triton/tiles.py"
 BACKWARD = ("triton/backward.py:delta", "triton/backward.py:dkdv", "triton/backward.py:dq")
 KERNELS = {
-    "hopper forward": Kernel(("hopper/forward.py:forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)),
+    "hopper forward": Kernel(("hopper/forward/kernel.py:forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)),
     "hopper backward": Kernel(
-        ("hopper/backward.py:backward", "hopper/around.py:prepare", "hopper/around.py:finish",
-         "hopper/turns.py:give_turns"), (f"{HOPPER}:BACKWARD",),
+        ("hopper/backward/kernel.py:backward", "hopper/backward/preprocess.py:prepare",
+         "hopper/backward/preprocess.py:finish", "hopper/backward/deterministic.py:give_turns"),
+        (f"{HOPPER}:BACKWARD",),
     ),
     "hopper fp32 forward": Kernel(
-        ("hopper/fp32_forward.py:fp32_forward", "hopper/pieces.py:split", "tile/schedule.py:assign"),
+        ("hopper/fp32/forward.py:fp32_forward", "hopper/fp32/split.py:split", "tile/schedule.py:assign"),
         (f"{HOPPER}:FP32_FORWARD", f"{HOPPER}:KINDS"),
     ),
     "hopper fp32 backward": Kernel(
-        ("hopper/fp32_gradients.py:fp32_backward", "hopper/fp32_around.py:fp32_prepare", "hopper/around.py:finish",
-         "hopper/pieces.py:split", "hopper/turns.py:give_turns"),
-        ("hopper/fp32_backward.py:ROWS", f"{HOPPER}:KINDS"),
+        ("hopper/fp32/backward.py:fp32_backward", "hopper/fp32/preprocess.py:fp32_prepare",
+         "hopper/backward/preprocess.py:finish", "hopper/fp32/split.py:split",
+         "hopper/backward/deterministic.py:give_turns"),
+        ("hopper/fp32_backward_launch.py:ROWS", f"{HOPPER}:KINDS"),
     ),
     "triton forward": Kernel(("triton/forward.py:forward",), (f"{PORTABLE}:FORWARD",)),
     "triton backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
@@ -68,7 +70,7 @@ ON_CPU = ("cpu", "fp16 sums, emulated")
 VALUES = {
     "mask": (("tile/masks.py",), ("keep", "keys", "queries")),
     "score": (
-        ("tile/scores.py", "hopper/scores.py", "hopper/backward_scores.py"),
+        ("tile/scores.py", "hopper/parts/scores.py", "hopper/backward/scores.py"),
         ("fn", "grad", "past_fn", "past_grad"),
     ),
 }

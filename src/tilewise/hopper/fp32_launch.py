@@ -24,12 +24,12 @@ from ..reference import sink_gradient
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
-from . import fp32_backward as gradients
-from . import fp32_forward as kernels
+from . import fp32_backward_launch as gradients
 from .descriptors import TYPES, Box, Descriptor, addressable, box
+from .fp32 import forward as kernels
 from .launch import CACHED_KEYS, SECTION, TINY, by_row, counter, has_edges
+from .plan import evenly, processors
 from .tiles import Fp32Forward, Kind, current_fp32
-from .walks import evenly, processors
 
 KEPT_SHARE = 256
 """Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens

@@ -34,15 +34,16 @@ from ..tile.rows import Packed
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
-from . import backward as backward_kernel
-from . import backward_scores, scores
-from . import forward as kernels
-from .around import finish, prepare
+from .backward import kernel as backward_kernel
+from .backward import scores as backward_scores
+from .backward.deterministic import give_turns
+from .backward.gqa_reduce import Shares
+from .backward.preprocess import finish, prepare
 from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
-from .shares import Shares
+from .forward import kernel as kernels
+from .parts import scores
+from .plan import CACHED_QUERIES, empty_shares, heads_of_walk, key_tiles, processors, row_blocks, turn
 from .tiles import BIAS, Backward, Forward, Rows, current, padded
-from .turns import give_turns
-from .walks import CACHED_QUERIES, empty_shares, heads_of_walk, key_tiles, processors, row_blocks, turn
 
 TINY = 2.0**-126
 SECTION = 16

@@ -1,4 +1,4 @@
-"""What the backward's two groups of warps compute with head sizes to 128, and what sides.py does the same way.
+"""What the backward's two groups of warps compute with head sizes to 128, and what split256.py does the same way.
 
 Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV; for dQ the groups exchange dS through shared
 memory. S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q.
@@ -14,13 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.gradients import seen
-from ..tile.masks import query_range_of
-from ..tile.scores import Entries, back, through
-from ..tile.softmax import LN2, probabilities
-from .channel import arrive, end_block, held, stage, wait
-from .dice import dropped, kept, taken
-from .ends import zero_keys, zero_queries
+from ...tile.gradients import seen
+from ...tile.masks import query_range_of
+from ...tile.scores import Entries, back, through
+from ...tile.softmax import LN2, probabilities
+from ..parts.channel import arrive, end_block, held, stage, wait
+from ..parts.dropout_bits import dropped, kept, taken
+from ..parts.queue import ticket
+from ..parts.ragged import zero_keys, zero_queries
+from ..parts.threads import as_tile, by_thread, positions
+from .gqa_reduce import by_register, with_shares
 from .keys import (
     Visit,
     first_visit,
@@ -34,9 +37,6 @@ from .keys import (
     within,
 )
 from .outputs import memory_of_gradients, store_gradient, stored
-from .queue import ticket
-from .shares import by_register, with_shares
-from .threads import as_tile, by_thread, positions
 
 
 @gluon.jit

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from . import releases
-from .channel import stage
-from .ends import store_inside
+from ..parts import triton_compat
+from ..parts.channel import stage
+from ..parts.ragged import store_inside
 
 
 @gluon.jit
@@ -24,11 +24,11 @@ def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buf
 @gluon.jit
 def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
     """One box of TMA."""
-    out = releases.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
+    out = triton_compat.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
     out.store(x.reshape(G.block_shape))
     fence_async_shared()
-    releases.barrier()
-    releases.store(G, [b, h, row, COLUMN], out)
+    triton_compat.barrier()
+    triton_compat.store(G, [b, h, row, COLUMN], out)
 
 
 @gluon.jit
@@ -39,10 +39,10 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
     if tile.K_STAGES == 1:
         return piece, piece
     elif tile.D == 64:
-        halves = releases.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
+        halves = triton_compat.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
         return halves.index(0), halves.index(1)
     else:
-        halves = releases.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
+        halves = triton_compat.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
         return halves.index(W), piece
 
 
@@ -50,4 +50,4 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
 def stored():
     """Until what this group stored is read, and its buffer may be written again."""
     tma.store_wait(0)
-    releases.barrier()
+    triton_compat.barrier()

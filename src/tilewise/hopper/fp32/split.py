@@ -17,8 +17,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import fill_unowned, origin, rows_of
-from .around import first_block
+from ...tile.rows import fill_unowned, origin, rows_of
+from ..backward.preprocess import first_block
 
 INF = tl.constexpr(float("inf"))
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)

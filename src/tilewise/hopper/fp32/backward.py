@@ -1,6 +1,6 @@
-"""The backward's main kernel on Hopper for fp32: products of 16-bit pieces (see pieces.py), as accurate as fp32.
+"""The backward's main kernel on Hopper for fp32: products of 16-bit pieces (see split.py), as accurate as fp32.
 
-    load                one warp    as in backward.py, every operand in pieces
+    load                one warp    as in backward/kernel.py, every operand in pieces
     add_dq              one warp    as there
     half_of_tile        two groups  64 keys with their S, P, dP and dS, and 64 columns of their dK, dV and dQ, each:
         head sizes to 64                half of 128 keys
@@ -24,12 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.gradients import seen
-from ..tile.rows import origin
-from ..tile.softmax import LOG2E
-from . import releases
-from .backward import leave_dq
-from .channel import (
+from ...tile.gradients import seen
+from ...tile.rows import origin
+from ...tile.softmax import LOG2E
+from ..backward.deterministic import hand_turn_on, wait_turn
+from ..backward.gqa_reduce import with_shares
+from ..backward.gradients import hand_over
+from ..backward.kernel import leave_dq
+from ..backward.keys import block_of, first_visit, is_edge, keys_of, next_visit, place_of, query_block, there
+from ..parts import triton_compat
+from ..parts.channel import (
     Channel,
     arrive,
     barriers,
@@ -42,25 +46,12 @@ from .channel import (
     wait_before,
     wait_kernels,
 )
-from .fp32_gradients_pieces import as_operand, cut, pieces, power_above, product, store_ds, undo_of
-from .gradients import hand_over
-from .keys import (
-    block_of,
-    first_visit,
-    is_edge,
-    keys_of,
-    next_visit,
-    place_of,
-    query_block,
-    there,
-)
-from .queue import draw_in_turn, hand_on, leave, ticket, tickets
-from .shares import with_shares
-from .turns import hand_turn_on, wait_turn
+from ..parts.queue import draw_in_turn, hand_on, leave, ticket, tickets
+from .backward_products import as_operand, cut, pieces, power_above, product, store_ds, undo_of
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants. backward.py's functions read fields of the same names."""
+    """What a kernel is compiled for; all constants. backward/kernel.py's functions read fields of the same names."""
 
     B_R: int
     """64: what a scale is common to."""
@@ -125,7 +116,7 @@ def stage_of(y, STAGES: gl.constexpr):
 def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
     """All pieces of a block of rows."""
     for i in gl.static_range(PIECES):
-        releases.load(X, [i, row, 0], bar, memory.index(use * PIECES + i))
+        triton_compat.load(X, [i, row, 0], bar, memory.index(use * PIECES + i))
 
 
 @gluon.jit
@@ -155,11 +146,11 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
                 load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
-                releases.load(L, [row], bar, stage(shared.logs, y))
+                triton_compat.load(L, [row], bar, stage(shared.logs, y))
                 wait_before(shared.do.empty, y)
                 bar = expect(shared.do.full, y, PIECES * dO.block_type.nbytes + 4 * B_R)
                 load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
-                releases.load(D, [row], bar, stage(shared.sums, y))
+                triton_compat.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
         t = draw_in_turn(counter)
@@ -169,7 +160,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 @gluon.jit
 def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
-    """The writer warp, as in backward.py. Here a group gets its memory back before the other's piece is waited for."""
+    """The writer warp, as in backward/kernel.py. Here a group gets its memory back before the other's piece is waited
+    for."""
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
     y = 0
     n = 0
@@ -185,7 +177,7 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
                 wait_turn(turns, block, visit, keys, tile)
             for w in gl.static_range(2):
                 mbarrier.wait(shared.dq.full.index(w), y & 1)
-                releases.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
+                triton_compat.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
                 if tile.TURN and IN_ALL == 1:
                     wait_added()
                 tma.store_wait(0)
@@ -277,7 +269,7 @@ def half_of_tile(
                 mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
             ds_transposed = store_ds(ds, shared.ds, y >> 31, W, tile.IN_STEP)
             fence_async_shared()
-            releases.barrier()
+            triton_compat.barrier()
             dv_tile = warpgroup_mma_wait(0, [dv_tile])
             if not tile.IN_STEP:
                 arrive(shared.do.empty, y)
@@ -292,7 +284,7 @@ def half_of_tile(
             if tile.IN_STEP:
                 take_turns("sync", 0)  # both groups: dS and dO are read
             else:
-                releases.barrier()  # dS is read
+                triton_compat.barrier()  # dS is read
             hand_over(dq * (k_undo * up * UNDO), shared, y, W)
             y += 1
             visit = next_visit(visit, keys, variant, tile)
@@ -339,7 +331,9 @@ def fp32_backward(
         ),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, 64], D.layout),
         ds,
-        Channel(releases.reinterpret(dq, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
+        Channel(
+            triton_compat.reinterpret(dq, gl.float32, [PIECES, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)
+        ),
         tickets(3),
     )
     fence_async_shared()

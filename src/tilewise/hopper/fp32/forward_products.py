@@ -8,10 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import releases
-from .channel import arrive, held, stage, wait
-from .gradients import rounded
-from .pieces import largest, next_piece, power_of_two
+from ..backward.gradients import rounded
+from ..parts import triton_compat
+from ..parts.channel import arrive, held, stage, wait
+from .split import largest, next_piece, power_of_two
 
 
 @gluon.jit
@@ -80,12 +80,12 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
         scale, back = power_of_two(largest(x, 1))
         x = x * scale[:, None]
         undo = gl.convert_layout(back, row_layout)
-    releases.barrier()  # the pieces may take the place of what was read
+    triton_compat.barrier()  # the pieces may take the place of what was read
     for n in gl.static_range(PIECES):
         piece, x = next_piece(x, pieces.dtype, n == PIECES - 1)
         pieces.index(slot(W, n)).store(piece)
     fence_async_shared()
-    releases.barrier()
+    triton_compat.barrier()
     return undo
 
 

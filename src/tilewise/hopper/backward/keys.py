@@ -5,10 +5,10 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile.rows import rows_of
-from ..tile.schedule import assign
-from ..tile.visits import Place, list_at, query_range, tile_at
-from .around import first_block
+from ...tile.rows import rows_of
+from ...tile.schedule import assign
+from ...tile.visits import Place, list_at, query_range, tile_at
+from .preprocess import first_block
 
 
 class Keys(NamedTuple):

@@ -19,14 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.rows import row_values
-from ..tile.softmax import finalize, join_sink
-from . import releases
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from .dice import bits, dropped, rolled, taken
-from .ends import fill_between, store_inside, zero_values
+from ...tile.rows import row_values
+from ...tile.softmax import finalize, join_sink
+from ..parts import triton_compat
+from ..parts.channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
+from ..parts.dropout_bits import bits, dropped, rolled, taken
+from ..parts.queue import draw, hand_on, leave, ticket, tickets
+from ..parts.ragged import fill_between, store_inside, zero_values
 from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
-from .queue import draw, hand_on, leave, ticket, tickets
 from .softmax import begin, masked, online, scored
 
 
@@ -105,7 +105,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
                 at = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + w)
-                releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, at)
+                triton_compat.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, at)
             count = walk.hi - walk.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
@@ -114,10 +114,10 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 if x < count:
                     j = key_tile(variant, walk, walk.hi - 1 - x)
                     bar = expect(shared.k.full, y, K.block_type.nbytes)
-                    releases.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    triton_compat.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
                 if x > 0:
                     bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                    releases.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
+                    triton_compat.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
                 if DRAW_EARLY:
                     if x == 1:
                         t = draw(counter)
@@ -189,11 +189,11 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURA
     if packed is None:
         q.store(o)
         fence_async_shared()
-        releases.store(O, [place.b, place.h, row0, 0], q)
+        triton_compat.store(O, [place.b, place.h, row0, 0], q)
     elif row0 + o.shape[0] <= place.M:
         q.store(o)
         fence_async_shared()
-        releases.store(O, [0, place.h, q0 + row0, 0], q)
+        triton_compat.store(O, [0, place.h, q0 + row0, 0], q)
     else:
         store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
 

@@ -36,7 +36,7 @@ def product(a, b, zero):
 
 @gluon.jit
 def cut(x, PIECES: gl.constexpr):
-    """Numbers in registers as 16-bit pieces, two numbers at a time. An infinity goes into the last piece (pieces.py):
+    """Numbers in registers as 16-bit pieces, two numbers at a time. An infinity goes into the last piece (split.py):
     those before it are the largest finite number, which `satfinite` makes of it at no cost."""
     if PIECES == 2:
         return gl.inline_asm_elementwise(

@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile.masks import key_range_of, visible
-from ..tile.scores import Entries, through
-from ..tile.softmax import exponents, rescaling, row_max
-from .channel import end_block
-from .threads import as_tile, by_thread, positions
+from ...tile.masks import key_range_of, visible
+from ...tile.scores import Entries, through
+from ...tile.softmax import exponents, rescaling, row_max
+from ..parts.channel import end_block
+from ..parts.threads import as_tile, by_thread, positions
 
 
 @gluon.jit

@@ -9,10 +9,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile.rows import rows_of
-from ..tile.visits import query_range
-from .around import first_block
-from .channel import fence_async_global, until, wait_added
+from ...tile.rows import rows_of
+from ...tile.visits import query_range
+from ..parts.channel import fence_async_global, until, wait_added
+from .preprocess import first_block
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])

@@ -7,8 +7,8 @@ registers: each piece is 4096 numbers in a row. Row values lie in the same block
 import triton
 import triton.language as tl
 
-from ..tile.rows import fill_unowned, origin, row_values, rows_of
-from ..tile.softmax import for_backward
+from ...tile.rows import fill_unowned, origin, row_values, rows_of
+from ...tile.softmax import for_backward
 
 
 @triton.jit

@@ -12,14 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import arrive, stage, wait
-from .dice import dropped, kept, taken
-from .ends import zero_keys, zero_queries
+from ..parts.channel import arrive, stage, wait
+from ..parts.dropout_bits import dropped, kept, taken
+from ..parts.queue import ticket
+from ..parts.ragged import zero_keys, zero_queries
+from .gqa_reduce import with_shares
 from .gradients import gradient, hand_over, weights
 from .keys import first_visit, is_edge, keys_of, next_visit, place_of, there
 from .outputs import store_gradient, stored
-from .queue import ticket
-from .shares import with_shares
 
 
 @gluon.jit

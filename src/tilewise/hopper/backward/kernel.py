@@ -3,7 +3,7 @@
     load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
                                   zeros that tiles of keys drawn later will add to
-    two groups    8 warps         the five products: see gradients.py, sides.py
+    two groups    8 warps         the five products: see gradients.py, split256.py
     roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
 
 All of them walk through the same query tiles, which keys.py finds.
@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tile.schedule import assign
-from . import releases
-from .channel import (
+from ...tile.schedule import assign
+from ..parts import triton_compat
+from ..parts.channel import (
     Channel,
     arrive,
     barriers,
@@ -30,12 +30,12 @@ from .channel import (
     wait_before,
     wait_kernels,
 )
-from .dice import bits, rolled
+from ..parts.dropout_bits import bits, rolled
+from ..parts.queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
+from .deterministic import hand_turn_on, wait_turn
 from .gradients import rows_of_keys
 from .keys import first_visit, keys_of, next_visit, place_of, query_block, there, tile_of
-from .queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
-from .sides import side_of_k, side_of_v
-from .turns import hand_turn_on, wait_turn
+from .split256 import side_of_k, side_of_v
 
 
 class Tile(NamedTuple):
@@ -56,11 +56,11 @@ class Tile(NamedTuple):
     EDGES: bool
     """Whether other query tiles than the first may need the mask."""
     TURN: int
-    """Query tiles of a turn (see turns.py): then dQ repeats bit by bit. 0 where key tiles add as they come."""
+    """Query tiles of a turn (see deterministic.py): then dQ repeats bit by bit. 0 where key tiles add as they come."""
     GROUP: int
     """Query heads of a walk."""
     SHARES: int
-    """Walks of each tile of keys; see shares.py."""
+    """Walks of each tile of keys; see gqa_reduce.py."""
     APART: bool
     """Whether visits without a mask have a loop of their own; then all others take it."""
     DICE: int
@@ -118,8 +118,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
             b = keys.b if packed is None else 0
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            releases.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
-            releases.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
+            triton_compat.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
+            triton_compat.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
             visit = first_visit(keys, variant, tile)
             while there(visit):
@@ -128,12 +128,12 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 row = query_block(visit, keys, shape, packed, variant, tile) * B_R
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
-                releases.load(Q, at, bar, stage(shared.q.memory, y))
-                releases.load(L, [row], bar, stage(shared.logs, y))
+                triton_compat.load(Q, at, bar, stage(shared.q.memory, y))
+                triton_compat.load(L, [row], bar, stage(shared.logs, y))
                 wait_before(shared.do.empty, y)
                 bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
-                releases.load(dO, at, bar, stage(shared.do.memory, y))
-                releases.load(D, [row], bar, stage(shared.sums, y))
+                triton_compat.load(dO, at, bar, stage(shared.do.memory, y))
+                triton_compat.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
         elif tile.TURN == 0:  # nor are there any until the next section
@@ -183,7 +183,7 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
         for n in range(share * each, gl.minimum((share + 1) * each, count)):
             gl.store(sums + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
         fence_async_global()
-        releases.barrier()
+        triton_compat.barrier()
         gl.atomic_add(ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
     if matrix >= shape.section:
@@ -221,7 +221,7 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
                     row = (block * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
-                    releases.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
+                    triton_compat.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
                     if tile.TURN and IN_ALL == 1:
                         wait_added()
                 tma.store_wait(1)

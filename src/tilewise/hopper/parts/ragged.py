@@ -5,8 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..tile.rows import fill_unowned, origin
-from . import releases
+from ...tile.rows import fill_unowned, origin
+from . import triton_compat
 from .channel import stage, wait
 
 
@@ -21,7 +21,7 @@ def zero_from(memory, row):
             rows = 16 * r + gl.arange(0, 16, gl.SliceLayout(1, layout))
             part.store(gl.where((rows < row)[:, None], part.load(layout), 0.0))
     fence_async_shared()
-    releases.barrier()
+    triton_compat.barrier()
 
 
 @gluon.jit

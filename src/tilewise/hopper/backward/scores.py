@@ -1,9 +1,9 @@
-"""Scores of the backward: those of scores.py, but for what leaves it too few registers."""
+"""Scores of the backward: those of parts/scores.py, but for what leaves it too few registers."""
 
 import triton
 import triton.language as tl
 
-from .scores import alibi_fn, alibi_past_grad, softcap_fn, softcap_grad
+from ..parts.scores import alibi_fn, alibi_past_grad, softcap_fn, softcap_grad
 
 __all__ = ["alibi_fn", "alibi_past_fn", "alibi_past_grad", "softcap_fn", "softcap_grad"]
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile.rows import rows_of
-from ..tile.visits import Place, key_range, list_at, tile_at
-from .channel import arrive, take_turns, wait
+from ...tile.rows import rows_of
+from ...tile.visits import Place, key_range, list_at, tile_at
+from ..parts.channel import arrive, take_turns, wait
 
 
 class Walk(NamedTuple):

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile.scores import alibi_grad
+from ...tile.scores import alibi_grad
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import torch
 
 from ..host.launch import cdiv
 from ..problem import Problem
-from .shares import Shares
+from .backward.gqa_reduce import Shares
 from .tiles import padded
 
 CACHED_QUERIES = 16 << 20
@@ -35,7 +35,8 @@ def key_tiles(p: Problem, B_c: int) -> int:
 
 
 def heads_of_walk(p: Problem, row: Any) -> int:
-    """How many query heads of a key head one walk of the backward takes; other walks take the rest (see shares.py)."""
+    """How many query heads of a key head one walk of the backward takes; other walks take the rest (see
+    backward/gqa_reduce.py)."""
     group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
     least = cdiv(SHORT_WALK, max(1, p.M))
     most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)

@@ -1,13 +1,13 @@
-"""The forward on Hopper for fp32: products of 16-bit pieces (pieces.py), summed as exactly as fp32 sums.
+"""The forward on Hopper for fp32: products of 16-bit pieces (split.py), summed as exactly as fp32 sums.
 
-    load      one warp          as in forward.py, but K and V come in pieces, and Q as it is
+    load      one warp          as in forward/kernel.py, but K and V come in pieces, and Q as it is
     attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
 
-The order is forward.py's: P V of one key tile runs under the softmax of the next, and the last one of a tile of queries
-under the splitting of the next tile's Q, where Q has memory of its own. A product adds its smallest parts first. Tensor
-cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
-undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's own factor. P
-is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+The order is forward/kernel.py's: P V of one key tile runs under the softmax of the next, and the last one of a tile of
+queries under the splitting of the next tile's Q, where Q has memory of its own. A product adds its smallest parts
+first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
+rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
+own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
 
 Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
 ends of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
@@ -23,12 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile.rows import origin, row_values
-from ..tile.softmax import finalize, join_sink, row_max
-from . import releases
-from .around import first_block
-from .channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
-from .fp32_forward_pieces import (
+from ...tile.rows import origin, row_values
+from ...tile.softmax import finalize, join_sink, row_max
+from ..backward.preprocess import first_block
+from ..forward.queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
+from ..forward.softmax import exponentials, masked
+from ..parts import triton_compat
+from ..parts.channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
+from ..parts.queue import draw, hand_on, leave, ticket, tickets
+from .forward_products import (
     begin_logits,
     end_logits,
     joined,
@@ -41,13 +44,10 @@ from .fp32_forward_pieces import (
     unit_ahead,
     unit_of,
 )
-from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
-from .queue import draw, hand_on, leave, ticket, tickets
-from .softmax import exponentials, masked
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants. forward.py's functions read fields of the same names."""
+    """What a kernel is compiled for; all constants. forward/kernel.py's functions read fields of the same names."""
 
     WARPGROUPS: int
     B_C: int
@@ -66,7 +66,8 @@ class Tile(NamedTuple):
     TURNS: bool
     EDGES: bool
     SPLIT: int
-    """Where the softmax lets P V of the tile before finish: as in forward.py, but 3 is behind all exponentials."""
+    """Where the softmax lets P V of the tile before finish: as in forward/kernel.py, but 3 is behind all
+    exponentials."""
     RAISE: int
     """P is computed as 2^RAISE P."""
 
@@ -107,7 +108,7 @@ class Shared(NamedTuple):
     """Of Q."""
     k: object
     v: object
-    """Each with its pieces side by side; `empty` is one for both, as in forward.py."""
+    """Each with its pieces side by side; `empty` is one for both, as in forward/kernel.py."""
     drawn: object
     bits: object
     """None: there is no dropout in fp32."""
@@ -127,11 +128,11 @@ def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
     bar = expect(channel.full, y, X.pieces.block_type.nbytes * PIECES)
     PAIR: gl.constexpr = 0 if X.pair is None else 2
     if PAIR:
-        releases.load(X.pair, [0, j * X.pieces.block_shape[0], 0], bar, stage(channel.memory[0], y))
+        triton_compat.load(X.pair, [0, j * X.pieces.block_shape[0], 0], bar, stage(channel.memory[0], y))
     memory = channel.memory[1] if PAIR else channel.memory
     for n in gl.static_range(PAIR, PIECES):
         at = stage(memory, y * (PIECES - PAIR) + n - PAIR)
-        releases.load(X.pieces, [n * rows + j * X.pieces.block_shape[0], 0], bar, at)
+        triton_compat.load(X.pieces, [n * rows + j * X.pieces.block_shape[0], 0], bar, at)
 
 
 @gluon.jit
@@ -141,7 +142,7 @@ def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
     wait_before(shared.q.empty, n)
     bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
     for w in gl.static_range(WARPGROUPS):
-        releases.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
+        triton_compat.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, shared.q.memory.index(w))
 
 
 @gluon.jit
@@ -315,7 +316,7 @@ def fp32_forward(
     if tile.Q_APART:
         q = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, 64, D], Q.layout)
     else:
-        q = releases.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
+        q = triton_compat.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
     done = barriers(STAGES, WARPGROUPS)
     if tile.PAIRED:
         k = (

@@ -11,16 +11,16 @@ from triton.experimental.gluon import language as gl
 from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, unowned, visits
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.visits import Variant
-from .around import finish
+from .backward.deterministic import give_turns
+from .backward.gqa_reduce import Shares
+from .backward.preprocess import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector
-from .fp32_around import Blocks, Scales, fp32_prepare
-from .fp32_gradients import Shape, Tile, fp32_backward
+from .fp32.backward import Shape, Tile, fp32_backward
+from .fp32.preprocess import Blocks, Scales, fp32_prepare
+from .fp32.split import Split, split
 from .launch import TINY
-from .pieces import Split, split
-from .shares import Shares
+from .plan import CACHED_QUERIES, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
 from .tiles import KINDS, Kind, padded, precision
-from .turns import give_turns
-from .walks import CACHED_QUERIES, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Before the main kernel of the fp32 backward: operands in pieces (see pieces.py), and what it reads of each row.
+"""Before the main kernel of the fp32 backward: operands in pieces (see split.py), and what it reads of each row.
 
 All of it lies in blocks of 64 queries or one tile of keys, padded with zeros, each sequence in blocks of its own: the
 main kernel sees no strides, ends or packed neighbours. Norms of blocks' rows bound dS, which gets its own scale there.
@@ -7,7 +7,7 @@ Attention does not change when one vector is taken from all keys of a head, and 
 from all values. So keys and values that lie around a point far from zero are centred there first: otherwise dQ would be
 a small difference of large numbers, sum_j dS_ij K_j with sum_j dS_ij = 0.
 
-Pieces of keys come from the kernel that splits them for the forward, which also finds that point (pieces.py). They
+Pieces of keys come from the kernel that splits them for the forward, which also finds that point (split.py). They
 stay as they are where there is none, and are written over where there is, with the same numbers by every backward that
 reads them.
 """
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.rows import fill_unowned, row_values, rows_of
-from ..tile.softmax import for_backward
-from .around import first_block
-from .pieces import INF, largest, load_block, store_pieces
+from ...tile.rows import fill_unowned, row_values, rows_of
+from ...tile.softmax import for_backward
+from ..backward.preprocess import first_block
+from .split import INF, largest, load_block, store_pieces
 
 BLOCK = tl.constexpr(64)
 """Queries that share a scale."""
@@ -140,7 +140,7 @@ def fp32_prepare(
     CENTRED: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """One block of Q, or one of dO and O, or one of ROWS keys: each a program of its own, so that many run side by
-    side; and zeros in rows of gradients that no sequence owns. AHEAD: as in around.py."""
+    side; and zeros in rows of gradients that no sequence owns. AHEAD: as in backward/preprocess.py."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])

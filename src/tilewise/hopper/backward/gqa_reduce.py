@@ -9,8 +9,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import releases
-from .channel import until
+from ..parts import triton_compat
+from ..parts.channel import until
 from .keys import block_of
 
 
@@ -55,7 +55,7 @@ def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.co
         if share < SHARES - 1:
             for n in gl.static_range(len(parts)):
                 leave(parts[n], at + n * parts[n].numel)
-            releases.barrier()
+            triton_compat.barrier()
             gl.atomic_xchg(turn, share + 1, sem="release")
         return parts, share == SHARES - 1
 
