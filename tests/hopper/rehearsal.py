@@ -10,7 +10,7 @@ from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functi
 
 from tilewise.hopper import fp32_backward_launch
 from tilewise.hopper.backward.gqa_reduce import Shares
-from tilewise.hopper.launch import plan
+from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.masks import Part

@@ -9,8 +9,9 @@ from hopper.calls import call, problem
 
 import tilewise as tw
 from tilewise.hopper.backward import scores as backward_scores
-from tilewise.hopper.launch import LEFT_TO_FINISH, forward_launches, plan, programs_of_main
+from tilewise.hopper.launch import forward_launches
 from tilewise.hopper.parts import scores
+from tilewise.hopper.plan import LEFT_TO_FINISH, plan, programs_of_main
 from tilewise.host.launch import DEVICE_SCORES, device_values, empty_saved
 from tilewise.problem import KINDS
 from tilewise.tile.softmax import LOG2E

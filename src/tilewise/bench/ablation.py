@@ -44,13 +44,14 @@ def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
     saved, device = empty_saved(p, x, None), x.q.device
     if p.recipe.backend == "hopper":
         from ..hopper import launch as hopper
+        from ..hopper.plan import plan as hopper_plan
 
         counter = (
             hopper.counter(device, current_stream(device))
             if x.q.is_cuda
             else torch.zeros(2, dtype=torch.int32, device=device)
         )
-        (launch,) = hopper.forward_launches(p, hopper.plan(p), x, saved, counter)
+        (launch,) = hopper.forward_launches(p, hopper_plan(p), x, saved, counter)
     else:
         from ..triton import launch as portable
 

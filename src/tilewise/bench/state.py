@@ -38,7 +38,7 @@ KERNELS = {
     "hopper forward": Kernel(("hopper/forward/kernel.py:forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)),
     "hopper backward": Kernel(
         ("hopper/backward/kernel.py:backward", "hopper/backward/preprocess.py:prepare",
-         "hopper/backward/preprocess.py:finish", "hopper/backward/deterministic.py:give_turns"),
+         "hopper/backward/postprocess.py:finish", "hopper/backward/deterministic.py:give_turns"),
         (f"{HOPPER}:BACKWARD",),
     ),
     "hopper fp32 forward": Kernel(
@@ -47,7 +47,7 @@ KERNELS = {
     ),
     "hopper fp32 backward": Kernel(
         ("hopper/fp32/backward.py:fp32_backward", "hopper/fp32/preprocess.py:fp32_prepare",
-         "hopper/backward/preprocess.py:finish", "hopper/fp32/split.py:split",
+         "hopper/backward/postprocess.py:finish", "hopper/fp32/split.py:split",
          "hopper/backward/deterministic.py:give_turns"),
         ("hopper/fp32_backward_launch.py:ROWS", f"{HOPPER}:KINDS"),
     ),

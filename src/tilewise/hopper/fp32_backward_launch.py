@@ -13,13 +13,12 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.visits import Variant
 from .backward.deterministic import give_turns
 from .backward.gqa_reduce import Shares
-from .backward.preprocess import finish
+from .backward.postprocess import finish
 from .descriptors import PIECE, TYPES, Descriptor, vector
 from .fp32.backward import Shape, Tile, fp32_backward
 from .fp32.preprocess import Blocks, Scales, fp32_prepare
 from .fp32.split import Split, split
-from .launch import TINY
-from .plan import CACHED_QUERIES, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
+from .plan import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
 from .tiles import KINDS, Kind, padded, precision
 
 

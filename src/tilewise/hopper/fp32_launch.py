@@ -27,8 +27,8 @@ from ..tile.visits import Variant
 from . import fp32_backward_launch as gradients
 from .descriptors import TYPES, Box, Descriptor, addressable, box
 from .fp32 import forward as kernels
-from .launch import CACHED_KEYS, SECTION, TINY, by_row, counter, has_edges
-from .plan import evenly, processors
+from .launch import by_row, counter
+from .plan import CACHED_KEYS, SECTION, TINY, evenly, has_edges, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
 KEPT_SHARE = 256

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,59 +25,24 @@ from ..host.launch import (
     unowned,
     visits,
 )
-from ..mask import OPEN
-from ..problem import KINDS, Grads, Operands, Problem, Saved, hides_later_keys
+from ..problem import Grads, Operands, Problem, Saved
 from ..reference import sink_gradient
-from ..score import SoftCap
 from ..tile.rows import Packed
-from ..tile.schedule import assign
-from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
 from .backward.deterministic import give_turns
 from .backward.gqa_reduce import Shares
-from .backward.preprocess import finish, prepare
-from .descriptors import PIECE, Box, Descriptor, addressable, box, contiguous, vector
+from .backward.postprocess import finish
+from .backward.preprocess import prepare
+from .descriptors import PIECE, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
 from .parts import scores
-from .plan import CACHED_QUERIES, empty_shares, heads_of_walk, key_tiles, processors, row_blocks, turn
-from .tiles import BIAS, Backward, Forward, Rows, current, padded
+from .plan import Plan, empty_shares, plan, planned, programs_of_main, row_blocks  # noqa: F401  who launches plans
+from .tiles import BIAS, padded
 
-TINY = 2.0**-126
-SECTION = 16
-"""Score matrices that run side by side, at least, where tiles differ in length."""
-CACHED_KEYS = 32 << 20
-"""Bytes of K and V that they may share: what stays in the second-level cache."""
-LEFT_TO_FINISH = 3
-"""Processors that the backward's main kernel leaves to the last one under a narrow window."""
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Of each stream, for good: a kernel may still count when Python is done with its launch."""
-
-
-class Plan(NamedTuple):
-    """Everything about a launch that follows from the problem alone."""
-
-    forward: Forward
-    backward: Backward
-    backward_tile: Any
-    backward_shape: Any
-    c: float
-    """Logits times c are in base 2."""
-    boxes: tuple[Box, ...]
-    """Of q, k, v and o in the forward, and of q, k and v in the backward."""
-    programs: int
-    shape: kernels.Shape
-    constants: dict[str, Any]
-    """Of the forward, all three."""
-    listed: bool
-    values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts, the scores and the sink, where they hold no tensor."""
-    backward_values: tuple[Any, Any, Tensor | None] | None
-    """The same, with the backward's scores."""
-    variant: Variant | None
-    """Of the forward, where it holds no tensor: no captures, no seed, no lists."""
-    compiled: dict[Any, Any]
 
 
 class Scratch(NamedTuple):
@@ -95,94 +59,6 @@ class Scratch(NamedTuple):
     shares: Shares | None
     done: Tensor
     """At the first head of each walk: tiles of keys that have added all they add to its dQ."""
-
-
-@lru_cache(4096)
-def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem, from the rows in use."""
-    return planned(p, current(p))
-
-
-def planned(p: Problem, chosen: Rows) -> Plan:
-    """The same from any rows."""
-    row, back = chosen
-    dice = dice_warps(p, 256)
-    if dice:  # they have a warpgroup's place, and registers of the others
-        row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
-    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
-    D, o = padded(p), (*p.q.shape[:-1], p.D_v)
-    boxes = (
-        box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
-        box(p.v.shape, p.v.stride, row.B_c, D, p), box(o, contiguous(o), 64, D, p),
-        box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
-        box(p.v.shape, p.v.stride, back.B_c, D, p),
-    )  # fmt: skip
-    tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
-    of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
-    section = max(SECTION, of_keys) if p.recipe.mask else 1
-    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
-    constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
-    values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
-    variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
-    return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
-        min(heads * tiles, processors(p.q.device)), shape, constants,
-        p.listed, values, backward_values, variant, {},
-    )  # fmt: skip
-
-
-def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
-    """The forward's constants."""
-    edges = has_edges(p, 64, row.B_c)
-    corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
-    return kernels.Tile(
-        row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice, row.split, bounded(p),
-    )  # fmt: skip
-
-
-def bounded(p: Problem) -> bool:
-    """Whether the forward needs no running maximum (see `forward.begin`); P of fp16 has not the range."""
-    if p.dtype != torch.bfloat16 or p.kinds[-1:] != (SoftCap,):
-        return False
-    _, cap = p.recipe.score[-1]
-    return cap * LOG2E.value <= 80.0
-
-
-def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
-    """The backward's constants."""
-    heads = heads_of_walk(p, row)
-    many = heads > 1  # then it comes to the first tile of each
-    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short
-    parts = bool(p.recipe.mask) and row.B_r < row.B_c and not (p.listed or p.recipe.score)
-    edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
-    # a second K where there is room; not where heads share keys: long walks are slower with it
-    k_stages = 1 if many or p.recipe.dropout or row.sides else 2
-    # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
-    apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
-    return backward_kernel.Tile(
-        row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
-        turn(p, row.sides), heads, p.H // p.H_k // heads, apart, dice_warps(p, 128),
-    )  # fmt: skip
-
-
-def dice_warps(p: Problem, crowded: int) -> int:
-    """Warps that roll dropout's dice: four, but from head size `crowded` on two, which fit beside the producer warp. A
-    warpgroup more would leave too few registers to the others, and at 256 to a single product."""
-    return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
-
-
-def has_edges(p: Problem, own: int, other: int) -> bool:
-    """Whether a walk over tiles of `other` may need the mask beyond its first: not where the diagonal of a block of
-    `own` rows (or keys) lies inside one of them."""
-    alone = p.recipe.mask == (("Causal",),)
-    return bool(p.recipe.mask) and not (alone and other % own == 0 and under_diagonal(p, own))
-
-
-def under_diagonal(p: Problem, size: int) -> bool:
-    """Whether every row's last key lies on the diagonal, which meets tiles of `size` in their corners."""
-    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
-    return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
@@ -267,22 +143,6 @@ def main_launch(
     return Launch(backward_kernel.backward, programs_of_main(p, shape), arguments, constants, pl.compiled, key)
 
 
-def programs_of_main(p: Problem, shape: Any) -> int:
-    """One a processor. But under a narrow window there is less to multiply for as much dQ to write, so `finish` gets
-    some processors from the start; else everybody would wait for it at the end."""
-    tiles, most = shape.heads * shape.tiles, processors(p.q.device)
-    return most - LEFT_TO_FINISH if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
-
-
-def width(p: Problem) -> int:
-    """Keys beside its own that a row sees at most, by the parts of the mask that read no tensor."""
-    read_nothing: list[Any] = [
-        (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
-    ]
-    first, end = zip((-OPEN, OPEN), *(kind.rebuild(numbers, ()).keys(0) for kind, numbers in read_nothing), strict=True)
-    return min(end) - max(first) - 1
-
-
 def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
     """dQ from its sums."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
@@ -311,20 +171,6 @@ def of_biases(
     given = (*operands[:2], scratch.logs)
     sums = renormalizing(p, given, lse, variant, pl.c, stride, tiles, constants, pl, key)
     return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
-
-
-def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
-    """The backward's counts, and how many matrices run side by side."""
-    tiles = cdiv(p.N, row.B_c)
-    side_by_side = processors(p.q.device) // tiles  # no fewer, or some would wait for work at the end
-    heads = heads_of_walk(p, row)
-    section = max(1, side_by_side, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
-    while p.recipe.varlen and p.H // heads % section:  # of one sequence
-        section -= 1
-    return backward_kernel.Shape(
-        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
-        key_tiles(p, row.B_c),
-    )  # fmt: skip
 
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:

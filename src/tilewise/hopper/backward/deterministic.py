@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from ...tile.rows import rows_of
 from ...tile.visits import query_range
 from ..parts.channel import fence_async_global, until, wait_added
-from .preprocess import first_block
+from ..parts.row_blocks import first_block
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])

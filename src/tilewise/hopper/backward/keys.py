@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from ...tile.rows import rows_of
 from ...tile.schedule import assign
 from ...tile.visits import Place, list_at, query_range, tile_at
-from .preprocess import first_block
+from ..parts.row_blocks import first_block
 
 
 class Keys(NamedTuple):

@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.rows import origin, row_values
 from ...tile.softmax import finalize, join_sink, row_max
-from ..backward.preprocess import first_block
 from ..forward.queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
 from ..forward.softmax import exponentials, masked
 from ..parts import triton_compat
 from ..parts.channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
 from ..parts.queue import draw, hand_on, leave, ticket, tickets
+from ..parts.row_blocks import first_block
 from .forward_products import (
     begin_logits,
     end_logits,

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ...tile.rows import fill_unowned, row_values, rows_of
 from ...tile.softmax import for_backward
-from ..backward.preprocess import first_block
+from ..parts.row_blocks import first_block
 from .split import INF, largest, load_block, store_pieces
 
 BLOCK = tl.constexpr(64)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ...tile.rows import fill_unowned, origin, rows_of
-from ..backward.preprocess import first_block
+from ..parts.row_blocks import first_block
 
 INF = tl.constexpr(float("inf"))
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)

@@ -1,0 +1,50 @@
+"""After the backward's main kernel: dQ as tensors have it, from sums in blocks as in parts/row_blocks.py."""
+
+import triton
+import triton.language as tl
+
+from ...tile.rows import origin, rows_of
+from ..parts.row_blocks import first_block
+
+
+@triton.jit
+def count_at(at):
+    """A count that others raise; what they wrote before can be read after."""
+    PTX: tl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
+    return tl.inline_asm_elementwise(PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def doze():
+    """A tenth of a microsecond, so that who waits takes no bandwidth from those who work."""
+    PTX: tl.constexpr = "nanosleep.u32 100; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "key_tiles", "stride", "group"])
+def finish(
+    sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group,
+    d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main kernel has
+    ended, on processors that have nothing left to do there, and waits for the tiles of keys that add to it. Its last
+    program ends after that kernel, for whoever comes next."""
+    program = tl.program_id(0)
+    t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
+    q0, M, _, N = rows_of(packed, b, M, N)
+    PIECES: tl.constexpr = SIZE // 64
+    row, column = t // PIECES * 64, t % PIECES * 64
+    count = tl.minimum(tl.cdiv(N, B_C), key_tiles)
+    if (count == 0) | (program == tl.num_programs(0) - 1):
+        tl.extra.cuda.gdc_wait()
+    if row >= M:
+        return
+    while count_at(done + b * H + h // group * group) < count:
+        doze()
+    first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
+    x = tl.load(sums + first + t.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])
+    rows, entries = row + tl.arange(0, 64), column + tl.arange(0, 64)
+    at = origin(dQ, b, h, q0) + rows.to(tl.int64)[:, None] * dQ.row + entries[None, :]
+    inside = (rows < M)[:, None] & (entries < d)[None, :]
+    tl.store(at, (x * factor).to(dQ.ptr.dtype.element_ty), mask=inside)
