@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise import reference
+from tilewise.bench import accumulation, report, results
 from tilewise.bench import accumulation_page as page
 from tilewise.bench import accumulation_speed as speed
-from tilewise.bench import report, results
 from tilewise.bench.accumulation import (
     COMBINATIONS,
     FACTOR,
@@ -23,6 +23,7 @@ from tilewise.bench.accumulation import (
     PART,
     PLAIN,
     SWEEPS,
+    TILES,
     Combination,
     Finding,
     Point,
@@ -30,7 +31,7 @@ from tilewise.bench.accumulation import (
     run,
     truth,
 )
-from tilewise.bench.accumulation_speed import LENGTHS, TILES, Kernel, Time, cases
+from tilewise.bench.accumulation_speed import LENGTHS, Kernel, Time, cases
 from tilewise.cli.app import app
 from tilewise.experimental import Accumulate, attention
 
@@ -225,7 +226,8 @@ def test_kernels_are_timed_in_turns_with_their_best_tiles(monkeypatch):
     monkeypatch.setattr(speed, "WIDTH", 64)
     monkeypatch.setattr(speed, "CHOOSING", 16)
     monkeypatch.setattr(speed, "ROUNDS", 2)
-    monkeypatch.setattr(speed, "TILES", {64: ((16, 16, 4, 1), (15, 16, 4, 1))})  # no power of two: cannot run
+    for module in (accumulation, speed):
+        monkeypatch.setattr(module, "TILES", {64: ((16, 16, 4, 1), (15, 16, 4, 1))})  # no power of two: cannot run
     monkeypatch.setattr(speed, "KERNELS", (PLAIN, HALF))
     (rows,) = speed.times(CPU, lengths=(16,))
     assert [row.implementation for row in rows] == [str(PLAIN), str(HALF), *speed.BESIDE]
@@ -238,7 +240,8 @@ def test_kernels_are_timed_in_turns_with_their_best_tiles(monkeypatch):
     assert [row.tiles for row in rows[:2]] == [[16, 16, 4, 1]] * 2
     assert rows[3].milliseconds is None
     assert rows[3].why
-    monkeypatch.setattr(speed, "TILES", {64: ((15, 16, 4, 1),)})
+    for module in (accumulation, speed):
+        monkeypatch.setattr(module, "TILES", {64: ((15, 16, 4, 1),)})
     (rows,) = speed.times(CPU, lengths=(16,))
     assert rows[0].milliseconds is None
     assert "power of 2" in rows[0].why

@@ -10,8 +10,8 @@ from conformance import test_conformance as conformance
 from conformance.cases import Case
 
 import tilewise as tw
+from tilewise.cli.comparison import Comparison
 from tilewise.cli.gpt import GPT, batches, library_text
-from tilewise.cli.train import Comparison
 from tilewise.cli.trainer import Settings, attend_with
 
 TILE = 16

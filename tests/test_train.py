@@ -15,11 +15,11 @@ from tilewise.bench.suites import BOTH, SUITES
 from tilewise.bench.trainings import Contest, Trial
 from tilewise.cli import contest, trainer
 from tilewise.cli.app import app
+from tilewise.cli.comparison import NAMES, Comparison
 from tilewise.cli.contest import CONTENDERS
 from tilewise.cli.gpt import GPT, batches, in_order, library_text, move, read_tokens
 from tilewise.cli.page import write_page
 from tilewise.cli.pictures import training
-from tilewise.cli.train import NAMES, Comparison
 from tilewise.cli.trainer import Settings, attend_with, train
 
 SMALL = Settings(steps=4, context=64, batch=2, layers=2, heads=2, width=32)

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from offline import read, use_target
 
-from tilewise.bench.accumulation import IN_LOOP, Combination
-from tilewise.bench.accumulation_speed import Kernel, tiles_for
+from tilewise.bench.accumulation import IN_LOOP, Combination, tiles_for
+from tilewise.bench.accumulation_speed import Kernel
 from tilewise.bench.compiled import compiled, resources
 
 SOME = (

@@ -56,6 +56,11 @@ COMBINATIONS = tuple(
 KERNELS = tuple(c for c in COMBINATIONS if c.way in (DELAYED, IN_LOOP))
 """Those that are different kernels: the factor is a number that every kernel takes, so it changes no time."""
 PLAIN = Combination()
+TILES = {
+    64: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
+    128: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+}
+"""By head size. fp16 sums take half the registers, so a larger tile may fit them that does not fit fp32."""
 
 
 # Errors and overflow
@@ -169,11 +174,17 @@ def _examine(point: Point, combination: Combination, problem: Problem, x: Operan
     return found
 
 
+def tiles_for(head_size: int) -> Any:
+    """TILES as the launcher takes them."""
+    from ..triton.tiles import Tiles
+
+    return [Tiles(*sizes) for sizes in TILES[head_size]]
+
+
 def _attend(problem: Problem, x: Operands, accumulate: Accumulate) -> Tensor:
     if problem.target == "cpu":
         return rounded.forward(problem, x, accumulate)
     from ..experimental import launch
-    from .accumulation_speed import tiles_for
 
     if reasons := launch.why_not(problem, accumulate):
         raise ValueError("; ".join(reasons))

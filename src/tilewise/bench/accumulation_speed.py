@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..describe import describe
 from ..problem import Operands, Problem, Recipe
-from .accumulation import KERNELS, Combination
+from .accumulation import KERNELS, TILES, Combination, tiles_for
 from .engine import excuse
 from .measure import Pace, pace, sample, spread
 from .peers import PEERS
@@ -42,20 +42,6 @@ class Kernel:
     def of(self) -> Combination:
         """The combination as a value."""
         return Combination(**self.combination)
-
-
-TILES = {
-    64: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
-    128: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
-}
-"""By head size. fp16 sums take half the registers, so a larger tile may fit them that does not fit fp32."""
-
-
-def tiles_for(head_size: int) -> Any:
-    """TILES as the launcher takes them."""
-    from ..triton.tiles import Tiles
-
-    return [Tiles(*sizes) for sizes in TILES[head_size]]
 
 
 def kernels(

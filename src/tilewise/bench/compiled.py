@@ -20,8 +20,8 @@ from ..describe import describe_fake
 from ..experimental import launch
 from ..host.elsewhere import use_target
 from ..problem import Operands, Recipe
-from .accumulation import KERNELS
-from .accumulation_speed import TILES, Kernel, cases, tiles_for
+from .accumulation import KERNELS, TILES, tiles_for
+from .accumulation_speed import Kernel, cases
 
 
 def compiled(target: str, kernel: Kernel, tiles: Any) -> Any:

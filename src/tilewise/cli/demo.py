@@ -14,11 +14,12 @@ from ..bench.results import Row, environment
 from ..bench.suites import SUITES, Suite
 from ..bench.tables import headlines
 from .bench import measure, print_suite
+from .comparison import Comparison
 from .console import err, out, pick_device, sentences
 from .info import info
 from .page import write_page
 from .pictures import training
-from .train import Comparison, compare, plan, show
+from .train import compare, plan, show
 from .trainer import Settings
 
 BENCH_SECONDS = 60.0

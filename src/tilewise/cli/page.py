@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.suites import Suite
-from .train import NAMES, Comparison
+from .comparison import NAMES, Comparison
 
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 3rem auto; padding: 0 1.2rem; }

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 from ..bench.plots import COLOURS, STYLE
 from ..bench.trainings import FP32_EPSILON
-from .train import NAMES, Comparison
+from .comparison import NAMES, Comparison
 
 
 def training(c: Comparison, path: Path) -> None:

@@ -138,7 +138,7 @@ def _count(name: str, targets: Sequence[str], quickly: bool) -> int:
     """How many steps a part takes."""
     if name == "kernels":
         return len(targets)
-    return len(accumulation_speed.TILES) * len(_lengths(quickly)) if name == "speed" else len(_points(name, quickly))
+    return len(sums.TILES) * len(_lengths(quickly)) if name == "speed" else len(_points(name, quickly))
 
 
 def _points(name: str, quickly: bool) -> Sequence[sums.Point]:

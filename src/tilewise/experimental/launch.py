@@ -1,7 +1,7 @@
 """Launches of the experiment: from a problem to the arguments of its kernel."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from ..tile.visits import Variant
 from ..triton import backend as portable
 from ..triton.launch import meta, plan
 from ..triton.tiles import AMPERE, Tiles, current
+from .accumulate import Accumulate
 from .forward import Sums
 from .forward import forward as kernel
-
-if TYPE_CHECKING:
-    from . import Accumulate
 
 TARGETS = ("sm_90", *AMPERE)
 """Chips whose matrix instructions sum in fp16, and for which Triton writes them; tests read that in its code."""

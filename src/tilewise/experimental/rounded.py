@@ -1,15 +1,12 @@
 """The experiment in plain torch: the kernel's steps, in fp32, rounded to fp16 where the kernel's sums would be."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..problem import Operands, Problem
-
-if TYPE_CHECKING:
-    from . import Accumulate
+from .accumulate import Accumulate
 
 DEPTH = 16
 """Terms that a matrix unit adds before it rounds into an fp16 accumulator."""
