@@ -1,0 +1,99 @@
+"""The package's files, and how they import each other: docs/architecture.md's reading order holds."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "tilewise"
+PAGE = ROOT / "docs" / "architecture.md"
+ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*) \|$", re.MULTILINE)
+LINK = re.compile(r"\]\(\.\./src/tilewise/([^)]+)\)")
+NAME = re.compile(r"`(\w+)`")
+BACK_ENDS = ("cpu", "hopper", "triton")
+UNORDERED = ("bench", "cli", "compat")
+"""Folders whose rows do not name their files."""
+HOSTS = ("host", "hopper")
+"""Folders that hold no device code themselves."""
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Of each module, by its path below the package, without suffix; "hopper/__init__" is "hopper"."""
+    found = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    return {(name.parent if name.name == "__init__" else name).as_posix(): path for name, path in found.items()}
+
+
+def statements(path: Path) -> Iterator[ast.ImportFrom]:
+    """Every import from this package, wherever it stands."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return (node for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
+
+
+@cache
+def imported(name: str) -> frozenset[str]:
+    """The modules that one imports, in functions, too."""
+    path, found = files()[name], set()
+    for node in statements(path):
+        home = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).relative_to(PACKAGE).as_posix()
+        inside = {f"{home}/{alias.name}".removeprefix("./") for alias in node.names}
+        modules = inside & files().keys()
+        found |= modules | ({home} if modules != inside else set())
+    return frozenset(found - {name})
+
+
+@cache
+def order() -> dict[str, tuple[int, int, int]]:
+    """Where a module stands in the reading order: row, place in the row, place among the files that a row names."""
+    found = {}
+    for number, links, text in ROW.findall(PAGE.read_text().partition("## The narrow waist")[0]):
+        for place, target in enumerate(LINK.findall(links)):
+            inside = (PACKAGE / target).is_dir()
+            for name in files():
+                if name == target.removesuffix(".py"):
+                    found[name] = (int(number), place, 1000)
+                elif inside and name.startswith(f"{target}/") and name not in found:
+                    own = NAME.findall(text)
+                    stem = name.removeprefix(f"{target}/")
+                    found[name] = (int(number), place, own.index(stem) if stem in own else 999)
+    return found
+
+
+def test_every_file_has_a_place_in_the_reading_order():
+    assert files().keys() - order().keys() == {".", "__main__"}
+    for name, (_, _, place) in order().items():
+        assert place != 999 or name.startswith(UNORDERED), f"its row of docs/architecture.md does not name {name}"
+
+
+def test_no_file_imports_one_below_it():
+    places = order()
+    climbs = [(name, other) for name in places for other in imported(name) & places.keys()]
+    assert [f"{name} imports {other}" for name, other in climbs if places[other] > places[name]] == []
+
+
+def test_no_imports_go_round_in_a_circle():
+    above = {name: set(imported(name)) for name in files()}
+    while free := [name for name, needs in above.items() if not needs]:
+        for name in free:
+            del above[name]
+        above = {name: needs.difference(free) for name, needs in above.items()}
+    assert above == {}
+
+
+def test_back_ends_do_not_import_each_other():
+    for name in files():
+        home = name.partition("/")[0]
+        if home in BACK_ENDS:
+            assert not [other for other in imported(name) if other.partition("/")[0] in {*BACK_ENDS} - {home}], name
+
+
+def test_tile_holds_device_code_alone_and_hosts_none():
+    for name, path in files().items():
+        text = path.read_text()
+        if name.startswith("tile/"):
+            assert {other.partition("/")[0] for other in imported(name)} <= {"tile"}, name
+            assert not re.search(r"^(import|from) torch", text, re.MULTILINE), name
+        if path.parent.name in HOSTS:
+            assert not re.search(r"^@(triton|gluon)\.jit", text, re.MULTILINE), name
