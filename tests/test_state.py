@@ -55,6 +55,16 @@ def test_names_comments_and_hosts_do_not_enter(package):
     assert changed(package) == []
 
 
+def test_a_revision_from_before_a_move_has_the_same_states(package, monkeypatch):
+    (package / "hopper/tiles.py").rename(package / "hopper/rows.py")
+    (package / "tile/rotary.py").rename(package / "tile/turning.py")
+    assert "rotary" in changed(package)
+    earlier = {"hopper/tiles.py": "hopper/rows.py", "tile/rotary.py": "tile/turning.py"}
+    monkeypatch.setattr(state, "EARLIER", earlier)
+    assert changed(package) == []
+    assert all((state.PACKAGE / file).is_file() for file in state.EARLIER)
+
+
 def test_a_change_reaches_the_kernels_that_call_it_and_no_others(package):
     edit(package / "hopper/backward/deterministic.py", "def wait_turn(", "def wait_turn(more, ")
     sizes = ("backward D128", "backward D256", "backward D64", "fp32 backward D128", "fp32 backward D64")

@@ -65,6 +65,14 @@ def test_reports_are_read():
     assert racecheck.read(said_of(TICKET).replace("\n=========     and", " and")) == [report]
 
 
+def test_a_file_goes_by_its_path_however_much_of_it_racecheck_says():
+    for name, path in racecheck.FILES.items():
+        assert racecheck.name_of(str(path)) == racecheck.name_of(f"hopper/{name}") == name
+    assert racecheck.name_of("queue.py") == "parts/queue.py"
+    for other in ("kernel.py", "elsewhere/queue.py", "ue.py", ""):
+        assert racecheck.name_of(other) == other
+
+
 def test_a_report_without_lines_is_of_no_kind():
     for lost in (r" in parts/queue\.py:\d+", r"parts/queue\.py"):
         (report,) = racecheck.read(re.sub(lost, lambda m: "" if ":" in m[0] else "other.py", said_of(TICKET)))

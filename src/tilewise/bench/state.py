@@ -67,6 +67,21 @@ KERNELS = {
 """By name. Those with tables have a state for each head size that has rows: "hopper forward D64"."""
 ON_CPU = ("cpu", "fp16 sums, emulated")
 """The others are of GPUs, and those whose names begin with hopper of sm_90 alone."""
+EARLIER = {
+    "hopper/backward/deterministic.py": "hopper/turns.py",
+    "hopper/backward/kernel.py": "hopper/backward.py",
+    "hopper/backward/postprocess.py": "hopper/around.py",
+    "hopper/backward/preprocess.py": "hopper/around.py",
+    "hopper/backward/scores.py": "hopper/backward_scores.py",
+    "hopper/forward/kernel.py": "hopper/forward.py",
+    "hopper/fp32/backward.py": "hopper/fp32_gradients.py",
+    "hopper/fp32/forward.py": "hopper/fp32_forward.py",
+    "hopper/fp32/preprocess.py": "hopper/fp32_around.py",
+    "hopper/fp32/split.py": "hopper/pieces.py",
+    "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
+    "hopper/parts/scores.py": "hopper/scores.py",
+}
+"""Where a file stood before it moved: there earlier revisions have it."""
 VALUES = {
     "mask": (("tile/masks.py",), ("keep", "keys", "queries")),
     "score": (
@@ -123,7 +138,7 @@ def _digest(texts: Iterable[str]) -> str:
 def _rows(source: "Source", table: str, size: int, name: str, chips: tuple[str, ...]) -> list[str]:
     """A table's rows of one head size; of the portable kernels those of the chip's kinds, and of the entries' bytes."""
     file, _, title = table.partition(":")
-    path = source.package / file
+    path = source.path(file)
     value = getattr(source.module(path).get(title), "value", None)
     if not isinstance(value, ast.Dict):
         return []
@@ -162,10 +177,15 @@ class Source:
             self.modules[path] = names
         return self.modules[path]
 
+    def path(self, file: str) -> Path:
+        """Where the package has a file, now or before it moved."""
+        now, before = self.package / file, self.package / EARLIER.get(file, file)
+        return before if before.is_file() and not now.is_file() else now
+
     def matching(self, pattern: str) -> list[Definition]:
         """Those definitions that there are of "file:name", where * stands for anything."""
         file, _, name = pattern.partition(":")
-        path, (start, star, end) = self.package / file, name.partition("*")
+        path, (start, star, end) = self.path(file), name.partition("*")
         own = [n for n, node in self.module(path).items() if not isinstance(node, tuple)]
         fits = (n for n in own if (n.startswith(start) and n.endswith(end) if star else n == name))
         return [(path, n) for n in sorted(fits)]
