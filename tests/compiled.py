@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
-ELSEWHERE = ("bench", "cli", "compat", "cpu")
+ELSEWHERE = ("bench", "cli", "compat", "cpu", "experimental")
 """Parts of the package from which no kernel of attention is made or launched."""
 
 
