@@ -38,7 +38,7 @@ def date(files: list[Path]) -> None:
     """Adds what is missing, from the commit that a result names; a commit with "+" was not what was measured."""
     of_commit: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for file in files:
-        content = json.loads(file.read_text())
+        content = results.unpacked(json.loads(file.read_text()))
         missing = [env for env in environments(content) if env["kernels"] not in content.get("kernels", {})]
         for env in missing:
             commit = env["commit"]
@@ -50,7 +50,7 @@ def date(files: list[Path]) -> None:
                     of_commit[at] = state.states(src / "tilewise", at[1])
             content.setdefault("kernels", {})[env["kernels"]] = of_commit[at]
         if missing and "kernels" in content:
-            file.write_text(json.dumps(content, indent=1) + "\n")
+            results.write(file, content)
 
 
 def carry(ref: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def old() -> Iterator[str]:
     for file in sorted(RESULTS.glob("*.json")):
         if file.name == state.CARRIED:
             continue
-        content = json.loads(file.read_text())
+        content = results.unpacked(json.loads(file.read_text()))
         for name in dict.fromkeys(env["kernels"] for env in environments(content)):
             known = content.get("kernels", {}).get(name)
             differ = results.changed(known, [""], carried) if known else ["what they were is not known"]
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> None:
             file = RESULTS / state.CARRIED
             before = json.loads(file.read_text()) if file.exists() else []
             found = carry(ref)
-            file.write_text(json.dumps([*before, *found], indent=1) + "\n")
+            file.write_text(results.text([*before, *found]) + "\n")
             print(*(f"carried over: {each['kernel']}" for each in found), sep="\n")
         case _:
             raise ValueError(f"there is no {' '.join(arguments)!r}; the commands are:\n{__doc__}")

@@ -1,9 +1,9 @@
 """The benchmark times only who is right, says why of everybody else, and keeps its results apart by suite."""
 
 import itertools
-import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from tilewise.cli.app import app
 from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+PAIRS = ((512, {}), (1024, {"o": 1.0}))
 SMALL = Case(batch=2, heads=2, length=48, head_size=16, dtype="fp32", causal=True)
 
 
@@ -214,7 +216,27 @@ def test_one_suite_replaces_only_its_own_rows(tmp_path):
     assert results.rows_of(content, "long") == []
     with pytest.raises(ValueError, match="holds results of"):
         results.merge(file, "paper", rows, env | {"device": "another card"}, partial=False)
-    assert json.loads(file.read_text()) == content
+    assert results.load(file) == content
+
+
+def test_a_file_says_once_what_all_rows_share_and_reads_older_forms(tmp_path):
+    rows = [{"case": {"length": n, "dropout": 0.123456789}, "why": None, "ms": 1 / 3, "of": of} for n, of in PAIRS]
+    content = {"device": "card", "suites": {"paper": {"rows": rows, "losses": [1 / 3]}}}
+    file = tmp_path / "card.json"
+    results.write(file, content)
+    back = results.load(file)["suites"]["paper"]
+    assert back["rows"] == [row | {"ms": 0.333333} for row in rows]
+    assert back["losses"] == [1 / 3]
+    assert '[1024,{"o":1.0}]' in file.read_text()
+    assert file.read_text().count("dropout") == 1
+    assert results.unpacked(content) == content
+
+
+def test_the_kept_results_are_small():
+    files = list((ROOT / "benchmarks" / "results").rglob("*.json"))
+    assert sum(file.stat().st_size for file in files) <= 1_000_000
+    for file in files:
+        assert file.stat().st_size <= 500_000, f"{file.name} is larger than pre-commit takes"
 
 
 def test_other_files_are_not_overwritten(tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise import cli
+from tilewise.bench import results
 from tilewise.bench.suites import FORWARD, SUITES
 from tilewise.cli.app import app
 
@@ -114,14 +115,14 @@ def test_bench_goes_on_with_the_cases_that_its_file_lacks(monkeypatch, tmp_path)
     arguments = ("bench", "--suite", "cpu", "--device", "cpu", "--resume", "--results", str(tmp_path))
     assert call(*arguments).exit_code == 0
     (file,) = tmp_path.glob("*.json")
-    content = json.loads(file.read_text())
+    content = results.load(file)
     rows = content["suites"]["cpu"]["rows"]
     first = [row for row in rows if row["case"] == rows[0]["case"]]
     content["suites"]["cpu"] |= {"rows": first, "partial": True}
     file.write_text(json.dumps(content))
     result = call(*arguments)
     assert "cpu 1/1" in result.output + result.stderr
-    run = json.loads(file.read_text())["suites"]["cpu"]
+    run = results.load(file)["suites"]["cpu"]
     assert (len(run["rows"]), run["partial"], run["rows"][: len(first)]) == (len(rows), False, first)
     content["suites"]["cpu"]["environment"]["kernels"] = "others"
     file.write_text(json.dumps(content))
@@ -137,7 +138,7 @@ def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
     assert "GFLOP/s" in result.stdout
     assert "\x1b[" not in result.stdout
     (file,) = (tmp_path / "results").glob("*.json")
-    assert json.loads(file.read_text())["suites"]["cpu"]["partial"]
+    assert results.load(file)["suites"]["cpu"]["partial"]
     assert (tmp_path / "pictures/b-cpu-rate.png").exists()
 
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise.bench import contexts, report, trainings
-from tilewise.bench.results import Row, environment
+from tilewise.bench.results import Row, environment, load
 from tilewise.bench.suites import BOTH, SUITES
 from tilewise.bench.trainings import Contest, Trial
 from tilewise.cli import contest, trainer
@@ -329,7 +329,7 @@ def test_a_contest_can_be_saved_in_parts(tmp_path):
         settings = asdict(replace(SMALL, **changes))
         trials = [Trial(name, settings["seed"], None, [1.0], [1.0], {}) for name in names]
         trainings.save(file, "GPT", Contest(settings, trials), env)
-        (run,) = json.loads(file.read_text())[trainings.PART].values()
+        (run,) = load(file)[trainings.PART].values()
         return [(row["attention"], row["seed"]) for row in run["rows"]]
 
     assert rows_after(env, "standard") == [("standard", 0)]

@@ -1,6 +1,5 @@
 """The pictures of docs/learn: counts and errors from runs of the code that the pages show, times from results files."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,6 +10,8 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Rectangle
 from timelines import GREY, GROUP, HEADS, INK, below
+
+from tilewise.bench.results import load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "minimal"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))
@@ -137,7 +138,7 @@ def loops() -> Any:
 
 def measured(suite: str, length: int = 4096) -> dict[tuple[str, int], float]:
     """By implementation and head size: the forward's rate beside a large matrix product's, bf16, no mask."""
-    rows = json.loads(RESULTS.read_text())["suites"][suite]["rows"]
+    rows = load(RESULTS)["suites"][suite]["rows"]
     return {
         (row["implementation"], row["case"]["head_size"]): row["of_matmul"]
         for row in rows

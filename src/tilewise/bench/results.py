@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -24,6 +25,12 @@ from .suites import BACKWARD, BOTH, FORWARD, Case, Suite
 from .variants import VARIANTS
 
 OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
+DIGITS = 6
+"""Significant digits of a measured number in a file: enough that no page shows another number."""
+EXACT = {"case", "point", "combination", "settings", "losses"}
+"""What keeps every digit: inputs, and losses, whose differences are read."""
+WIDTH = 120
+"""Columns of a file's lines, but for rows, which have one line each."""
 
 
 @dataclass(eq=False)
@@ -180,7 +187,7 @@ def load(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"device": None, "suites": {}}
     try:
-        content = json.loads(path.read_text())
+        content = unpacked(json.loads(path.read_text()))
         content["suites"].items()
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a results file of tilewise; name another, or remove it") from error
@@ -207,15 +214,96 @@ def merge(
     content.setdefault(part, {})[suite] = run
     keep_states(content, [env])
     write(path, content)
-    return content
+    return load(path)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all: whoever is killed meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.write_text(text(packed(content)) + "\n")
     new.replace(path)
+
+
+def packed(content: Any) -> Any:
+    """A file's form of a content: rounded, and rows as tables that say once what all of their rows share."""
+    if isinstance(content, dict):
+        return {
+            key: _table(value) if key == "rows" and _are_rows(value) else value if key in EXACT else packed(value)
+            for key, value in content.items()
+        }
+    if isinstance(content, list):
+        return [packed(value) for value in content]
+    if isinstance(content, float) and math.isfinite(content):
+        return float(f"{content:.{DIGITS}g}")
+    return content
+
+
+def unpacked(content: Any) -> Any:
+    """The content of a file's form; one with rows written out, as older files have them, stays as it is."""
+    if isinstance(content, list):
+        return [unpacked(value) for value in content]
+    if not isinstance(content, dict):
+        return content
+    if content.keys() == {"same", "columns", "table"}:
+        return [
+            _nested({**content["same"], **dict(zip(content["columns"], row, strict=True))}) for row in content["table"]
+        ]
+    return {key: unpacked(value) for key, value in content.items()}
+
+
+def text(content: Any) -> str:
+    """JSON: what fits stands on one line, else each entry of a dict, and each element of a list, has its own."""
+    line = json.dumps(content, separators=(",", ":"))
+    if len(line) <= WIDTH or not isinstance(content, (dict, list)):
+        return line
+    if isinstance(content, list):
+        return "[\n" + ",\n".join(json.dumps(value, separators=(",", ":")) for value in content) + "\n]"
+    return "{\n" + ",\n".join(f"{json.dumps(key)}:{text(value)}" for key, value in content.items()) + "\n}"
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows as a table: columns in the order of their first appearance; a row that lacks one has null there."""
+    rounded = [packed(row) for row in rows]
+    first = {key: value.keys() for key, value in rounded[0].items() if isinstance(value, dict) and value}
+    alike = {
+        key
+        for key, names in first.items()
+        if all(isinstance(row.get(key), dict) and row[key].keys() == names for row in rounded)
+    }
+    flat = [_flat(row, alike) for row in rounded]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    shared = [name for name in columns if len({json.dumps(row.get(name)) for row in flat}) == 1]
+    varying = [name for name in columns if name not in shared]
+    return {
+        "same": {name: flat[0].get(name) for name in shared},
+        "columns": varying,
+        "table": [[row.get(name) for name in varying] for row in flat],
+    }
+
+
+def _flat(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """With `case.length` in place of {"case": {"length": ...}}, for these names."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        found |= {f"{key}.{name}": of for name, of in value.items()} if key in names else {key: value}
+    return found
+
+
+def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a flat row."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        outer, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(outer, {})[name] = value
+        else:
+            found[key] = value
+    return found
 
 
 def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
