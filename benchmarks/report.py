@@ -1,17 +1,33 @@
 """python benchmarks/report.py: writes docs/performance.md and the other measured pages, their pictures, and the numbers
-of README.md, from benchmarks/results."""
+of README.md, from benchmarks/results. A picture that shows the same as before stays as it is."""
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "pictures"))
+import palette
 import readme
 
 from tilewise.bench.report import write
 
+HERE = Path(__file__).parent
+
+
+def publish(results: Path, docs: Path) -> None:
+    """Writes the pages and the pictures that have changed."""
+    with TemporaryDirectory() as folder:
+        write(results, Path(folder))
+        for page in Path(folder).glob("*.md"):
+            (docs / page.name).write_text(page.read_text())
+        for picture in Path(folder, "images").glob("*"):
+            if palette.replace(picture, docs / "images" / picture.name):
+                print(docs / "images" / picture.name)
+
+
 if __name__ == "__main__":
-    here = Path(__file__).parent
     try:
-        print(write(here / "results", here.parent / "docs"))
+        publish(HERE / "results", HERE.parent / "docs")
         print(*readme.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))

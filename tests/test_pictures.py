@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 import draw
+import palette
 from machine import Machine, busy, makespan
 from pipelines import ADD, GROUPS, STAGES, TENSOR, TMA, Backward, Forward, channel, order
 from timelines import FORWARDS
@@ -79,6 +81,27 @@ def test_every_picture_of_the_pages_is_drawn(tmp_path):
         assert described(path) == described(DOCS / "images" / path.name), (
             f"{path.name} is older: `make report` draws it"
         )
+
+
+def test_a_picture_stays_until_it_shows_something_else(tmp_path):
+    def drawn(name, shade):
+        path = tmp_path / name
+        told = PngInfo()
+        told.add_text("Description", "words")
+        Image.new("RGB", (64, 64), (shade, 0, 0)).save(path, pnginfo=told)
+        return path
+
+    kept = tmp_path / "kept.png"
+    assert palette.replace(drawn("a.png", 200), kept)
+    with Image.open(kept) as picture:
+        assert (picture.mode, picture.info["Description"]) == ("P", "words")
+    assert not palette.replace(drawn("b.png", 200), kept)
+    assert palette.replace(drawn("c.png", 100), kept)
+
+
+def test_pictures_are_small():
+    files = [file for file in (DOCS / "images").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 1_500_000
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

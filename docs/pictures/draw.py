@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+import palette
 from bars import PICTURES as BARS
 from flow import backward_flow
 from learn import PICTURES as LEARN
@@ -54,6 +56,13 @@ def words(figure: Any) -> str:
     return "\n".join(text for part in figure.findobj(Text) if (text := part.get_text()))
 
 
+def main(images: Path) -> None:
+    """Draws all, and replaces those that show something else now."""
+    with TemporaryDirectory() as folder:
+        for path in draw(Path(folder)):
+            if palette.replace(path, images / path.name):
+                print(images / path.name)
+
+
 if __name__ == "__main__":
-    for path in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "images"):
-        print(path)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "images")
