@@ -1,6 +1,6 @@
-"""Launch the fp32 backward on Hopper: preprocess, the main kernel, and postprocess, which turns sums into dQ.
+"""Launch the fp32 backward on Hopper: preprocess, the main kernel, and postprocess, which converts sums into dQ.
 
-The forward shares the pieces of K and V defined here: it makes and keeps them.
+The forward also uses the pieces of K and V defined here: it makes and keeps them.
 """
 
 from functools import lru_cache

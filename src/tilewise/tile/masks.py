@@ -49,8 +49,7 @@ def key_range_of(mask, b, i, N):
 
 @triton.jit
 def query_range_of(mask, b, j, M, shift):
-    """Return the rows [lo, hi) of 0..M that see key j (or each of keys j), the same way; `shift` = N - M brings rows
-    back."""
+    """Return the rows [lo, hi) of 0..M that see key j (or each of keys j). `shift` = N - M brings rows back."""
     lo, hi = 0, M
     for p in tl.static_range(len(mask)):
         part_lo, part_hi = mask[p].queries(b, j, *mask[p].captured)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 
 class Entries(NamedTuple):
-    """Locate the entries of a tile of S: batch entry b, head h, rows i0 + i (shifted by N - M) and columns j0 + j, as
-    they broadcast. i and j are the same for every tile: constants, at best."""
+    """Locate the entries of a tile of S: batch entry b, head h, rows i0 + i (shifted by N - M), columns j0 + j. They
+    broadcast. i and j are the same for every tile: constants, at best."""
 
     b: object
     h: object

@@ -1,8 +1,8 @@
-"""Compute the backward's products in two groups of warps, for head sizes to 128; split256.py shares some functions.
+"""Compute the backward's products in two groups of warps, for head sizes to 128; split256.py uses some functions, too.
 
-Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV; for dQ the groups exchange dS through shared
-memory. S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q.
-dQ of a query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
+Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV. For dQ the groups exchange dS through shared
+memory. S is transposed, (keys, queries). So P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of
+a query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
 """
 
 from triton.experimental import gluon
@@ -42,7 +42,7 @@ from .outputs import memory_of_gradients, store_gradient, stored
 @gluon.jit
 def weights(S, logs, place, j0, edge, variant, unit, y):
     """Compute P of a transposed tile, before dropout; `edge` tells whether the mask is needed. Keep what the mask reads
-    apart from what scores read, else ptxas computes it for every tile: y >> 31 is 0, which it cannot know."""
+    apart from what scores read, else ptxas computes it for every tile. y >> 31 is 0, which ptxas cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]

@@ -148,8 +148,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 @gluon.jit
 def roll(shared, shape, packed, variant, tile: gl.constexpr):
-    """Generate dropout bits once a tile. Each group reads those of its own keys; with the dK/dV split, each reads
-    all."""
+    """Generate dropout bits once a tile. Each group reads those of its keys; with the dK/dV split, each reads all."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE

@@ -34,7 +34,7 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
 @gluon.jit
 def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
     """Return the shared memory from which TMA takes group W's rows of dK and of dV of tile n. With two stages of K the
-    two differ: they are halves of a piece of dQ, or dK takes those columns of K that only this group has read for
+    two differ. They are halves of a piece of dQ, or dK takes those columns of K that only this group has read for
     dQ."""
     piece = shared.dq.memory.index(W)
     if tile.K_STAGES == 1:

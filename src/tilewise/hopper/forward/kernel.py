@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     """Counts the warps that generate dropout bits; without dropout it is 0."""
     SPLIT: int
     """Says where the softmax lets the previous product finish: 0 where ptxas puts it, 1 after the row maximum, 2 half
-    way. 3 is before the softmax begins: then nothing overlaps inside a warpgroup."""
+    way. With 3 it finishes before the softmax begins: then nothing overlaps inside a warpgroup."""
     BOUNDED: bool
     """Says whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
 

@@ -39,7 +39,7 @@ def query_tile(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def walk_of(place, m, variant, tile: gl.constexpr):
-    """Return the loop over query tile m's key tiles; it has at least one, so that a row without keys gets its zeros the
+    """Return the loop over query tile m's key tiles. It has at least one, so that a row without keys gets its zeros the
     same way."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C

@@ -47,8 +47,8 @@ def largest(x, AXIS: tl.constexpr):
 
 @triton.jit
 def power_of_two(top):
-    """Return the scale 2^n that brings a finite number into [2^14, 2^15), where fp16 has most room, and 2^-n. n is at
-    most 126, for the sake of 2^-n."""
+    """Return the scale 2^n that brings a finite number into [2^14, 2^15), where fp16 has most room. Return 2^-n, too,
+    for the sake of which n is at most 126."""
     n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
     return ((127 + n) << 23).to(tl.float32, bitcast=True), ((127 - n) << 23).to(tl.float32, bitcast=True)
 

@@ -67,7 +67,7 @@ def stage(memory, n):
 @gluon.jit
 def held(memory, n, y):
     """Return the stage of use n, which lasts for a whole loop over other uses y. y >> 31 is 0, but ptxas cannot know
-    that. Otherwise it would keep every address that a product takes from the stage in registers, and it has too few."""
+    that. Otherwise it would keep every address that a product takes from the stage in registers, which are short."""
     STAGES: gl.constexpr = memory.shape[0]
     return memory.index(n % STAGES + (y >> 31))
 
