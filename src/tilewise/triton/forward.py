@@ -16,7 +16,7 @@ from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
 
 @triton.jit
 def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Process one key tile: S = Q K^T, scores and mask, online softmax, O += P V."""
+    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
     B_R: tl.constexpr = acc.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
