@@ -29,7 +29,7 @@ def why_not(p: Problem) -> list[str]:
 
 def why_not_backward(p: Problem) -> list[str]:
     """Return the same for its backward."""
-    # it sums dq, dk and dv in fp16, once per block and head: the error is 0.3 % at 32k queries, and tiles are as fast
+    # it sums dq, dk and dv in fp16, once per block and head: the error is 0.3 % at 32k queries, and tiles are no slower
     return [*why_not(p), *["sums in fp16"] * (p.dtype == torch.float16)]
 
 
