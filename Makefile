@@ -27,7 +27,7 @@ SYSTEM ?=
 VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(SYSTEM),)
 PY := $(VENV)/bin/python

@@ -4,8 +4,10 @@ of README.md, from benchmarks/results."""
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 import readme
 
+import studies.ablation  # noqa: F401, adds its suite
 from tilewise.bench.report import write
 
 if __name__ == "__main__":

@@ -10,22 +10,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from .ablation import CHANGES
 from .costs import OURS, Cost, costs
+from .peers import CHANGED
 from .results import OK, Row
 from .suites import BOTH, Case
-from .tables import (
-    EFFICIENT,
-    RATE,
-    SPEEDUP,
-    STANDARD,
-    describe,
-    in_its_unit,
-    length_label,
-    ratios,
-    setting,
-    slowdown,
-)
+from .tables import EFFICIENT, RATE, SPEEDUP, STANDARD, describe, in_its_unit, length_label, ratios, setting, slowdown
 
 OUR_RED = "#d1495b"
 COLOURS = {
@@ -138,9 +127,9 @@ def worth(rows: Sequence[Row], path: Path) -> None:
     sizes = sorted({row.of.head_size for row, _ in found})
     measured = {row.implementation for row, _ in found}
     names: dict[str, list[str]] = {}
-    for name, change in CHANGES.items():
+    for name, peer in CHANGED.items():
         if name in measured:
-            names.setdefault(change.peer, []).append(name)
+            names.setdefault(peer, []).append(name)
     with mpl.rc_context(STYLE):
         figure, grid = plt.subplots(
             len(names), len(sizes), figsize=(3.6 * len(sizes) + 1.2, 0.34 * sum(map(len, names.values())) + 1.9),

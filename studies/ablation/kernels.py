@@ -15,17 +15,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..hopper.forward.kernel import write
-from ..hopper.forward.queries import is_edge, key_tile, query_tile, walk_of
-from ..hopper.forward.softmax import begin, masked, online
-from ..hopper.parts import triton_compat
-from ..hopper.parts.channel import Channel, barriers, expect, stage, wait
-from ..tile.blocks import block, dot, load_rows, store_rows
-from ..tile.masks import OPEN, Part, everywhere, visible
-from ..tile.rows import row_values
-from ..tile.schedule import assign
-from ..tile.softmax import finalize, online_softmax
-from ..tile.visits import query_range, tile_at
+from tilewise.hopper.forward.kernel import write
+from tilewise.hopper.forward.queries import is_edge, key_tile, query_tile, walk_of
+from tilewise.hopper.forward.softmax import begin, masked, online
+from tilewise.hopper.parts import triton_compat
+from tilewise.hopper.parts.channel import Channel, barriers, expect, stage, wait
+from tilewise.tile.blocks import block, dot, load_rows, store_rows
+from tilewise.tile.masks import OPEN, Part, everywhere, visible
+from tilewise.tile.rows import row_values
+from tilewise.tile.schedule import assign
+from tilewise.tile.softmax import finalize, online_softmax
+from tilewise.tile.visits import query_range, tile_at
 
 
 @triton.jit

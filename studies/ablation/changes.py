@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import load
-from ..describe import describe_fake
-from ..problem import Operands, Problem, Recipe, Saved, target_of
+from tilewise.backend import load
+from tilewise.describe import describe_fake
+from tilewise.problem import Operands, Problem, Recipe, Saved, target_of
 
 if TYPE_CHECKING:  # Triton need not be installed
-    from ..host.launch import Launch
+    from tilewise.host.launch import Launch
 
 
 class Change(NamedTuple):
@@ -39,12 +39,12 @@ def problem(change: Change, x: Operands, causal: bool, target: str) -> Problem:
 
 def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
     """The launch that tilewise would make, and what it writes; with meta tensors nothing can run."""
-    from ..host.launch import current_stream, empty_saved
+    from tilewise.host.launch import current_stream, empty_saved
 
     saved, device = empty_saved(p, x, None), x.q.device
     if p.recipe.backend == "hopper":
-        from ..hopper import launch as hopper
-        from ..hopper.plan import plan as hopper_plan
+        from tilewise.hopper import launch as hopper
+        from tilewise.hopper.plan import plan as hopper_plan
 
         counter = (
             hopper.counter(device, current_stream(device))
@@ -53,7 +53,7 @@ def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
         )
         (launch,) = hopper.forward_launches(p, hopper_plan(p), x, saved, counter)
     else:
-        from ..triton import launch as portable
+        from tilewise.triton import launch as portable
 
         (launch,) = portable.forward_launches(p, portable.plan(p), x, saved)
     return launch, saved
@@ -89,7 +89,7 @@ def why_not(change: Change, shape: tuple[int, ...], dtype: torch.dtype, causal: 
 def without_warp_roles(launch: "Launch") -> "Launch":
     """One tile of queries a program, whose warps load for themselves. Three warpgroups cannot share a tensor (Triton's
     counts of warps are powers of two): there it has two."""
-    from .ablation_kernels import one_role
+    from .kernels import one_role
 
     given = by_name(launch)
     tile = launch.constants["tile"]._replace(WARPGROUPS=2)
@@ -128,7 +128,7 @@ def without_persistence(launch: "Launch") -> "Launch":
 
 def shortest_first(launch: "Launch") -> "Launch":
     """The other way round; without a mask all tiles are equally long."""
-    from .ablation_kernels import shortest_first as order
+    from .kernels import shortest_first as order
 
     given = by_name(launch)
     return with_arguments(launch, shape=given["shape"]._replace(order=order)) if given["variant"].mask else launch
@@ -141,7 +141,7 @@ def whole_corners(launch: "Launch") -> "Launch":
 
 def masks_everywhere(launch: "Launch") -> "Launch":
     """No tile counts as wholly seen."""
-    from .ablation_kernels import NO_TILE_FULL
+    from .kernels import NO_TILE_FULL
 
     variant = by_name(launch)["variant"]
     variant = variant._replace(mask=(*variant.mask, NO_TILE_FULL))
@@ -163,8 +163,9 @@ def eight_warps(launch: "Launch") -> "Launch":
 
 def keys_outside(launch: "Launch") -> "Launch":
     """FlashAttention-1's order: a program for every head. Each key tile is a pass over O: they are as large as fit."""
-    from ..tile.rows import Rows
-    from .ablation_kernels import keys_outside as kernel
+    from tilewise.tile.rows import Rows
+
+    from .kernels import keys_outside as kernel
 
     given = by_name(launch)
     o, L = given["O"].ptr, given["L"]

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.bench.ablation import CHANGES, Change, forward, problem, why_not
 from tilewise.problem import Operands
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.append(str(Path(__file__).parents[2]))
 from offline import innermost_loops, meta, read, sass, use_target
+
+from studies.ablation.changes import CHANGES, Change, forward, problem, why_not
 
 COMPILED = {
     "without warp roles": ((64, True), (128, False), (256, True)),

@@ -1,0 +1,1 @@
+"""Questions about tilewise, and what writes its own documents: python -m studies NAME, from a checkout."""
