@@ -7,8 +7,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 import readme
 
-import studies.ablation  # noqa: F401, adds its suite
-from tilewise.bench.report import write
+from studies.pages.report import write
 
 if __name__ == "__main__":
     here = Path(__file__).parent

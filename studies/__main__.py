@@ -12,6 +12,7 @@ def main() -> int:
     if missing:
         print(f"The studies need {' and '.join(missing)}: pip install --editable '.[studies]'", file=sys.stderr)
         return 1
+    from . import ablation  # noqa: F401, adds its suite before `bench` lists them
     from .app import app
 
     app(prog_name="studies")

@@ -4,7 +4,10 @@ import typer
 
 from tilewise.cli.bench import bench
 
-from . import ablation  # noqa: F401, adds its suite and its peers before `bench` lists them
+from .accumulation.command import accumulation
+from .accuracy.command import accuracy
+from .demo.demo import demo
+from .training.train import train
 
 app = typer.Typer(
     help="Studies of tilewise, and its own documents.",
@@ -13,4 +16,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(bench)
+for command in (accuracy, accumulation, train, demo, bench):
+    app.command()(command)

@@ -14,7 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import kernels
 
-from tilewise.bench import report, results, state
+from studies.pages import report
+from tilewise.bench import results, state
 from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 

@@ -9,8 +9,9 @@ import triton.language as tl
 
 import tilewise as tw
 from studies.ablation.changes import CHANGES, attention, by_name, forward, problem, why_not
+from studies.pages import report
 from tilewise import reference
-from tilewise.bench import report, results, tables
+from tilewise.bench import results, tables
 from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, Peer
 from tilewise.bench.results import Row

@@ -59,8 +59,8 @@ KERNELS = {
     "lists of tiles": Kernel(("tile/visits.py:list_tiles",)),
     "sums beside a bias": Kernel(("tile/renormalize.py:renormalize",)),
     "rotary": Kernel(("tile/rotary.py:rotate",)),
-    "fp16 sums": Kernel(("experimental/forward.py:forward",)),
-    "fp16 sums, emulated": Kernel(("experimental/rounded.py:*",)),
+    "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
+    "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),
     "ablation": Kernel(("studies/ablation/kernels.py:*",)),
     "cpu": Kernel(("cpu/fused.py:*", "cpu/sequences.py:*", "cpu/tiled.py:*")),
 }  # fmt: skip
@@ -80,6 +80,8 @@ EARLIER = {
     "hopper/fp32/split.py": "hopper/pieces.py",
     "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
     "hopper/parts/scores.py": "hopper/scores.py",
+    "studies/accumulation/forward.py": "experimental/forward.py",
+    "studies/accumulation/rounded.py": "experimental/rounded.py",
     "studies/ablation/kernels.py": "bench/ablation_kernels.py",
 }
 """Where a file stood before it moved: there earlier revisions have it."""
