@@ -264,11 +264,12 @@ that to chance:
 - And [one rule](../tests/conformance/rule.py) compares dq, dk and dv with fp64, not only the output, and not only the
   loss.
 
-[`tests/test_llmc.py`](../tests/test_llmc.py) plants exactly this fault, in a small FlashAttention that is right
-otherwise: its backward adds dQ to memory that is fresh, or another layer's, or its own from the call before. The very
-test that every back end passes rejects each of them, and accepts the same code on zeroed memory. The last test trains
-a small GPT whose MLPs leave their gradients in the buffer, as llm.c's do: the comparison that `studies train` makes
-says that its losses differ, and that tilewise's are equal to standard attention's but for rounding.
+[`tests/studies/test_llmc.py`](../tests/studies/test_llmc.py) plants exactly this fault, in a small FlashAttention that
+is right otherwise: its backward adds dQ to memory that is fresh, or another layer's, or its own from the call before.
+The very test that every back end passes rejects each of them, and accepts the same code on zeroed memory. The last
+test trains a small GPT whose MLPs leave their gradients in the buffer, as llm.c's do: the comparison that
+`studies train` makes says that its losses differ, and that tilewise's are equal to standard attention's but for
+rounding.
 
 ### What is done here
 
