@@ -183,6 +183,13 @@ def test_a_command_that_moved_says_where_it_is(arguments):
     assert f"`tilewise {name}` is now `python -m studies " in sentence(result)
 
 
+def test_the_suite_that_moved_says_where_it_is(monkeypatch):
+    monkeypatch.delitem(SUITES, "ablation", raising=False)
+    result = call("bench", "--suite", "ablation", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "`python -m studies bench`" in sentence(result)
+
+
 def test_the_experiment_says_where_it_is():
     with pytest.raises(ImportError, match=r"is now studies\.accumulation"):
         importlib.import_module("tilewise.experimental")

@@ -122,6 +122,8 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
 
 def suites_for(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
+        if name == "ablation" and name not in SUITES:
+            raise ValueError("the suite ablation is now in `python -m studies bench`, from a checkout of tilewise")
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
         if device.type not in SUITES[name].devices:
