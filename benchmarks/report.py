@@ -4,9 +4,10 @@ of README.md, from benchmarks/results."""
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 import readme
 
-from tilewise.bench.report import write
+from studies.pages.report import write
 
 if __name__ == "__main__":
     here = Path(__file__).parent

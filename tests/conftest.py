@@ -71,7 +71,7 @@ def patch_once():
 
 def pytest_collection_modifyitems(items):
     """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation_compiled.py"))
 
 
 @pytest.fixture(autouse=True)
