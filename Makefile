@@ -27,7 +27,7 @@ SYSTEM ?=
 VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(SYSTEM),)
 PY := $(VENV)/bin/python
@@ -46,7 +46,7 @@ help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 demo: $(FOR_DEMO)
-	$(PY) -m tilewise demo --out $(OUT) $(ARGS)
+	$(PY) -m studies demo --out $(OUT) $(ARGS)
 
 test: lint pytest
 
@@ -99,7 +99,7 @@ $(VENV)/.torch: $(VENV)/.made
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[cli]'
+	$(PIP) install --editable '.[studies]'
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.

@@ -172,7 +172,7 @@ def execute(step: Step, state: str, log: Log, known: Seen, end: float) -> tuple[
     done = sorted(known.passed | known.skipped)
     again = set(known.failed) - known.repeated
     plan = {"log": str(log.path), "step": step.name, "state": state, "done": done, "failed": sorted(again)}
-    path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", card_plugin.PLAN: json.dumps(plan)}
     with subprocess.Popen(
         [sys.executable, *step.command], cwd=step.folder, env=environment, start_new_session=True,

@@ -2,11 +2,14 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import studies.ablation  # noqa: F401, adds its suite
 from tilewise.bench import state
 from tilewise.bench.results import kernels_of
 from tilewise.bench.suites import SUITES
@@ -68,7 +71,7 @@ def of_tests(
 
 def of_suite(suite: str, seen: Path, minutes: float) -> Step:
     """A step that measures a suite into the folder that is kept, and goes on with the cases that are not there."""
-    command = ("-m", "tilewise", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
+    command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
     of, known = SUITES[suite], state.states(chips=CHIPS)
     rows = product(of.cases, of.peers, of.passes)
     return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, known)}), minutes)

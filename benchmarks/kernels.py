@@ -73,7 +73,7 @@ def carry(ref: str) -> list[dict[str, Any]]:
 
 def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
     """How often each instruction stands in each kernel of a tree."""
-    path = os.pathsep.join([str(tree / "src"), str(tree / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tree / "src"), str(tree / "tests"), str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(ROOT / "benchmarks" / "instructions.py")]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,6 +1,6 @@
 """Shows that a commit only moves code: every definition before it is there after it, with the same syntax tree.
 
-python benchmarks/moves.py               what lies between HEAD~1 and HEAD, under src
+python benchmarks/moves.py               what lies between HEAD~1 and HEAD, under src and studies
 python benchmarks/moves.py REF REF       between any two revisions; "." is this checkout
 
 It compares functions and classes, with their decorators and docstrings, and all other statements but imports of files.
@@ -17,15 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("src", "studies")
+PACKAGES = {"tilewise": Path("src/tilewise"), "studies": Path("studies")}
 Definition = tuple[str, str]
 """A name, and the syntax tree as text."""
 
 
 def files(ref: str) -> dict[str, str]:
-    """The package's sources at a revision, by path."""
+    """The sources of the package and of the studies at a revision, by path."""
     if ref == ".":
-        return {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "src").rglob("*.py")}
-    listed = git("ls-tree", "-r", "--name-only", ref, "src").splitlines()
+        found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+        return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
+    listed = git("ls-tree", "-r", "--name-only", ref, *FOLDERS).splitlines()
     return {path: git("show", f"{ref}:{path}") for path in listed if path.endswith(".py")}
 
 
@@ -50,7 +53,7 @@ class Names(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
-        return None if node.level else node
+        return None if folder_of(Path(), node) else node
 
 
 def definitions(path: str, text: str, paths: set[str]) -> Iterator[Definition]:
@@ -66,11 +69,18 @@ def definitions(path: str, text: str, paths: set[str]) -> Iterator[Definition]:
 
 def ours(path: str, node: ast.ImportFrom, paths: set[str]) -> Iterator[str]:
     """The names that an import gives to modules of the package."""
-    if node.level:
-        folder = Path(path).parents[node.level - 1].joinpath(*(node.module or "").split("."))
+    if folder := folder_of(Path(path), node):
         for alias in node.names:
             if f"{folder / alias.name}.py" in paths or f"{folder / alias.name}/__init__.py" in paths:
                 yield alias.asname or alias.name
+
+
+def folder_of(path: Path, node: ast.ImportFrom) -> Path | None:
+    """Where a file's import looks, if that is in the package or the studies."""
+    if node.level:
+        return [path, *path.parents, *[Path()] * node.level][node.level].joinpath(*(node.module or "").split("."))
+    first, *rest = (node.module or "").split(".")
+    return PACKAGES[first].joinpath(*rest) if first in PACKAGES else None
 
 
 def main(before: str = "HEAD~1", after: str = "HEAD") -> bool:

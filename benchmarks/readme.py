@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench import field, study
+from studies.accuracy import measure as study
+from studies.accuracy.page import findings_of
+from studies.pages import field
 from tilewise.bench.costs import OURS
 from tilewise.bench.results import load, repeated, rows_of
-from tilewise.bench.study_page import findings_of
 from tilewise.bench.suites import BACKWARD, FORWARD
 from tilewise.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 

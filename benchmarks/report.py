@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "pictures"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "docs" / "pictures")]
 import palette
 import readme
 
-from tilewise.bench.report import write
+from studies.pages.report import write
 
 HERE = Path(__file__).parent
 

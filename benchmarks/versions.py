@@ -59,12 +59,14 @@ def serve() -> None:
 @contextmanager
 def source(version: str, *folders: str) -> Iterator[Path]:
     """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards. With other
-    folders than src, these lie beside it."""
+    folders than src, these lie beside it, and so do its studies, if it has any."""
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return
-    git = ["git", "-C", str(ROOT), "archive", version, "src", *folders]
-    archive = subprocess.run(git, capture_output=True, check=False)
+    git = ["git", "-C", str(ROOT)]
+    studies = subprocess.run([*git, "cat-file", "-e", f"{version}:studies"], capture_output=True, check=False)
+    given = ("src", *folders, *(() if studies.returncode else ("studies",)))
+    archive = subprocess.run([*git, "archive", version, *given], capture_output=True, check=False)
     if archive.returncode:
         raise ValueError(f"{version!r} is neither a folder that holds src/tilewise nor a revision of {ROOT}")
     with tempfile.TemporaryDirectory() as folder:

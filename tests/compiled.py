@@ -18,15 +18,16 @@ RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = ("bench", "cli", "compat", "cpu", "experimental")
 """Parts of the package from which no kernel of attention is made or launched."""
+SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
+"""What the tests run to compile."""
 
 
 def key(test: Path) -> str:
-    """Of the package's kernels and launches, of the files in a test's folder, and of the Tritons that are here."""
+    """Of the package's kernels and launches, of a test with the scripts and the record in its folder, and of the
+    Tritons that are here."""
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _elsewhere(file)]
-    texts = [
-        *_code([*files, *sorted(test.parent.glob("*.py"))]),
-        *map(Path.read_text, sorted(test.parent.glob("*.json"))),
-    ]
+    scripts = [file for name in SCRIPTS if (file := test.parent / name).exists()]
+    texts = [*_code([*files, test, *scripts]), (test.parent / "spills.json").read_text()]
     return hashlib.sha256("\n".join([*_tritons(), *texts]).encode()).hexdigest()[:12]
 
 

@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which tilewise does on first use
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests share, such as conformance.cases
-import compiled
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
@@ -72,7 +71,7 @@ def patch_once():
 
 def pytest_collection_modifyitems(items):
     """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation_compiled.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +82,8 @@ def seeded():
 @pytest.fixture
 def compiled_once(request, record_property):
     """Skips a test that passed with the same kernels, launches and Tritons (see compiled.py)."""
+    import compiled  # where tests that need it are
+
     known, name = compiled.key(request.path), request.node.nodeid
     if not request.config.getoption("--compile") and compiled.read().get(name) == known:
         pytest.skip("it passed with the same kernels, launches and Tritons; --compile runs it again")
@@ -143,6 +144,8 @@ def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
         return
     if COMPILED and session.config.getoption("--compile"):
+        import compiled
+
         compiled.keep(COMPILED)
     if not OUTCOMES:
         return

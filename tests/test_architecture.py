@@ -82,6 +82,11 @@ def test_no_imports_go_round_in_a_circle():
     assert above == {}
 
 
+def test_the_package_imports_no_study():
+    for name, path in files().items():
+        assert not re.search(r"^\s*(import|from) studies\b", path.read_text(), re.MULTILINE), name
+
+
 def test_back_ends_do_not_import_each_other():
     for name in files():
         home = name.partition("/")[0]

@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.pages import field, report
 from tilewise import reference
-from tilewise.bench import field, measure, report, results, tables
+from tilewise.bench import measure, results, tables
 from tilewise.bench.accuracy import Inputs, Truth, _errors, run_once
 from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED, Peer

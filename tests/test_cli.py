@@ -1,5 +1,6 @@
 """python -m tilewise: tables for people, JSON for programs, a sentence and exit status 2 for bad input."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -80,8 +81,6 @@ def test_explain_knows_every_option(options):
         ("bench --peer me --device cpu", "no peer 'me'"),
         ("bench --show colour", "choose from"),
         ("bench --device tpu", "cpu or cuda"),
-        ("train --steps 0", "steps must be above 0"),
-        ("train --width 100 --heads 3", "width must be heads times a head size"),
     ],
 )
 def test_bad_input_ends_with_a_sentence(arguments, says):
@@ -130,26 +129,24 @@ def test_bench_goes_on_with_the_cases_that_its_file_lacks(monkeypatch, tmp_path)
     assert call("bench", "--resume").exit_code == 2
 
 
-def test_bench_merges_draws_and_prints_a_table(monkeypatch, tmp_path):
+def test_bench_merges_and_prints_a_table(monkeypatch, tmp_path):
     tiny(monkeypatch)
     arguments = ["--suite", "cpu", "--device", "cpu", "--quick", "--results", str(tmp_path / "results")]
-    result = call("bench", *arguments, "--plot", str(tmp_path / "pictures/b.png"))
+    result = call("bench", *arguments)
     assert result.exit_code == 0, result.output
     assert "GFLOP/s" in result.stdout
     assert "\x1b[" not in result.stdout
     (file,) = (tmp_path / "results").glob("*.json")
     assert results.load(file)["suites"]["cpu"]["partial"]
-    assert (tmp_path / "pictures/b-cpu-rate.png").exists()
 
 
-def test_the_llmc_suite_runs_on_a_cpu_too(monkeypatch, tmp_path):
+def test_the_llmc_suite_runs_on_a_cpu_too(monkeypatch):
     tiny(monkeypatch, "llmc")
-    result = call("bench", "--suite", "llmc", "--device", "cpu", "--quick", "--plot", str(tmp_path / "b.png"))
+    result = call("bench", "--suite", "llmc", "--device", "cpu", "--quick")
     assert result.exit_code == 0, result.output
     assert "times as fast as standard attention" in result.stdout
     assert "tilewise ieee, head size 64, forward, against standard" in result.stdout
     assert "tilewise tf32: the CPU computes in plain fp32" in result.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"b-llmc-speedup.png", "b-llmc-rate.png"}
 
 
 def test_bench_reads_the_results_file_before_measuring(tmp_path):
@@ -173,4 +170,27 @@ def test_main_is_the_console_script(capsys, monkeypatch):
         cli.main()
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("info", "explain", "warm", "bench", "train", "demo"))
+    assert all(command in shown for command in ("info", "explain", "warm", "bench", "tune"))
+    assert not any(command in shown for command in ("study", "train", "demo"))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["demo --out here", "train --model gpt2-124m", "study accuracy --quick", "study --help"]
+)
+def test_a_command_that_moved_says_where_it_is(arguments):
+    result = call(*arguments.split())
+    assert result.exit_code == 2
+    name, *_ = arguments.split()
+    assert f"`tilewise {name}` is now `python -m studies " in sentence(result)
+
+
+def test_the_suite_that_moved_says_where_it_is(monkeypatch):
+    monkeypatch.delitem(SUITES, "ablation", raising=False)
+    result = call("bench", "--suite", "ablation", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "`python -m studies bench`" in sentence(result)
+
+
+def test_the_experiment_says_where_it_is():
+    with pytest.raises(ImportError, match=r"is now studies\.accumulation"):
+        importlib.import_module("tilewise.experimental")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.bench.fp32_page import HEADER
+from studies.pages.fp32 import HEADER
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
 

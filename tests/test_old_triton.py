@@ -42,7 +42,7 @@ def test_explain_names_the_version_and_what_to_install():
 
 def test_the_cpu_runs_and_the_others_say_why_not():
     told = run("""
-        from tilewise.experimental import attention
+        from studies.accumulation import attention
         assert tw.attention(q, q, q).isfinite().all()
         for call in (lambda: tw.attention(q, q, q, backend="triton"),
                      lambda: attention(q.half(), q.half(), q.half(), backend="triton")):

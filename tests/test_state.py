@@ -14,19 +14,23 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import kernels
 
-from tilewise.bench import report, results, state
+from studies.pages import report
+from tilewise.bench import results, state
 from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 
 SM_90 = ("hopper",)
-DEVICE_FOLDERS = ("tile", "triton", "hopper", "experimental")
+ROOT = Path(__file__).parents[1]
+DEVICE_FOLDERS = ("src/tilewise", "studies")
 CASE = Case(1, 2, 1024, 64, "bf16", causal=True)
 
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy, to be changed."""
-    return shutil.copytree(state.PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy, to be changed, beside a copy of the studies."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "studies", tmp_path / "studies", ignore=ignore)
+    return shutil.copytree(state.PACKAGE, tmp_path / "src" / "tilewise", ignore=ignore)
 
 
 def edit(file, before, after):
@@ -46,10 +50,11 @@ def test_names_comments_and_hosts_do_not_enter(package):
     edit(package / "triton/forward.py", "j0", "first")
     edit(package / "triton/forward.py", '"""One key tile: ', '"""Another text: ')
     edit(package / "tile/softmax.py", "online_softmax", "softmax_by_tiles")
-    for file in package.rglob("*.py"):
+    files = [*package.rglob("*.py"), *package.parents[1].glob("studies/**/*.py")]
+    for file in files:
         file.write_text(file.read_text().replace("online_softmax", "softmax_by_tiles"))
     (package / "tile/blocks.py").rename(package / "tile/slabs.py")
-    for file in package.rglob("*.py"):
+    for file in (file for file in files if file.is_file()):
         file.write_text(re.sub(r"\bblocks import\b", "slabs import", file.read_text()))
     edit(package / "triton/launch.py", "DELTA_ROWS = 64", "DELTA_ROWS = 32")
     assert changed(package) == []
@@ -62,7 +67,7 @@ def test_a_revision_from_before_a_move_has_the_same_states(package, monkeypatch)
     earlier = {"hopper/tiles.py": "hopper/rows.py", "tile/rotary.py": "tile/turning.py"}
     monkeypatch.setattr(state, "EARLIER", earlier)
     assert changed(package) == []
-    assert all((state.PACKAGE / file).is_file() for file in state.EARLIER)
+    assert all(state.Source(state.PACKAGE).path(file).is_file() for file in state.EARLIER)
 
 
 def test_a_change_reaches_the_kernels_that_call_it_and_no_others(package):
@@ -101,7 +106,7 @@ def test_every_device_function_belongs_to_a_kernel(monkeypatch):
     state.states.__wrapped__(chips=SM_90)
     (source,) = sources
     for folder in DEVICE_FOLDERS:
-        for file in sorted((state.PACKAGE / folder).rglob("*.py")):
+        for file in sorted((ROOT / folder).rglob("*.py")):
             for name, node in source.module(file).items():
                 if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
                     assert (file, name) in source.digests, f"add {folder}/{file.name}:{name} to state.KERNELS"

@@ -8,8 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.pages import report
 from tilewise import reference
-from tilewise.bench import report, results, tuned
+from tilewise.bench import results, tuned
 from tilewise.bench.suites import Case
 from tilewise.bench.tuned import Candidate, Tuned
 from tilewise.cli import tune as command

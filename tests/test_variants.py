@@ -7,8 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.pages import plots, report
 from tilewise import reference
-from tilewise.bench import report, results, tables
+from tilewise.bench import results, tables
 from tilewise.bench.accuracy import NAMES, SINK, Inputs, Truth, run_once
 from tilewise.bench.engine import run
 from tilewise.bench.peers import PEERS, SEED
@@ -195,16 +196,17 @@ def test_the_report_has_the_median_of_several_runs(tmp_path):
     assert f"varlen | {1.3 * share:.3f} | {1.2 * share:.3f} | {1.41 * share:.3f} | 0.90 |" in section
 
 
-def test_the_command_measures_prints_keeps_and_draws(monkeypatch, tmp_path):
+def test_the_command_measures_prints_and_keeps(monkeypatch, tmp_path):
     case = replace(SMALL, dtype="bf16")
     monkeypatch.setitem(
         SUITES, "variants", replace(SUITE, cases=(case,), matmul=64, quick_lengths=(48,), devices=("cpu",))
     )
     options = ["bench", "--suite", "variants", "--device", "cpu", "--quick"]
-    result = CliRunner().invoke(app, [*options, "--results", str(tmp_path), "--plot", str(tmp_path / "b.png")])
+    result = CliRunner().invoke(app, [*options, "--results", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert f"what a variant costs: {case}, backward" in " ".join(result.stdout.split())
     assert "of 15 aims are met." in result.stdout
     (file,) = tmp_path.glob("*.json")
     assert len(results.rows_of(results.load(file), "variants")) == 2 * (1 + len(VARIANTS))
-    assert (tmp_path / "b-variants-cost.png").stat().st_size > 5000
+    (picture,) = plots.draw("variants", results.rows_of(results.load(file), "variants"), tmp_path / "b")
+    assert picture[0].stat().st_size > 5000

@@ -59,7 +59,7 @@ def test_forcing_it_says_what_to_install():
 
 def test_the_experiment_runs_on_the_cpu_and_says_what_its_kernel_needs():
     told = run("""
-        from tilewise.experimental import attention
+        from studies.accumulation import attention
         x = [t.half() for t in (q, k, v)]
         assert attention(*x, accumulate="fp16").isfinite().all()
         try:

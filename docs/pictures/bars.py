@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-from tilewise.bench.field import peers_of
-from tilewise.bench.plots import COLOURS
+from studies.pages.field import peers_of
+from studies.pages.plots import COLOURS
 from tilewise.bench.results import OK, load, rows_of
 from tilewise.bench.suites import BACKWARD, FORWARD
 from tilewise.bench.tables import CUDNN, geometric_mean

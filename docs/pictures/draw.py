@@ -10,6 +10,8 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.append(str(Path(__file__).parents[2]))
 import palette
 from bars import PICTURES as BARS
 from flow import backward_flow
@@ -17,7 +19,7 @@ from learn import PICTURES as LEARN
 from matplotlib.text import Text
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
 
-from tilewise.bench.plots import STYLE
+from studies.pages.plots import STYLE
 
 PICTURES: dict[str, Callable[[], Any]] = {
     "hopper-forward": forward_timeline,

@@ -1,4 +1,4 @@
-"""python -m tilewise."""
+"""Run the command line: `python -m tilewise`."""
 
 import sys
 

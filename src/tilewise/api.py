@@ -1,4 +1,4 @@
-"""What users call: attention(), attention_qkvpacked(), merge(), explain()."""
+"""The public functions for attention: attention(), attention_qkvpacked(), merge() and explain()."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -52,34 +52,34 @@ def attention(
     backend: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T) V, exactly, in memory linear in the length (Dao et al. 2022, 2023).
+    """Compute softmax(scale * Q K^T) V exactly, in memory linear in the length (Dao et al. 2022, 2023).
 
     Args:
         q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D).
         k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
-        v: (B, N, H_k, D_v). Head sizes from 1 to 256. With `layout`, (T', H_k, D_v).
-        mask: a Mask; `&` composes. A row that sees no key gives o = 0, lse = -inf and gradients of 0.
-        score: a Score or a sequence, applied left to right to the scaled logits, before the mask.
-        scale: what the logits are multiplied by, >= 0; default D ** -0.5.
-        sink: (H,) logits that join the softmax's denominator, fp32 or q's type; differentiable.
-        dropout: probability in [0, 1) with which an entry of P is dropped, rounded to a multiple of 2^-16; what is kept
-            is multiplied by the reciprocal of the probability that is left. Under 2^-17 nothing is dropped.
-        seed: int or scalar int64 tensor on q's device; None draws one from torch's generator.
+        v: (B, N, H_k, D_v). Head sizes are 1 to 256. With `layout`, (T', H_k, D_v).
+        mask: a Mask; combine several with `&`. A row that sees no key has o = 0, lse = -inf and gradients of 0.
+        score: a Score or a sequence of them, applied left to right to the scaled logits, before the mask.
+        scale: factor on the logits, >= 0; default D ** -0.5.
+        sink: (H,) logits added to the softmax's denominator, fp32 or q's type; differentiable.
+        dropout: probability in [0, 1) of dropping an entry of P, rounded to a multiple of 2^-16. Kept entries are
+            multiplied by 1 / (1 - the rounded probability). Below 2^-17, nothing is dropped.
+        seed: int or scalar int64 tensor on q's device, for dropout; None draws one from torch's generator.
         layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
-        precision: for fp32 inputs, at least this accuracy: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
-            None asks for a class by torch.get_float32_matmul_precision().
-        deterministic: bitwise repeatable gradients (o, dk and dv always are); torch.use_deterministic_algorithms(True)
-            asks for them, too.
+        precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
+            It is for fp32 inputs only. None follows torch.get_float32_matmul_precision().
+        deterministic: make gradients bitwise repeatable, as o, dk and dv always are.
+            torch.use_deterministic_algorithms(True) has the same effect.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
-        backend: None chooses; "hopper", "triton" or "cpu" forces.
+        backend: "hopper", "triton" or "cpu" to require one; None chooses.
 
     Returns:
         o (B, M, H, D_v) in q's type, contiguous; with return_lse, (o, lse).
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what it got and what is allowed.
-        Unsupported: no back end, or not the one asked for, takes the call.
-        RuntimeError: forward-mode differentiation, or differentiating a gradient.
+        TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
+        Unsupported: no back end can run the call, or `backend` cannot.
+        RuntimeError: forward-mode differentiation was used, or a gradient was differentiated.
     """
     if unknown:
         refuse_unknown("attention", unknown)
@@ -90,7 +90,7 @@ def attention(
 
 
 DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
-"""Every option of `attention`."""
+"""It holds every option of `attention` with its default."""
 SIGNATURE = inspect.signature(attention)
 spell_out(attention, SIGNATURE)
 
@@ -106,10 +106,11 @@ def attention_qkvpacked(
     qkv: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of q, k and v that lie in one tensor, as one projection gives them; so does their gradient.
+    """Compute `attention` of q, k and v stored in one tensor, as a joint projection writes them.
 
-    Nothing is copied on the way in, and the back ends write dq, dk and dv into their places in one new tensor. (One
-    does not: PyTorch's fused CPU kernel returns three tensors, which are moved there.) The options are `attention`'s.
+    The inputs are read in place. The gradient is one tensor of qkv's shape, and the back ends write dq, dk and dv
+    directly into it. PyTorch's fused CPU kernel is the exception: its three gradients are copied there. The options
+    are those of `attention`.
 
     Args:
         qkv: (B, N, 3, H, D), any strides. With `layout`, (T, 3, H, D), and cu_q equal to cu_k.
@@ -138,18 +139,18 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One result from partial ones over disjoint keys; differentiable in every o and lse.
+    """Merge partial results over disjoint sets of keys into one; differentiable in every o and lse.
 
     Args:
-        parts: (o, lse) pairs as `attention(..., return_lse=True)` gives them, of one shape. A part with lse = -inf
-            vanishes. Give the sink to one part only.
+        parts: (o, lse) pairs as `attention(..., return_lse=True)` returns them, all of one shape. A row with
+            lse = -inf adds nothing. Pass the sink to one part only.
 
     Returns:
-        o (in the parts' type) and lse, as if attention had seen all keys at once. They are lse = log(sum(exp(lse_p)))
+        o (in the parts' type) and lse, as if attention had seen all keys at once: lse = log(sum(exp(lse_p)))
         and o = sum(exp(lse_p - lse) * o_p).
 
     Raises:
-        TypeError, ValueError: no part, or parts that do not fit together.
+        TypeError, ValueError: there is no part, or the parts differ in shape, type or device.
     """
     parts = [tuple(part) for part in parts]  # type: ignore[misc]
     if not parts:
@@ -175,7 +176,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     weights = torch.exp(lses - m)
     l = weights.sum(0)
     empty = l == 0.0
-    # both wheres keep the gradient of an empty row at zero instead of inf * 0
+    # both calls of where keep the gradient of an empty row at zero; without them it is inf * 0
     lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1.0, l)))
     weights = (weights / torch.where(empty, 1.0, l)).transpose(-1, -2).unsqueeze(-1)  # (parts, B, M, H, 1)
     o = reduce(torch.add, (w * o.to(w.dtype) for w, (o, _) in zip(weights, parts, strict=True)))
@@ -184,7 +185,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which back end would run a call, with which tiles, and why each other one would not. Prints as a table."""
+    """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
+
+    `backend` is None if every back end refuses. `refusals` holds the reasons against each one.
+    """
 
     backend: str | None
     tiles: str
@@ -205,14 +209,14 @@ class Explanation:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
 ) -> Explanation:
-    """What `attention` with these arguments would run, without running it.
+    """Explain which kernels `attention` would run for these arguments, without running them.
 
     Args:
         q, k, v, options: as for `attention`; the tensors may be on the meta device.
-        device: None takes q's; a name ("cpu", "sm_90", "gfx942", …) asks about a card that is not here.
+        device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
 
     Returns:
-        An Explanation with .backend (None if all refuse), .tiles and .refusals; print it.
+        An Explanation with .backend (None if all refuse), .tiles and .refusals. Print it to see a table.
 
     Raises:
         TypeError, ValueError: as for `attention`.
@@ -230,22 +234,22 @@ spell_out(explain, SIGNATURE)
 
 
 def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of `attention`, as given or by default."""
+    """Return every option of `attention`, as given or by default."""
     if unknown := set(given) - set(DEFAULTS):
         refuse_unknown(function, unknown)
     return {**DEFAULTS, **given}
 
 
 def _autocast_type(q: Tensor) -> torch.dtype | None:
-    """The type that autocast asks for on q's device, if it is on."""
+    """Return autocast's type for q's device; None if autocast is off."""
     if q.is_meta:
         return None
-    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # whose name takes longer to read
+    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # device.type is slower to read
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """A tensor as torch's autocast hands it to attention: every floating type is cast, except for fp64."""
+    """Cast a tensor as torch's autocast does for attention: every floating type except fp64."""
     return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
@@ -272,7 +276,7 @@ def _gather(
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
-    """All tensors of a call in order, what was chosen, and the longest lengths of packed sequences."""
+    """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not whole or not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
@@ -283,7 +287,7 @@ def _gather(
         raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
     if scale is not None:
         scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
-    left_out = type(dropout) is float and dropout == 0.0  # torch.compile wants the constant itself
+    left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
     dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -294,7 +298,7 @@ def _gather(
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
     if (kind := _autocast_type(q)) is not None:
         q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
-        if sink is not None and sink.dtype != torch.float32:  # fp32 is good beside any type
+        if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = _cast(sink, kind)
     parts = mask.parts
     values = (*parts, *changes)
@@ -318,10 +322,10 @@ def _gather(
 
 
 def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
-    """One score or several, checked, as a tuple."""
+    """Check one score or several, and return them as a tuple."""
     if isinstance(score, Score):
         score = (score,)
-    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last is slow to look at
+    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last check is slow
         refuse_score(score)
     for change in score:
         if not isinstance(change, Score):
@@ -335,12 +339,12 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
 
 
 def _asks_for_determinism() -> bool:
-    """Whether torch.use_deterministic_algorithms(True) is in force, and not only to warn."""
+    """Tell whether torch.use_deterministic_algorithms(True) is in force with errors, not only with warnings."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# Dynamo cannot trace it, and compiles anew where the setting changes. The attribute is what
-# torch.compiler.assume_constant_result sets, which would import all of torch._dynamo.
+# Dynamo cannot trace this function, and compiles again when the setting changes. We set the attribute that
+# torch.compiler.assume_constant_result sets, because calling that would import all of torch._dynamo.
 _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -356,7 +360,7 @@ def _refuse_operands(**operands: Any) -> None:
 
 
 def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
-    """Dropout's seed as a scalar int64 tensor on q's device; drawn, never read back."""
+    """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(

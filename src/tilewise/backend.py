@@ -1,4 +1,4 @@
-"""Back ends: the protocol, the ordered registry, and the choice with every refusal's reasons."""
+"""Choice of a back end: the protocol, the ordered registry, and the reasons when one refuses a call."""
 
 import importlib
 from functools import cache, lru_cache
@@ -9,39 +9,42 @@ from torch import Tensor
 from .problem import Grads, Operands, Problem, Saved, Unsupported
 
 ORDER = ("hopper", "triton", "cpu")
-"""The first with nothing against a problem runs it."""
+"""The first that accepts a problem runs it."""
 ON_TRITON = ("hopper", "triton")
 OLDEST_TRITON = 3, 6
 
 
 class Backend(Protocol):
-    """What a back end is. Each folder's __init__ holds one as `backend`."""
+    """Every back end has these methods. Its package exports one instance as `backend`."""
 
     name: str
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Reasons against; empty: can run. Pure: no allocation, no device work."""
+        """Return the reasons against running the problem; empty if it can. Allocate nothing, and run nothing."""
         ...
 
     def tiles(self, problem: Problem) -> str:
-        """The tiles and kernels it would use, for people."""
+        """Describe the tiles and kernels that the problem would use, as text."""
         ...
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        """o and lse, freshly written, and what a backward of this back end is glad to find."""
+        """Compute o and lse as new tensors; also return tensors saved for this back end's backward."""
         ...
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        """Gradients of sum(o * do) + sum(lse * dlse); either may be None. Extras in problem.wanted get theirs."""
+        """Return the gradients of sum(o * do) + sum(lse * dlse), with those of the extras in problem.wanted.
+
+        do or dlse may be None.
+        """
         ...
 
 
-class OldTriton(ImportError):  # noqa: N818, it says what is here
-    """The installed Triton cannot compile the kernels."""
+class OldTriton(ImportError):  # noqa: N818, the name says what is installed
+    """The installed Triton is too old to compile the kernels."""
 
 
 class Missing:
-    """Stands in for a back end whose requirements are not installed."""
+    """It replaces a back end whose requirements are not installed, and refuses every problem."""
 
     def __init__(self, name: str, error: ImportError) -> None:
         self.name, self.error = name, error
@@ -51,14 +54,14 @@ class Missing:
 
 
 def needs(error: ImportError) -> str:
-    """What stands against kernels that cannot be imported."""
+    """Return the reason why kernels cannot be imported."""
     if isinstance(error, OldTriton):
         return str(error)
     return f"it needs a package that cannot be imported ({error}); pip install 'tilewise[triton]'"
 
 
 def check_triton() -> None:
-    """ImportError unless there is a Triton that compiles the kernels: asked before they are imported."""
+    """Raise ImportError unless the installed Triton can compile the kernels. Call this before importing them."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
@@ -71,7 +74,7 @@ def check_triton() -> None:
 
 @cache
 def load(name: str) -> Backend:
-    """The back end of that name, imported on first use."""
+    """Return the back end of that name, imported on first use."""
     try:
         if name in ON_TRITON:
             check_triton()
@@ -81,21 +84,21 @@ def load(name: str) -> Backend:
 
 
 def candidates(problem: Problem) -> tuple[str, ...]:
-    """Which back ends to ask, in order. On CPU tensors the others refuse unless asked for, so nobody imports them."""
+    """Return the back ends to ask, in order. For CPU tensors it is "cpu" alone, so that no kernel is imported."""
     asked = problem.recipe.backend
     return (asked,) if asked else ("cpu",) if problem.target == "cpu" else ORDER
 
 
 def refusals(problem: Problem) -> dict[str, list[str]]:
-    """Every back end with its reasons against the problem, in order of preference."""
+    """Return every back end's reasons against the problem, in order of preference."""
     return {name: load(name).why_not(problem) for name in ORDER}
 
 
 @lru_cache(4096)
 def select(problem: Problem) -> Backend:
-    """The back end asked for, or the first with nothing against the problem.
+    """Return the requested back end, or the first that accepts the problem.
 
-    Raises Unsupported with the reasons: of the one that was asked for, or of all.
+    Raise Unsupported with the reasons of the requested one, or of all.
     """
     for name in candidates(problem):
         if not load(name).why_not(problem):

@@ -1,4 +1,4 @@
-"""From the tensors of a call to its checked Problem. Errors name the argument, what it got, and what to do instead."""
+"""Validation: turn the tensors of a call into a checked Problem. Errors name the argument, its value and the remedy."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from .problem import (
 
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
-    """The checked Problem of a call with real tensors; `longest` is max_q and max_k, read only for packed sequences."""
+    """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     seen = [(t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16 == 0) for t in (x.q, x.k, x.v, *x.extra)]
     return _described(recipe, tuple(seen), longest, matmul, wanted)
@@ -36,7 +36,7 @@ def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tupl
 def _described(
     recipe: Recipe, seen: tuple[Any, ...], longest: tuple[int, int], matmul: str | None, wanted: tuple[bool, ...]
 ) -> Problem:
-    """The same from the specs as plain tuples, which cost less to make in every call."""
+    """Build the Problem from plain tuples, which are cheaper to make and hash in every call than Specs."""
     q, k, v, *extra = (Spec(tuple(shape), *rest) for shape, *rest in seen)
     problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
     _check_lengths(problem)
@@ -44,14 +44,14 @@ def _described(
 
 
 def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target: str = "meta") -> Problem:
-    """The same for fake and meta tensors: sizes may be symbolic, so nothing is hashed and no back end is chosen."""
+    """Return the checked Problem for fake or meta tensors. Sizes may be symbolic, so nothing is hashed."""
     extra = tuple(Spec.of(t, real=False) for t in x.extra)
     q, k, v = (Spec.of(t, real=False) for t in x[:3])
     return checked(Problem(recipe, q, k, v, extra, *longest, target, None))
 
 
 def checked(p: Problem) -> Problem:
-    """Itself, if shapes, types and devices fit; else a TypeError or ValueError that says what to change."""
+    """Return the problem if shapes, types and devices fit; else raise a TypeError or ValueError with the remedy."""
     _check_operands(p)
     _check_recipe(p)
     _check_extra(p)
@@ -59,7 +59,7 @@ def checked(p: Problem) -> Problem:
 
 
 def check_values(values: Sequence[Value]) -> None:
-    """TypeError for a mask or score that no back end knows, such as a class derived from one of ours."""
+    """Raise TypeError for a mask or score that no back end knows, such as a subclass of one of ours."""
     for value in values:
         if KINDS.get(type(value).__name__) is not type(value):
             raise TypeError(
@@ -117,8 +117,10 @@ def _check_recipe(p: Problem) -> None:
 
 
 def _check_lengths(p: Problem) -> None:
-    """Kernels count a sequence's rows in 32 bits, beside ends of masks at OPEN. Symbolic lengths are not compared: an
-    exported graph would carry the bound."""
+    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound".
+
+    Symbolic lengths are not compared, because an exported graph would then carry the bound.
+    """
     for name, length in (("q", p.M), ("k and v", p.N)):
         if length >= masks.OPEN:
             raise ValueError(
@@ -156,7 +158,7 @@ def _check_extra(p: Problem) -> None:
 
 
 def captured_shapes(p: Problem, kind: type[Value], capture: str) -> tuple[tuple[int, ...], ...]:
-    """What shapes a captured tensor may have. Dense and Bias may have any that broadcasts to theirs."""
+    """Return the shapes a captured tensor may have. Dense and Bias also take any that broadcasts to theirs."""
     return {
         masks.Prefix: ((p.B,),),
         masks.PaddingLengths: ((p.B,),),
@@ -180,7 +182,7 @@ def _public_name(kind: type[Value]) -> str:
 
 
 def check_contents(problem: Problem, x: Operands) -> None:
-    """Checks of what tensors hold (cu_seqlens, lengths); it synchronises with a GPU."""
+    """Check the values in cu_seqlens and in lengths. This synchronises with a GPU."""
     N: Any = problem.N
     if problem.recipe.varlen:
         cu_q, cu_k = x.extra[-2:]
@@ -208,7 +210,7 @@ def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
 
 
 def check_number(name: str, number: Any, allowed: str, low: float, high: float) -> float:
-    """A finite float in [low, high), or an error that names the argument."""
+    """Return a finite float in [low, high), or raise an error that names the argument."""
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number {allowed}, got {number!r}")
     number = masks.constant(float(number))

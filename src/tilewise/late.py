@@ -1,4 +1,7 @@
-"""What waits for another module's import: `torch.utils.flop_counter` brings Triton along, which few programs need."""
+"""Run code right after another module is imported.
+
+FLOP formulas need `torch.utils.flop_counter`. It imports Triton, which few programs need, so we wait for its import.
+"""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from typing import Any
 
 
 def when_imported(name: str, then: Callable[[Any], None]) -> None:
-    """Calls then(module) now if that module is imported, else right after its import."""
+    """Call then(module) now if the module is imported, else right after its import."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -17,7 +20,7 @@ def when_imported(name: str, then: Callable[[Any], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself: it adds a last step to what the other finders would run."""
+    """It finds no module itself: it adds a last step to the loader that the other finders return."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self.name, self.then = name, then

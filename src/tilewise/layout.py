@@ -1,4 +1,4 @@
-"""Where rows live: padded batches (the default) or packed sequences."""
+"""Packed sequences of different lengths (Varlen), in place of a padded batch."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,16 @@ from .mask import Frozen, check_strided, integer
 
 @dataclass(frozen=True, eq=False)
 class Varlen(Frozen):
-    """Packed sequences: q (T, H, D), k (T', H_k, D), v (T', H_k, D_v); sequence b owns rows cu[b] to cu[b + 1].
+    """Packed sequences, one after the other without padding: q (T, H, D), k (T', H_k, D), v (T', H_k, D_v).
 
-    cu_q, cu_k: int32 (B + 1,), from 0 to at most the total, never decreasing, on q's device. max_q, max_k: the longest
-    lengths, or None to read them, which synchronises with a GPU. Each sequence is one batch entry: M, N, i, j, the
-    alignment of causal masks and the counter of dropout are its own. Rows from cu[B] on belong to no sequence: there o
-    and all gradients are 0, and lse is -inf.
+    cu_q and cu_k are int32 (B + 1,) on q's device. They start at 0, never decrease, and end at the number of rows or
+    before. Sequence b has the rows from cu[b] up to, not including, cu[b + 1]. max_q and max_k are the longest lengths;
+    None reads them from the tensors, which synchronises with a GPU.
+
+    Each sequence is one batch entry. Its indices i and j start at 0, and masks and dropout use its own lengths M and N.
+    Rows from cu[B] on belong to no sequence: o and all gradients are 0 there, and lse is -inf.
+
+    Raises TypeError or ValueError for a wrong type, shape or number.
     """
 
     cu_q: Tensor
@@ -47,11 +51,11 @@ class Varlen(Frozen):
             object.__setattr__(self, name, longest)
 
     def to(self, device: torch.device | str | int) -> "Varlen":
-        """The same packed sequences, with cu_q and cu_k on a device."""
+        """Return the same layout with cu_q and cu_k on a device."""
         return Varlen(self.cu_q.to(device), self.cu_k.to(device), self.max_q, self.max_k)
 
     def longest(self) -> tuple[int, int]:
-        """max_q and max_k, read from the tensors where they were not given."""
+        """Return max_q and max_k, read from the tensors where they are None."""
         return (
             _longest(self.cu_q) if self.max_q is None else self.max_q,
             _longest(self.cu_k) if self.max_k is None else self.max_k,

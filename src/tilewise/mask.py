@@ -1,10 +1,10 @@
-"""Mask values: which keys a query sees. They compose with `&`.
+"""Attention masks: which keys each query sees. Combine them with `&`.
 
-A mask says the same thing three times: `keep` in torch for the reference and the CPU, `device` names the functions in
-tile/masks.py for the kernels, and `captures` names the tensors those functions read. Rows i are shifted by N - M, so
-that the last query is aligned with the last key.
+A mask has a PyTorch form and a kernel form. `keep` is the PyTorch form, for the reference and the CPU. `device` names
+the kernel functions in tile/masks.py, and `captures` names the tensors that they read. Row indices i are shifted by
+N - M, so that the last query is aligned with the last key.
 
-A mask that shows each row one interval of keys also has `keys(i)`: from it every tile to visit follows.
+In an interval mask, each row sees one interval of keys, given by `keys(i)`. From it follow the tiles to compute.
 """
 
 import operator
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 OPEN = 1 << 30
-"""An end that is not there; describe.py refuses lengths that reach it."""
+"""It means "no bound" at either end of an interval; describe.py refuses sequences as long as this."""
 
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)
 
 
 def constant(number: Any) -> Any:
-    """The number itself. Under torch.compile a symbolic one is specialised, as a set's members are constants."""
+    """Return the number. Under torch.compile, specialise a symbolic one: members of a set are constants."""
     (plain,) = {number}
     return plain
 
 
 def integer(name: str, number: Any, allowed: str) -> int:
-    """The number as an int, NumPy's and symbolic ones, too; a TypeError that says what is allowed for what is none."""
+    """Return the number as an int (NumPy's and symbolic ones pass), or raise a TypeError naming what is allowed."""
     if isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool):
         return number  # type: ignore[return-value]
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
@@ -37,11 +37,11 @@ def integer(name: str, number: Any, allowed: str) -> int:
 
 
 class Frozen:
-    """Equal to what is of the same class and has equal numbers and the very same tensors."""
+    """Instances are equal if they have one class, equal numbers and the very same tensors."""
 
     @property
     def _fields(self) -> tuple[Any, ...]:
-        """What the value was made of, in order."""
+        """Return the arguments the value was made of, in order."""
         return tuple([getattr(self, name) for name in getattr(self, "__match_args__", ())])
 
     def __eq__(self, other: object) -> bool:
@@ -58,29 +58,29 @@ V = TypeVar("V", bound="Value")
 
 
 class Value(Frozen):
-    """What masks and scores share: plain numbers on one side, captured tensors on the other."""
+    """Masks and scores derive from this class: they hold plain numbers, and captured tensors that kernels read."""
 
     device: ClassVar[str]
     captures: ClassVar[tuple[str, ...]] = ()
     batched: ClassVar[int] = 0
-    """How many dimensions a captured tensor has where its first is the batch."""
+    """How many dimensions a captured tensor has if its first is the batch."""
     varlen: ClassVar[bool] = True
-    """Whether the value makes sense for packed sequences."""
+    """Whether the value works with packed sequences."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The captured tensors, in order."""
+        """Return the captured tensors, in order."""
         return tuple(getattr(self, name) for name in self.captures)
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """Class name and numbers: hashable, and with the tensors enough to build the value again."""
+        """Return class name and numbers, hashable. With the tensors, `rebuild` makes the value from them."""
         numbers = [constant(getattr(self, name)) for name in self.__match_args__ if name not in self.captures]  # type: ignore[attr-defined]
         return (type(self).__name__, *numbers)
 
     @classmethod
     def rebuild(cls: type[V], numbers: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> V:
-        """The value that had these numbers and tensors, without checking them again."""
+        """Build the value from its numbers and tensors, without checks."""
         value = object.__new__(cls)
         numbers_left, tensors_left = iter(numbers), iter(tensors)
         for name in cls.__match_args__:  # type: ignore[attr-defined]
@@ -89,11 +89,11 @@ class Value(Frozen):
         return value
 
     def to(self: V, device: torch.device | str | int) -> V:
-        """This value with its tensors on a device; itself if it has none."""
+        """Return the value with its tensors on a device; itself if it has none."""
         return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
     def at(self, b: int, count: int = 1) -> Any:
-        """This value for `count` batch entries from b on, its tensors keeping their batch dimension."""
+        """Return the value for `count` batch entries from b on; its tensors keep their batch dimension."""
         if not self.captures:
             return self
         return self.rebuild(self.plain[1:], tuple(self._slice(t, slice(b, b + count)) for t in self.tensors))
@@ -103,14 +103,14 @@ class Value(Frozen):
 
 
 class Mask(Value):
-    """Base of all masks. `mask & other` shows what both show."""
+    """Every mask derives from this class. `mask & other` shows the keys that both show."""
 
     interval: ClassVar[bool] = True
-    """Whether each row sees one interval of keys whose ends never move left as i grows."""
+    """Whether each row sees one interval of keys, whose bounds never decrease as i grows."""
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks this one is the intersection of; none for Full."""
+        """Return the masks whose intersection this one is; none for Full."""
         return (self,)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -119,16 +119,22 @@ class Mask(Value):
         return intersect(self.parts + other.parts)
 
     def keys(self, i: Any) -> Ends:
-        """First key that row i sees and the one after its last, before clamping to [0, N); interval masks only."""
+        """Return the first key that row i sees and the one after its last, before clamping to [0, N).
+
+        Only interval masks have it.
+        """
         return -OPEN, OPEN
 
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        """Bool, broadcast to (B, H, rows, columns): whether row i (shifted by `shift` = N - M) sees key j."""
+        """Return a bool tensor, broadcast to (B, H, rows, columns): whether row i sees key j.
+
+        i is shifted by `shift` = N - M already.
+        """
         lo, hi = self.keys(i)
         return (j >= lo) & (j < hi)
 
     def dense(self, M: int, N: int) -> Tensor:
-        """The whole mask as bool, broadcast to (B, H, M, N): for the reference, for drawing, for reading."""
+        """Return the whole mask as a bool tensor that broadcasts to (B, H, M, N), for the reference and plots."""
         device = next((t.device for part in self.parts for t in part.tensors), torch.device("cpu"))
         i, j = torch.arange(M, device=device)[:, None] + (N - M), torch.arange(N, device=device)[None, :]
         seen = torch.ones(M, N, dtype=torch.bool, device=device)
@@ -139,7 +145,7 @@ class Mask(Value):
 
 @dataclass(frozen=True, eq=False)
 class Full(Mask):
-    """Every query sees every key."""
+    """Show every key to every query."""
 
     device = "full"
 
@@ -150,7 +156,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, eq=False)
 class And(Mask):
-    """What all of `masks` show; written `a & b`."""
+    """Show the keys that all of `masks` show; written `a & b`."""
 
     masks: tuple[Mask, ...]
 
@@ -163,13 +169,16 @@ class And(Mask):
 
 
 def intersect(parts: tuple[Mask, ...]) -> Mask:
-    """The mask that shows what all `parts` show."""
+    """Return the intersection of the masks `parts`."""
     return parts[0] if len(parts) == 1 else And(parts) if parts else Full()
 
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """j <= i + N - M: a query sees its own position and what came before, aligned to the last key."""
+    """Show query i the keys j <= i + N - M: its own position and all before it.
+
+    The last query is aligned with the last key (bottom-right alignment).
+    """
 
     device = "causal"
 
@@ -179,7 +188,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """i + N - M - left <= j <= i + N - M + right; ints >= 0, or None for an open side."""
+    """Show query i the keys j with i + N - M - left <= j <= i + N - M + right: a sliding window.
+
+    left and right are ints >= 0, or None for no limit. Raises TypeError or ValueError for anything else.
+    """
 
     left: int | None
     right: int | None
@@ -202,7 +214,10 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """j < length, or causal: a prefix that all see, then left to right. lengths (B,), int32 or int64."""
+    """Show every query the keys j < length of its batch entry, and beyond them be causal (prefix LM).
+
+    lengths: (B,), int32 or int64. Raises TypeError or ValueError for other types or shapes.
+    """
 
     lengths: Tensor
     device = "prefix"
@@ -217,7 +232,11 @@ class Prefix(Mask):
 
 
 class Padding(Mask):
-    """Hides padded keys, not queries: lengths (B,), int32 or int64, or bool (B, N), true where the key is real."""
+    """Hide padded keys; queries stay.
+
+    keys: lengths (B,), int32 or int64; or bool (B, N), true where the key is real. Raises TypeError or ValueError for
+    other types or shapes.
+    """
 
     def __new__(cls, keys: Tensor | None = None) -> "Padding":
         by_key = isinstance(keys, Tensor) and keys.dtype == torch.bool
@@ -229,13 +248,13 @@ class Padding(Mask):
         self.check(keys)
 
     def check(self, keys: Tensor) -> None:
-        """TypeError or ValueError for what is not of this kind."""
+        """Raise TypeError or ValueError for a tensor of another type or shape."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class PaddingLengths(Padding):
-    """j < length: Padding given as lengths (B,)."""
+    """Show the keys j < length: Padding given as lengths (B,)."""
 
     lengths: Tensor
     device = "padding"
@@ -251,7 +270,7 @@ class PaddingLengths(Padding):
 
 @dataclass(frozen=True, eq=False, init=False)
 class PaddingKeys(Padding):
-    """Padding given as bool (B, N), true where the key is real."""
+    """Hide padded keys: Padding given as bool (B, N), true where the key is real."""
 
     real: Tensor
     device = "padding_keys"
@@ -271,7 +290,10 @@ class PaddingKeys(Padding):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Equal ids see each other: q_ids (B, M) and k_ids (B, N), int32 or int64. Other documents' tiles are skipped."""
+    """Show a query the keys with its document id; tiles without a match are skipped.
+
+    q_ids: (B, M) and k_ids: (B, N), int32 or int64. Raises TypeError or ValueError for other types or shapes.
+    """
 
     q_ids: Tensor
     k_ids: Tensor
@@ -295,7 +317,10 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any boolean mask, true where the query sees the key; broadcast to (B, H, M, N). Empty tiles are skipped."""
+    """Apply any boolean mask, true where the query sees the key; tiles without a true entry are skipped.
+
+    seen: bool, broadcast to (B, H, M, N). Raises TypeError or ValueError for other types or more dimensions.
+    """
 
     seen: Tensor
     device = "dense"
@@ -317,7 +342,7 @@ class Dense(Mask):
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The given rows and columns of a tensor that broadcasts to (B, H, M, N)."""
+    """Return the given rows and columns of a tensor that broadcasts to (B, H, M, N)."""
     tensor = tensor[(None,) * (4 - tensor.ndim)]
     rows = rows if tensor.shape[2] > 1 else torch.zeros_like(rows[:1])
     columns = columns if tensor.shape[3] > 1 else torch.zeros_like(columns[:1])
@@ -325,7 +350,7 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def slice_batch(tensor: Tensor, entries: slice) -> Tensor:
-    """Some batch entries of a tensor that broadcasts to (B, H, M, N)."""
+    """Return some batch entries of a tensor that broadcasts to (B, H, M, N)."""
     return tensor[entries] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
 
 
@@ -349,6 +374,6 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allow
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """ValueError for a sparse tensor and its like, whose numbers lie elsewhere."""
+    """Raise ValueError for a tensor without strides, such as a sparse one."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense()")

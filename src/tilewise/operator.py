@@ -1,9 +1,9 @@
-"""Where attention meets torch's dispatcher: operators, fake kernels, autograd, vmap, FLOPs.
+"""PyTorch's dispatcher: custom operators, fake kernels, autograd, vmap and FLOP formulas of attention.
 
-Two roads lead to the same back ends. torch.compile, torch.export, checkpointing policies, vmap and every dispatch mode
-see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls skip the dispatcher and
-go through one autograd.Function, which costs a third of the time on the host, and alone carries what a back end keeps
-for its backward: operators have a fixed form. `attend` decides.
+A call takes one of two paths to a back end; `attend` decides. torch.compile, torch.export, checkpointing policies, vmap
+and every dispatch mode see two operators, `tilewise::attention` and `tilewise::attention_backward`. Plain eager calls
+skip the dispatcher and use one autograd.Function. That takes a third of the host time, and it alone can carry the extra
+tensors that a back end saves for its backward, because operators have a fixed signature.
 """
 
 import os
@@ -22,15 +22,15 @@ from .problem import Operands, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
 PLAIN = {Tensor, torch.nn.Parameter}
-"""What a back end reads as it is; another class may hold its numbers anywhere."""
+"""Classes whose memory a back end may read directly; another subclass may store its data anywhere."""
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
 Tensors = Sequence[Any]
-"""q, k, v and every extra operand; packed: qkv, None, None and every extra operand. Gradients come in the same form."""
+"""q, k, v, then every extra operand; if packed, qkv, None, None, then those. Gradients come in the same order."""
 
 
 def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
-    """o and lse, differentiable, by whichever road suits the caller."""
+    """Return o and lse, differentiable, by the operator or the eager path."""
     refuse_forward_mode(*x)
     if intercepted(*_present(x if seed is None else (*x, seed))):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
@@ -42,8 +42,10 @@ def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) ->
 
 
 def intercepted(*tensors: Tensor) -> bool:
-    """Whether the compiler, a dispatch mode or a tensor subclass wants to see operators; or whether torch's dispatcher
-    has to negate what a view such as `z.conj().imag` shows."""
+    """Tell whether the compiler, a dispatch mode or a tensor subclass needs to see operators.
+
+    This is also true if torch's dispatcher must negate a view such as `z.conj().imag`.
+    """
     return (
         torch.compiler.is_compiling()
         or not PLAIN.issuperset(map(type, tensors))
@@ -54,12 +56,12 @@ def intercepted(*tensors: Tensor) -> bool:
 
 
 def transformed() -> bool:
-    """Whether one of torch.func's transforms is at work."""
+    """Tell whether one of torch.func's transforms is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """RuntimeError under forward-mode AD: register_autograd would answer with zeros, and silence would be worse."""
+    """Raise RuntimeError under forward-mode AD. Without it, register_autograd would silently return zeros."""
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -67,7 +69,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 class ReverseMode(torch.autograd.Function):
-    """A function of autograd whose forward-mode derivative is the same RuntimeError."""
+    """An autograd.Function whose forward-mode derivative raises that RuntimeError."""
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
@@ -103,7 +105,7 @@ def _backward(
 
 
 def _readable(grad: Tensor | None) -> Tensor | None:
-    """A gradient of o or lse as a kernel may read it: negated already, where it is a view that torch negates."""
+    """Return a gradient of o or lse as kernels can read it: torch's lazily negated views are resolved."""
     if grad is None:
         return None
     if torch._C._functorch.is_legacy_batchedtensor(grad):  # type: ignore[attr-defined]
@@ -119,13 +121,13 @@ def _present(tensors: Tensors) -> list[Tensor]:
 
 
 def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Tensors:
-    """What `_present` left, with None put back: for k and v of packed operands, where an extra wants no gradient."""
+    """Undo `_present`: put None back for k and v of packed operands, and for extras without a gradient."""
     found = iter(grads)
     return [next(found) if there else None for there in (True, not packed, not packed, *wanted)]
 
 
 class _Eager(ReverseMode):
-    """The light road: no dispatcher between autograd and the back end."""
+    """The eager path: it has no dispatcher between autograd and the back end."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
@@ -144,18 +146,18 @@ class _Eager(ReverseMode):
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
         call = recipe, longest, wanted
-        if torch.is_grad_enabled() or transformed():  # create_graph=True, or a transform of the gradient
+        if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
             grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
             return None, None, None, *_spread(grads, recipe.packed, wanted)
         return None, None, None, *_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
 
 
 _apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
-"""`_Eager.apply` without a second look for torch.func's transforms: `attend` has looked."""
+"""`_Eager.apply` without its check for torch.func's transforms, which `attend` has done already."""
 
 
 class _Transformed(_Eager):
-    """The same under torch.func's transforms, which want the context set up apart and a rule for vmap."""
+    """The same path under torch.func's transforms, which need a separate setup_context and a rule for vmap."""
 
     @staticmethod
     def forward(recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
@@ -174,7 +176,7 @@ class _Transformed(_Eager):
 
 
 class _Gradient(ReverseMode):
-    """The backward as a function that transforms can see; its own derivative is an error."""
+    """The backward as a function that transforms can see; differentiating it again is an error."""
 
     @staticmethod
     def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
@@ -182,7 +184,7 @@ class _Gradient(ReverseMode):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -206,7 +208,7 @@ def attention_op(
     max_q: int,
     max_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of a recipe, as one operator. Without k and v, q holds all three."""
+    """Compute o and lse as one operator. `recipe` is encoded text. If k and v are None, q holds all three."""
     return _forward((q, k, v, *extra), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
 
 
@@ -226,7 +228,7 @@ def attention_backward_op(
     max_k: int,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """dq, dk, dv, or dqkv alone, then the gradients of the wanted extras."""
+    """Return dq, dk and dv, or dqkv alone; then the gradients of the extras in `wanted`."""
     call = Recipe.decode(recipe), (max_q, max_k), tuple(wanted)
     return _present(_backward((q, k, v, *extra), Saved(o, lse, seed), do, dlse, call))
 
@@ -300,22 +302,25 @@ def _vmap(
     recipe: Recipe,
     longest: Longest,
 ) -> Any:
-    """Folds the mapped dimension into the batch. Packed sequences, a mapped sink, and dropout, whose decisions depend
-    on the batch index, go one call at a time instead."""
+    """Fold the mapped dimension into the batch.
+
+    Packed sequences, a mapped sink and dropout run one call at a time instead. Dropout's mask depends on the batch
+    index, which folding would change.
+    """
     mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
     if recipe.varlen or mapped_sink or seed is not None:
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
-    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it may stay as it is
+    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it needs no folding
     whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
     o, lse = attend(whole, None, recipe, longest)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
 def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -> Tensor | None:
-    """A tensor whose batch dimension, which it has if it has `rank` dimensions, has taken up the mapped one."""
+    """Fold the mapped dimension into the batch dimension, which a tensor of `rank` dimensions has."""
     if t is None:
         return None
     has_batch = t.ndim - (dim is not None) == rank
@@ -328,7 +333,7 @@ def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -
 
 
 def pick(args: Any, dims: Any, index: int) -> Any:
-    """Arguments at one index of what vmap maps: `dims` says in which dimension of each, None in none."""
+    """Return the arguments at one index of the mapped dimension, given by `dims`; None means not mapped."""
     if isinstance(dims, (list, tuple)):
         return [pick(a, d, index) for a, d in zip(args, dims, strict=True)]
     return args if dims is None else args.select(dims, index)
@@ -350,8 +355,11 @@ def _backward_flops(
 
 
 def _pairs(q: Tensor, k: Tensor, extra: Sequence[Tensor], recipe: str, longest: Longest) -> int:
-    """Entries of all score matrices, as if nothing were masked. Those of packed sequences are read, which synchronises
-    with a GPU; fake tensors hold no lengths, so there every sequence counts as the longest."""
+    """Count the entries of all score matrices, ignoring masks.
+
+    Lengths of packed sequences are read, which synchronises with a GPU. Fake tensors hold no lengths, so each of their
+    sequences counts as long as the longest.
+    """
     *_, M, H, _ = q.shape
     if not Recipe.decode(recipe).varlen:
         return q.shape[0] * H * M * k.shape[-3]

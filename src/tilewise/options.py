@@ -1,4 +1,4 @@
-"""The options of a call: their types, for editors and type checkers, and what to write for names that others use."""
+"""Options of attention(): their types, for editors and type checkers, and hints for other libraries' names."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from .score import Score
 
 
 class Options(TypedDict, total=False):
-    """What `attention` takes by name, all but return_lse, which decides what is returned."""
+    """The keyword arguments of `attention`, except return_lse, which changes the type of the result."""
 
     mask: Mask
     score: Score | Sequence[Score]
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
 
 
 class Everything(Options, total=False):
-    """What `attention` takes by name."""
+    """All keyword arguments of `attention`."""
 
     return_lse: bool
 
@@ -46,11 +46,11 @@ INSTEAD = {
     "cu_seqlens": "layout=tilewise.Varlen(cu_seqlens, cu_seqlens)",
     "return_attn_probs": "return_lse=True, for the logarithm of the softmax's denominator",
 }
-"""What other attentions call it, and what it is here."""
+"""Argument names of other attention libraries, each with the spelling that tilewise uses."""
 
 
 def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:
-    """TypeError that says what to write instead, where another attention has an argument of that name."""
+    """Raise TypeError for unknown arguments, with tilewise's spelling if another library uses the name."""
     for name in unknown:
         if name in INSTEAD:
             raise TypeError(f"{function}: unknown argument {name}; write {INSTEAD[name]}")
@@ -59,7 +59,7 @@ def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:
 
 
 def refuse_mask(mask: Any) -> NoReturn:
-    """TypeError for a mask that is none."""
+    """Raise TypeError for a mask that is no Mask, and say what to write instead."""
     got, instead = repr(mask), "leave it out for none"
     if isinstance(mask, Tensor):
         got = _told(mask)
@@ -70,7 +70,7 @@ def refuse_mask(mask: Any) -> NoReturn:
 
 
 def refuse_score(score: Any) -> NoReturn:
-    """TypeError for a score that is none."""
+    """Raise TypeError for a score that is no Score, and say what to write instead."""
     got, instead = repr(score), "leave it out for none"
     if isinstance(score, Tensor):
         got, instead = _told(score), "write score=tilewise.Bias(...)"
@@ -82,7 +82,7 @@ def _told(tensor: Tensor) -> str:
 
 
 def spell_out(function: Callable[..., Any], options: inspect.Signature) -> None:
-    """Lists the options that a function takes as `**` in its signature, for help() and notebooks."""
+    """List in a function's signature the options that it takes as `**`, for help() and notebooks."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {p.name for p in own}

@@ -1,7 +1,7 @@
-"""Problem: one frozen, hashable description of a call.
+"""Problem: an immutable, hashable description of a call, without tensors.
 
-A `Recipe` is what the caller chose, without any tensor: it crosses torch's dispatcher as text. A `Problem` is a recipe
-plus the shapes, types, strides and device of the operands. Choosing a back end, tiles and kernels are functions of it.
+A `Recipe` holds the caller's options and passes through torch's dispatcher as text. A `Problem` adds the shapes, types,
+strides and device of the operands. The choices of back end, tiles and kernels depend on it alone.
 """
 
 import ast
@@ -32,9 +32,9 @@ KINDS: dict[str, type[Value]] = {
         scores.Bias,
     )
 }
-"""Every value a recipe can name."""
+"""Every class of mask or score that a recipe can name."""
 
-torch.serialization.add_safe_globals([masks.Full, masks.And, *KINDS.values(), Varlen])  # torch.load takes them
+torch.serialization.add_safe_globals([masks.Full, masks.And, *KINDS.values(), Varlen])  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 256
@@ -45,18 +45,18 @@ PREFERENCE = {
     "high": ("fp16x3", "tf32x3", "bf16x6", "ieee"),
     "medium": ("tf32", "fp16x3", "tf32x3", "bf16x6", "ieee"),
 }
-"""What `precision=None` asks for, by torch.get_float32_matmul_precision(), best first."""
+"""What `precision=None` selects for each torch.get_float32_matmul_precision(): the first that is available."""
 
 
-class Unsupported(NotImplementedError, ValueError):  # noqa: N818, a name that users type
-    """A back end, or all of them, cannot do what was asked; the message lists why and what to do instead.
+class Unsupported(NotImplementedError, ValueError):  # noqa: N818, users type this name
+    """No back end can run the call, or the requested one cannot; the message gives the reasons and a remedy.
 
-    It is a ValueError, and by NotImplementedError a RuntimeError, which callers of other attentions catch.
+    It is a ValueError, and through NotImplementedError a RuntimeError, which users of other libraries may catch.
     """
 
 
 class Operands(NamedTuple):
-    """q, k, v, and every tensor that mask, score, sink and layout carry, in the order Problem names them."""
+    """The tensors of a call: q, k, v; then those of mask, score, sink and layout, in the order of Problem."""
 
     q: Tensor
     k: Tensor
@@ -65,8 +65,10 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves: o (B, M, H, D_v), lse (B, H, M); packed: (T, H, D_v), (H, T); dropout's seed; and what the
-    back end keeps for its own backward, which must also do without."""
+    """The results of a forward: o (B, M, H, D_v) and lse (B, H, M), packed (T, H, D_v) and (H, T), and dropout's seed.
+
+    `kept` holds tensors that the back end saved for its backward, which must also work without them.
+    """
 
     o: Tensor
     lse: Tensor
@@ -75,7 +77,7 @@ class Saved(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """dq, dk, dv, and one entry or None per extra operand."""
+    """The gradients dq, dk and dv, and one gradient or None per extra operand."""
 
     q: Tensor
     k: Tensor
@@ -83,13 +85,13 @@ class Grads(NamedTuple):
     extra: tuple[Tensor | None, ...]
 
     def packed(self) -> Tensor:
-        """The one tensor (..., 3, H, D) whose parts dq, dk and dv are, as `empty_parts` made them."""
+        """Return the tensor (..., 3, H, D) of which dq, dk and dv are views, as `empty_parts` made them."""
         *rows, H, D = self.q.shape
         return self.q.as_strided((*rows, 3, H, D), (*self.q.stride()[:-2], H * D, D, 1))
 
 
 class Recipe(NamedTuple):
-    """What the caller chose, without tensors. Masks and scores are (class name, numbers...)."""
+    """The caller's options, without tensors. A mask or score is (class name, numbers...)."""
 
     mask: tuple[tuple[Any, ...], ...] = ()
     score: tuple[tuple[Any, ...], ...] = ()
@@ -101,38 +103,38 @@ class Recipe(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     packed: bool = False
-    """Whether q, k and v are parts of one tensor, and their gradients are to be parts of one, too."""
+    """Whether q, k and v are views of one tensor; then their gradients must be, too."""
 
     def encode(self) -> str:
-        """Text that `decode` reads back; only literals, so that torch.compile and torch.export can carry it."""
+        """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
         return repr(tuple(self))
 
     @staticmethod
     @lru_cache(4096)
     def decode(text: str) -> "Recipe":
-        """The recipe that `encode` wrote."""
+        """Read the recipe that `encode` wrote."""
         return Recipe(*ast.literal_eval(text))
 
 
 class Spec(NamedTuple):
-    """What a kernel's choice may depend on in one tensor."""
+    """The properties of one tensor on which the choice of a kernel may depend."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     stride: tuple[int, ...]
     aligned: bool
-    """Whether the first element lies on a 16-byte boundary."""
+    """Whether the first element is on a 16-byte boundary."""
 
     @staticmethod
     def of(tensor: Tensor, real: bool = True) -> "Spec":
-        """The spec of a tensor; fake and meta tensors (`real` false) have no address and count as aligned."""
+        """Return a tensor's spec; fake and meta tensors (`real` false) have no address and count as aligned."""
         aligned = tensor.data_ptr() % 16 == 0 if real else True
         return Spec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
 class Problem(NamedTuple):
-    """One call: hashable, without tensors."""
+    """A call: hashable, without tensors."""
 
     recipe: Recipe
     q: Spec
@@ -142,84 +144,84 @@ class Problem(NamedTuple):
     max_q: int
     max_k: int
     target: str
-    """"cpu", "sm_90", "gfx942", …"""
+    """The chip: "cpu", "sm_90", "gfx942", …"""
     matmul: str | None
-    """For fp32 without a named precision: torch's setting, "highest", "high" or "medium"."""
+    """Torch's setting "highest", "high" or "medium", if q is fp32 and no precision is named; else None."""
     wanted: tuple[bool, ...] = ()
-    """In a backward: which extra operands need a gradient."""
+    """Which extra operands need a gradient; filled in for a backward."""
 
     @property
     def B(self) -> int:  # noqa: N802
-        """Batch entries, or packed sequences."""
+        """Return the number of batch entries or packed sequences."""
         return self.extra[-1].shape[0] - 1 if self.recipe.varlen else self.q.shape[0]
 
     @property
     def M(self) -> int:  # noqa: N802
-        """Queries of the longest batch entry."""
+        """Return the number of queries of the longest batch entry."""
         return self.max_q if self.recipe.varlen else self.q.shape[1]
 
     @property
     def N(self) -> int:  # noqa: N802
-        """Keys of the longest batch entry."""
+        """Return the number of keys of the longest batch entry."""
         return self.max_k if self.recipe.varlen else self.k.shape[1]
 
     @property
     def H(self) -> int:  # noqa: N802
-        """Query heads."""
+        """Return the number of query heads."""
         return self.q.shape[-2]
 
     @property
     def H_k(self) -> int:  # noqa: N802
-        """Key heads."""
+        """Return the number of key heads."""
         return self.k.shape[-2]
 
     @property
     def D(self) -> int:  # noqa: N802
-        """Head size of q and k."""
+        """Return the head size of q and k."""
         return self.q.shape[-1]
 
     @property
     def D_v(self) -> int:  # noqa: N802
-        """Head size of v and o."""
+        """Return the head size of v and o."""
         return self.v.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of q, k and v."""
+        """Return the type of q, k and v."""
         return self.q.dtype
 
     @property
     def scale(self) -> float:
-        """What the logits are multiplied by."""
+        """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
 
     @property
     def kinds(self) -> tuple[type[Value], ...]:
-        """The classes of all mask parts, then of all scores."""
+        """Return the classes of all mask parts, then of all scores."""
         return tuple(KINDS[plain[0]] for plain in self.recipe.mask + self.recipe.score)
 
     @property
     def past(self) -> bool:
-        """Whether the mask hides every key after its query."""
+        """Tell whether the mask hides every key after its query, as a causal mask does."""
         return any(hides_later_keys(part) for part in self.recipe.mask)
 
     @property
     def listed(self) -> bool:
-        """Whether the mask is no interval, so that the tiles to visit are listed first."""
+        """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
         return not all(getattr(kind, "interval", True) for kind in self.kinds)
 
     @property
     def biased(self) -> bool:
-        """Whether logits may be as large as the entries of a bias."""
+        """Tell whether there is a bias, so that logits may be as large as its entries."""
         return any(plain[0] == "Bias" for plain in self.recipe.score)
 
     def precision(self, available: tuple[str, ...]) -> str | None:
-        """The best of `available` that honours the request; None if none does. Only for fp32."""
+        """Return the best of `available` that is accurate enough for the request; None if none is. Only for fp32."""
         asked = (self.recipe.precision,) if self.recipe.precision else PREFERENCE[self.matmul or "highest"]
         return next((name for name in asked if name in available), None)
 
     def values(self, extra: tuple[Tensor, ...]) -> tuple[tuple[Mask, ...], tuple[Score, ...], Tensor | None]:
-        """The mask's parts, the scores and the sink, with their tensors put back."""
+        """Rebuild the mask's parts, the scores and the sink with their tensors."""
         tensors = iter(extra)
         built: list[Any] = []
         for name, *numbers in self.recipe.mask + self.recipe.score:
@@ -230,12 +232,12 @@ class Problem(NamedTuple):
 
 
 def hides_later_keys(part: tuple[Any, ...]) -> bool:
-    """Whether a part of a recipe's mask shows no key after its query."""
+    """Tell whether a part of a recipe's mask hides every key after its query."""
     return part[0] == "Causal" or (part[0] == "Window" and part[2] == 0)
 
 
 def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
-    """Unwritten dq, dk and dv; parts of one tensor where q, k and v are."""
+    """Allocate dq, dk and dv, unwritten; as views of one tensor if q, k and v are."""
     if p.recipe.packed:
         *rows, H, D = x.q.shape
         return x.q.new_empty((*rows, 3, H, D)).unbind(-3)
@@ -243,16 +245,16 @@ def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
 
 
 def matmul_setting() -> str:
-    """Torch's setting for fp32 products, "highest", "high" or "medium", whichever of its two interfaces made it."""
+    """Return torch's setting for fp32 products, "highest", "high" or "medium", by either of its two interfaces."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # made through torch.backends.….fp32_precision, in whose words "high" is "tf32"
+    except RuntimeError:  # set through torch.backends.….fp32_precision, where "tf32" means "high"
         return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 @lru_cache(64)
 def target_of(device: torch.device) -> str:
-    """The chip behind a device: "cpu", "sm_90", "gfx942", …; other devices by their type."""
+    """Return the chip of a device: "cpu", "sm_90", "gfx942", …; the type of any other device."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:
@@ -261,7 +263,7 @@ def target_of(device: torch.device) -> str:
 
 
 def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
-    """For every extra operand of padded batches, how many dimensions it has where its first is the batch."""
+    """Return for every extra operand of a padded batch its number of dimensions if the first is the batch."""
     ranks: list[int] = []
     for name, *_ in recipe.mask + recipe.score:
         kind = KINDS[name]

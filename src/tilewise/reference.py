@@ -1,10 +1,10 @@
-"""Exact attention and its hand-derived gradients in plain torch: the specification.
+"""Reference implementation: exact attention and its hand-derived gradients in plain PyTorch.
 
-Everything else in this package is tested against these few lines, and these lines against
-`torch.autograd.gradcheck`. Nothing here is tiled, fused or fast. Call it with fp64 tensors to get the truth.
+All kernels are tested against these few lines, and these lines against `torch.autograd.gradcheck`. Nothing
+here is tiled, fused or fast. Call it with fp64 tensors for results to compare with.
 
 Shapes: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v), H a multiple of H_k; S, P (B, H, M, N).
-A mask is any object with `dense(M, N)`, a score any object with `apply`, `pull` and `reduce` (mask.py, score.py).
+A mask is any object with `dense(M, N)`. A score is any with `apply`, `pull` and `reduce` (mask.py, score.py).
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ HALF = 0xFFFF
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of the inputs; `scores` has one entry (or None) per score, `sink` is None without one."""
+    """Gradients in the order of the inputs. `scores` has one (or None) per score; `sink` is None without a sink."""
 
     q: Tensor
     k: Tensor
@@ -41,9 +41,9 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """O = dropout(P) V and L = log(sum(exp S)), with P = exp(S - L); a row that sees nothing gives O = 0, L = -inf.
+    """Compute O = dropout(P) V and L = log(sum(exp S)), with P = exp(S - L). Without a key, O = 0 and L = -inf.
 
-    Returns o (B, M, H, D_v) and lse (B, H, M), natural log, sink included, before dropout.
+    Return o (B, M, H, D_v) and lse (B, H, M), natural log, which includes the sink and ignores dropout.
     """
     S, P, L = _probabilities(q, k, mask, score, scale, sink)[-3:]
     Z = _dropout_factor(S.shape, dropout, seed, S)
@@ -64,7 +64,7 @@ def gradients(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Gradients:
-    """The gradients of sum(o * do) + sum(lse * dlse) with respect to q, k, v, every learnable score, and the sink.
+    """Compute the gradients of sum(o * do) + sum(lse * dlse) for q, k, v, every learnable score, and the sink.
 
     dS = P * (dP - delta), delta = rowsum(dO * O) - dL (Dao et al. 2022, appendix B.4; dL adds the gradient of lse).
     """
@@ -90,25 +90,25 @@ def gradients(
 
 
 def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
-    """The sink is a key with value 0: dS = P_sink * (0 - delta), summed over rows. L, delta (..., H, M), sink (H,)."""
+    """Sum dS = P_sink * (0 - delta) over rows: a sink (H,) is a key with value 0. L, delta: (..., H, M)."""
     dS = torch.exp(sink.to(L.dtype)[:, None] - L) * -delta
-    dS = dS.masked_fill(L == -torch.inf, 0.0)  # a sink of -inf in a row without keys, or a row that no sequence owns
+    dS = dS.masked_fill(L == -torch.inf, 0.0)  # a row without keys whose sink is -inf, or a row outside all sequences
     return dS.sum(-1).reshape(-1, sink.shape[0]).sum(0)
 
 
 def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -> Tensor:
-    """Whether entry (i, j) of score matrix `row` = b * H + h survives; int64 tensors that broadcast together."""
+    """Tell whether dropout keeps entry (i, j) of score matrix `row` = b * H + h; int64 tensors that broadcast."""
     return dropout_number(seed, row, i, j) >= dropout_threshold(dropout)
 
 
 def dropout_number(seed: int, row: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """The 16 bits that decide about an entry; they depend on (seed, row, i, j) alone.
+    """Return the 16 random bits of an entry, which decide its dropout; they depend on (seed, row, i, j) alone.
 
-    Philox-4x32-10 (Salmon et al. 2011) keyed by the seed's low and high 32 bits, with counter (j', i', row, 0): i' is i
-    with bit 3 taken out, and j' is j with bits 3, 4 and 5 taken out. Bits 5 and 4 of j choose one of its four words,
-    and bit 3 of i and bit 3 of j one of that word's bytes: the number's upper eight bits. The lower eight are the
-    exclusive or of all four words in that byte, independent of each of them. So a counter serves sixteen entries: rows
-    i and i + 8 of columns j, j + 8, ..., j + 56. A thread of a tensor-core accumulator holds all sixteen.
+    The generator is Philox-4x32-10 (Salmon et al. 2011). Its key is the seed's low and high 32 bits, its counter is
+    (j', i', row, 0): i' is i without bit 3, and j' is j without bits 3, 4 and 5. Bits 5 and 4 of j choose one of four
+    words; bit 3 of i and of j choose a byte of it, the upper eight bits. The lower eight are that byte of the exclusive
+    or of all four words, independent of each word. So one counter serves sixteen entries: rows i and i + 8 of columns
+    j, j + 8, ..., j + 56. One thread of a tensor-core accumulator holds all sixteen.
     """
     words = torch.stack(philox(((j >> 6) << 3 | j & 7, (i >> 4) << 3 | i & 7, row, torch.zeros_like(row)), seed))
     byte = 8 * (2 * (i >> 3 & 1) + (j >> 3 & 1))
@@ -118,17 +118,17 @@ def dropout_number(seed: int, row: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def dropout_threshold(dropout: float) -> int:
-    """The 16-bit numbers under this one drop their entry: p 2^16, rounded to nearest, and 65535 at most."""
+    """Return p 2^16, rounded, at most 65535: an entry is dropped if its 16-bit number is below."""
     return min(round(dropout * 2.0**16), HALF)
 
 
 def dropout_rescale(dropout: float) -> float:
-    """What kept entries are multiplied by: 1 / (1 - p) for the p that 16 bits can give, so that the mean is exact."""
+    """Return the factor on kept entries, 1 / (1 - p), with p rounded to 16 bits so that the mean is exact."""
     return 2.0**16 / (2**16 - dropout_threshold(dropout))
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10: four 32-bit words, held in int64 tensors, from a 4-word counter and a 64-bit key."""
+    """Compute Philox-4x32-10: four 32-bit words, in int64 tensors, from a 4-word counter and a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(PHILOX_ROUNDS):
@@ -140,7 +140,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
 
 
 def _probabilities(q, k, mask, score, scale, sink):
-    """The logits that entered each score, then S after all of them and the mask, P and L."""
+    """Return the logits that enter each score, S after all scores and the mask, P and L."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = torch.einsum("bmhd,bnhd->bhmn", q, _repeat(k, q)) * scale
     i, j, shift = _indices(q, k)
@@ -160,14 +160,14 @@ def _probabilities(q, k, mask, score, scale, sink):
 
 
 def _indices(q, k):
-    """Row index shifted by N - M (bottom-right aligned), column index, and that shift."""
+    """Return the row index shifted by N - M (bottom-right aligned), the column index, and that shift."""
     M, N = q.shape[1], k.shape[1]
     i = torch.arange(M, device=q.device)[:, None] + (N - M)
     return i, torch.arange(N, device=q.device)[None, :], N - M
 
 
 def _dropout_factor(shape, dropout, seed, like):
-    """Z of the paper: 0 where dropped, `dropout_rescale` where kept; (B, H, M, N), or 1 without dropout."""
+    """Return the paper's Z (B, H, M, N): 0 where dropped, else `dropout_rescale`. Without dropout it is 1."""
     if dropout == 0.0:
         return 1.0
     B, H, M, N = shape
@@ -177,7 +177,7 @@ def _dropout_factor(shape, dropout, seed, like):
 
 
 def _repeat(x, q):
-    """Each key head serves H / H_k query heads in a row."""
+    """Repeat each key head for its group of H / H_k consecutive query heads."""
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
@@ -186,7 +186,7 @@ def _sum_groups(dx, x):
 
 
 def _multiply(x, multiplier):
-    """High and low 32 bits of a 32-bit by 32-bit product; by halves, since 64-bit signed arithmetic would overflow."""
+    """Return the high and low 32 bits of a 32-bit product, by halves, because int64 arithmetic would overflow."""
     low = (x & 0xFFFF) * multiplier
     high = (x >> 16) * multiplier + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

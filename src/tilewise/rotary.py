@@ -1,8 +1,8 @@
-"""Rotary embedding (RoFormer, Su et al. 2021): positions enter attention as rotations of pairs of dimensions.
+"""Rotary position embedding (RoFormer, Su et al. 2021): it rotates pairs of dimensions by an angle per position.
 
-A rotation's gradient is the rotation back, so one operator, `tilewise::rotary`, is its own derivative, of any order.
-It takes a list of tensors: q and k turn in one launch. On a GPU it is the kernel in tile/rotary.py; elsewhere, and
-where Triton is missing, the same in a few lines of torch.
+The gradient of a rotation is the inverse rotation. So one operator, `tilewise::rotary`, is its own derivative, of any
+order. It takes a list of tensors, so q and k rotate in one launch. A GPU runs the kernel in tile/rotary.py. Other
+devices, and installations without Triton, run the same in a few lines of torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .problem import FLOATING_TYPES
 
 
 class Turn(NamedTuple):
-    """How far each row turns: by the tables' row for its position, which is its index plus an offset."""
+    """The angles of a rotation: each row reads cos and sin at its position, which is its index plus an offset."""
 
     cos: Tensor
     sin: Tensor
@@ -37,23 +37,23 @@ def rotary(
     offsets: int | Tensor = 0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Turns the pair (x_0, x_1) to (x_0 cos - x_1 sin, x_1 cos + x_0 sin) (RoFormer, Su et al. 2021).
+    """Rotate each pair (x_0, x_1) to (x_0 cos - x_1 sin, x_1 cos + x_0 sin) (RoFormer, Su et al. 2021).
 
     Args:
         x: (B, S, H, D), any strides; fp16, bf16, fp32 or fp64. With `cu_seqlens`, (T, H, D). Differentiable.
-        cos: (positions, R / 2), R at most D; any floating type. Dimensions past R are copied. No gradient.
+        cos: (positions, R / 2), R at most D; any floating type. Dimensions from R on are copied. It has no gradient.
         sin: as cos.
         interleaved: pairs are neighbours (0, 1), (2, 3), … (GPT-J); else (0, R / 2), (1, R / 2 + 1), … (GPT-NeoX).
-        offsets: added to each row's index within its sequence: an int, or an int32 or int64 tensor (B,).
-        cu_seqlens: int32 (B + 1,), from 0 to T, never decreasing: sequence b owns rows cu[b] to cu[b + 1].
+        offsets: an int >= 0, or an int32 or int64 tensor (B,), added to each row's index within its sequence.
+        cu_seqlens: int32 (B + 1,), from 0 to T, never decreasing: sequence b has the rows from cu[b] up to cu[b + 1].
 
     Returns:
         A new contiguous tensor of x's shape and type. It is computed in fp32, in fp64 if x is fp64.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Positions outside the tables and bad
-            cu_seqlens are found where no synchronisation is needed, and with TILEWISE_CHECK=1; else they are clamped.
-        RuntimeError: forward-mode differentiation.
+        TypeError, ValueError: an argument is wrong; the message names it. On a GPU, values that only a synchronisation
+            could read are not checked unless TILEWISE_CHECK=1: positions outside the tables are clamped.
+        RuntimeError: forward-mode differentiation was used.
     """
     return _rotate({"x": x}, cos, sin, interleaved, offsets, cu_seqlens)[0]
 
@@ -68,15 +68,15 @@ def rotary_qk(
     offsets: int | Tensor = 0,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rotary` of q and of k in one launch, forward and backward.
+    """Apply `rotary` to q and k in one launch, forward and backward.
 
     Args:
         q: (B, S, H, D), any strides; fp16, bf16, fp32 or fp64. With `cu_seqlens`, (T, H, D). Differentiable.
-        k: (B, S, H_k, D), with `cu_seqlens` (T, H_k, D): q's type, device, length and head size; its own heads.
+        k: (B, S, H_k, D), with `cu_seqlens` (T, H_k, D). All but the number of heads must equal q's.
         cos, sin, interleaved, offsets, cu_seqlens: as for `rotary`.
 
     Returns:
-        New contiguous tensors, q's and k's rotations.
+        The rotated q and k, as new contiguous tensors.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `rotary`.
@@ -93,7 +93,7 @@ def _rotate(
     offsets: int | Tensor,
     cu_seqlens: Tensor | None,
 ) -> list[Tensor]:
-    """Checks the arguments, then turns all xs."""
+    """Check the arguments, then rotate all xs."""
     x = _check_operands(xs, packed=cu_seqlens is not None)
     _check_tables(x, cos, sin)
     _check_places(x, offsets, cu_seqlens)
@@ -105,21 +105,21 @@ def _rotate(
 
 
 def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
-    """All xs turned, differentiable: by the operator for whoever watches operators, else by the lighter road."""
+    """Rotate all xs, differentiably: by the operator if something intercepts operators, else by the eager path."""
     if intercepted(*xs, *[t for t in turn[:4] if t is not None]):
         return torch.ops.tilewise.rotary(xs, *turn)
     return list((_Transformed if transformed() else _Eager).apply(turn, *xs))
 
 
 def _run(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
-    """All xs turned, by whatever the device has."""
+    """Rotate all xs, by the kernel on a GPU with Triton, else in torch."""
     if CHECK or not xs[0].is_cuda:
         _check_contents(xs[0], turn)
     return _by_kernel(xs, turn) if xs[0].is_cuda and _launcher() else [_in_torch(x, turn) for x in xs]
 
 
 def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn) -> list[Tensor | None]:
-    """The gradients of those xs that want one, in one call."""
+    """Return the gradients of those xs that want one: the inverse rotation, in one call."""
     present = [want and dy is not None for want, dy in zip(wanted, dys, strict=True)]
     given = [dy for dy, here in zip(dys, present, strict=True) if dy is not None and here]
     dxs = iter(_apply(given, turn._replace(inverse=not turn.inverse)) if given else ())
@@ -127,14 +127,14 @@ def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn)
 
 
 def _keep(ctx: Any, turn: Sequence[Any]) -> None:
-    """What a backward needs: how far to turn back."""
+    """Save for the backward the rotation that it inverts."""
     ctx.save_for_backward(*turn[:4])
     ctx.plain = turn[4:]
     ctx.set_materialize_grads(False)
 
 
 class _Eager(ReverseMode):
-    """The light road: an operator on lists costs five times as much on the host."""
+    """The eager path: an operator on lists would cost five times as much on the host."""
 
     @staticmethod
     def forward(ctx: Any, turn: Turn, *xs: Tensor) -> Any:
@@ -147,7 +147,7 @@ class _Eager(ReverseMode):
 
 
 class _Transformed(_Eager):
-    """The same under torch.func's transforms, which want the context set up apart and a rule for vmap."""
+    """The same path under torch.func's transforms, which need a separate setup_context and a rule for vmap."""
 
     @staticmethod
     def forward(turn: Turn, *xs: Tensor) -> Any:  # type: ignore[override]
@@ -166,8 +166,10 @@ class _Transformed(_Eager):
 def _vmap(
     size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], turn: Turn
 ) -> Any:
-    """A mapped dimension of (..., H, D) becomes one of heads, (..., size * H, D), which all turn alike. A mapped turn
-    goes one call at a time. Gives (size, ..., H, D)."""
+    """Fold the mapped dimension of (..., H, D) into the heads, (..., size * H, D), which all rotate alike.
+
+    A mapped rotation runs one call at a time. The result has shape (size, ..., H, D).
+    """
     if any(dim is not None for dim in of_turn):
         calls = [pick((xs, turn), (dims, of_turn), index) for index in range(size)]
         each = [_apply(one, Turn(*where)) for one, where in calls]
@@ -191,7 +193,7 @@ def rotary_op(
     interleaved: bool,
     inverse: bool,
 ) -> list[Tensor]:
-    """Every x turned, or turned back, as one operator."""
+    """Rotate every x, or rotate it back if `inverse`, as one operator."""
     return _run(xs, Turn(cos, sin, offsets, cu_seqlens, offset, interleaved, inverse))
 
 
@@ -219,7 +221,7 @@ def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *turn: Any) -> Any:
 
 
 def _in_torch(x: Tensor, turn: Turn) -> Tensor:
-    """The plain form, and the kernel's specification."""
+    """Rotate x in plain torch; this is also the kernel's specification."""
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = positions(x, turn).clamp(0, turn.cos.shape[0] - 1)
     c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (turn.cos, turn.sin))  # (…, 1, R / 2)
@@ -233,7 +235,7 @@ def _in_torch(x: Tensor, turn: Turn) -> Tensor:
 
 
 def positions(x: Tensor, turn: Turn) -> Tensor:
-    """Each row's position, int64: (S,) or (B, S); of packed sequences (T,)."""
+    """Return each row's position, int64: (S,) or (B, S), for packed sequences (T,)."""
     if turn.cu_seqlens is None:
         i = torch.arange(x.shape[1], device=x.device) + turn.offset
         return i if turn.offsets is None else i + turn.offsets[:, None]
@@ -245,13 +247,13 @@ def positions(x: Tensor, turn: Turn) -> Tensor:
 
 
 def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second of each pair, (…, R / 2)."""
+    """Return views of the first and the second element of each pair, (…, R / 2)."""
     return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
 
 
 @cache
 def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | None:
-    """The kernel's launcher, imported on first use; None without Triton."""
+    """Return the kernel's launcher, imported on first use; None without Triton."""
     try:
         from .host.rotary import launch
     except ImportError:
@@ -260,7 +262,7 @@ def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | 
 
 
 def _by_kernel(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
-    """One launch for all xs. Also runs on CPU tensors in Triton's interpreter, for tests."""
+    """Rotate all xs in one launch. CPU tensors work in Triton's interpreter, for tests."""
     launch = _launcher()
     assert launch is not None
     ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
@@ -329,7 +331,7 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like:
 
 
 def _check_shapes(x: Tensor, turn: Turn) -> None:
-    """What shapes alone say about positions."""
+    """Check what shapes alone say about positions."""
     rows = turn.cos.shape[0]
     if turn.cu_seqlens is not None and turn.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
         raise ValueError(
@@ -342,7 +344,7 @@ def _check_shapes(x: Tensor, turn: Turn) -> None:
 
 
 def _check_contents(x: Tensor, turn: Turn) -> None:
-    """Checks of what tensors hold; they synchronise with a GPU."""
+    """Check the values in tensors. This synchronises with a GPU."""
     if turn.cu_seqlens is not None:
         cu, total = turn.cu_seqlens, x.shape[0]
         if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
@@ -350,7 +352,7 @@ def _check_contents(x: Tensor, turn: Turn) -> None:
                 f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}"
             )
     elif turn.offsets is None:
-        return  # shapes said everything
+        return  # the shapes were enough to check
     rows = positions(x, turn)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < turn.cos.shape[0]:
         raise ValueError(

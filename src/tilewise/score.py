@@ -1,7 +1,7 @@
-"""Score values: changes of the scaled logits, applied left to right, before the mask.
+"""Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
-A score is a pair, so that nobody can forget the gradient: `apply` maps the logits S that enter to those that leave, and
-`pull` maps the gradient of what leaves back to what entered. The kernels' pair is named by `device` in tile/scores.py.
+A score is a pair of functions, so that nobody can forget the gradient: `apply` maps input logits S to output logits,
+and `pull` maps the gradient of the output back to the input. `device` names the kernels' pair in tile/scores.py.
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,30 @@ from .mask import Value, check_strided, constant, slice_batch, tile_of
 
 
 class Score(Value):
-    """Base of all scores."""
+    """Every score derives from this class."""
 
     learns: ClassVar[bool] = False
-    """Whether the captured tensor has a gradient."""
+    """Whether the captured tensor gets a gradient."""
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        """The logits that leave, for S (B, H, rows, columns), row indices i shifted by `shift` = N - M, columns j."""
+        """Return the output logits for S (B, H, rows, columns), row indices i shifted by `shift` = N - M, columns j."""
         raise NotImplementedError
 
     def pull(self, dS: Tensor, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        """The gradient with respect to S, the logits that entered, from that of the logits that left."""
+        """Return the gradient of the input logits S, from that of the output logits."""
         return dS
 
     def reduce(self, dS: Tensor) -> Tensor | None:
-        """The gradient of the captured tensor from that of the logits that left, (B, H, M, N); None if it has none."""
+        """Return the captured tensor's gradient, from that of the output logits (B, H, M, N); None if it has none."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class SoftCap(Score):
-    """cap * tanh(S / cap): logits stay within +-cap (Gemma 2)."""
+    """Cap logits softly to the range -cap to cap: cap * tanh(S / cap) (Gemma 2).
+
+    cap is a number > 0, at most 2^126. Raises TypeError or ValueError for anything else.
+    """
 
     cap: float
     device = "softcap"
@@ -58,7 +61,10 @@ class SoftCap(Score):
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Score):
-    """S - slope * abs(i + N - M - j) (Press et al. 2021); slopes (H,) or (B, H), without gradient."""
+    """Subtract a linear penalty on distance: S - slope * abs(i + N - M - j) (Press et al. 2021).
+
+    slopes: (H,) or (B, H), any floating type, without gradient. Raises TypeError or ValueError for anything else.
+    """
 
     slopes: Tensor
     device = "alibi"
@@ -80,7 +86,11 @@ class Alibi(Score):
 
 @dataclass(frozen=True, eq=False)
 class Bias(Score):
-    """S + bias, broadcast to (B, H, M, N), any floating type, with its gradient."""
+    """Add a bias to the logits: S + bias; differentiable.
+
+    bias: any floating type, broadcast to (B, H, M, N). Raises TypeError or ValueError for other types or more
+    dimensions.
+    """
 
     bias: Tensor
     device = "bias"

@@ -1,4 +1,4 @@
-"""warm(): compiles what calls need before they come, into Triton's own cache, also for a GPU that is not here."""
+"""Ahead-of-time compilation: warm() compiles kernels into Triton's cache, also for a GPU that is not installed."""
 
 import os
 import pickle
@@ -20,29 +20,29 @@ from .options import Everything, spell_out
 from .problem import Problem, Spec, target_of
 
 Watch = Callable[[int, int, str], Any]
-"""Is told how many kernels are done, of how many, and what the last one was."""
+"""A progress callback: it gets the number of kernels done, their total, and the last one's name."""
 META = torch.device("meta")
 
 
 class Kernel(NamedTuple):
-    """A kernel that calls need."""
+    """A kernel that the given calls need."""
 
     name: str
     hash: str
-    """Of all that the compiler reads: its name in Triton's cache."""
+    """Triton's cache key of the kernel, a hash of all that the compiler reads."""
     found: bool
-    """Whether the cache had it."""
+    """Whether the cache had it before."""
     seconds: float | None = None
-    """How long it compiled; None where it was found, or another process was faster."""
+    """Compilation time; None if the cache had the kernel, or another process was faster."""
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """What `warm` did: the kernels, and what it could not foresee. Prints as a table."""
+    """The result of `warm`: the kernels, and what it could not foresee. It prints as a table."""
 
     kernels: tuple[Kernel, ...]
     unforeseen: dict[str, tuple[str, ...]]
-    """What may be different when the calls come, and which kernels are compiled anew where it is."""
+    """What may differ in later calls, and which kernels such a call would still compile."""
 
     def __str__(self) -> str:
         if not self.kernels:
@@ -58,18 +58,18 @@ class Warmed:
 
 
 class Call(NamedTuple):
-    """A call without its tensors, as it goes to a process that compiles."""
+    """A call without its tensors, as we send it to a process that compiles."""
 
     problem: Problem
     wanted: tuple[bool, ...] | None
-    """Which extra operands want a gradient; None: there is no backward."""
+    """Which extra operands want a gradient; None if there is no backward."""
     lse: bool = False
     """Whether lse may have a gradient."""
     aligned: bool = True
     """Whether the gradient of o starts on a 16-byte boundary."""
 
     def others(self) -> Iterator[tuple[str, "Call"]]:
-        """Calls that differ from this one in what nobody says ahead, each with the words for it."""
+        """Yield calls that differ from this one in what `warm` cannot know, each with a name of the difference."""
         p = self.problem
         for M, N in ((p.M + 1, p.N + 1), (p.M + 16, p.N + 16), (2 * p.M, 2 * p.N), (4 * p.M, 4 * p.N)):
             yield "other lengths", self._replace(problem=_resized(p, p.B, M, N))
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
-    """The problem with other sizes, its tensors contiguous; of packed sequences, also with more rows in all."""
+    """Return the problem with other sizes and contiguous tensors. Packed sequences also change their total of rows."""
     rows = ((p.q.shape[0] + M - p.M,), (p.k.shape[0] + N - p.N,)) if p.recipe.varlen else ((B, M), (B, N))
     q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip(p[1:4], (rows[0], rows[1], rows[1]), strict=True))
     ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
@@ -100,12 +100,12 @@ def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
 
 
 def _shaped(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    """A contiguous tensor of another shape."""
+    """Return the spec of a contiguous tensor of another shape."""
     return spec._replace(shape=shape, stride=torch.empty(shape, device=META).stride())
 
 
 def _strided(spec: Spec, times: int) -> Spec:
-    """A tensor whose rows are so many times as far apart: a part of a larger one."""
+    """Return the spec with all but the last two strides multiplied by `times`, as in a view of a larger tensor."""
     *outer, head, entry = spec.stride
     return spec._replace(stride=(*(times * stride for stride in outer), head, entry))
 
@@ -121,25 +121,26 @@ def warm(
     processes: int | None = None,
     **options: Unpack[Everything],
 ) -> Warmed:
-    """Compiles the kernels of `attention` with these arguments, and of its gradient, into Triton's cache.
+    """Compile the kernels that `attention` and its gradient use for these arguments, into Triton's cache.
 
-    The first such call then finds them there, in this process and in every later one with the same TRITON_CACHE_DIR,
-    GPU, Triton and tilewise. Nothing is computed, and this process compiles nothing itself.
+    The first such call then finds them there, in this process and in any later one with the same TRITON_CACHE_DIR, GPU,
+    Triton and tilewise. No attention is computed. Subprocesses compile, not this one.
 
     Args:
-        q, k, v, options: as for `attention`; the tensors may be on the meta device. With return_lse, also what a
-            gradient of lse needs; for a gradient of a bias, the tensor in Bias must require one.
-        device: None takes q's, for meta tensors this machine's GPU; "sm_90", "gfx942", … a GPU that is not here.
+        q, k, v, options: as for `attention`; the tensors may be on the meta device. With return_lse, it also compiles
+            for a gradient of lse. A bias gets a gradient only if the tensor in Bias requires one.
+        device: None means q's device, or this machine's GPU for meta tensors. "sm_90", "gfx942", … name a chip that
+            this machine need not have.
         backward: False leaves the kernels of the gradient out.
-        more: further calls, each by those of its arguments that differ from these.
-        processes: how many compile side by side; None: as many as there are cores, and kernels.
+        more: further calls, each given as a mapping of the arguments that differ.
+        processes: how many subprocesses compile at once. None means one per core, but at most one per kernel.
 
     Returns:
-        A Warmed with .kernels and .unforeseen; print it.
+        A Warmed with .kernels and .unforeseen. Print it to see a table.
 
     Raises:
         TypeError, ValueError, Unsupported: as for `attention`.
-        RuntimeError: a kernel does not compile, or the cache cannot be written.
+        RuntimeError: a kernel does not compile, or the cache is not writable.
     """
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be None or at least 1, got {processes}")
@@ -151,7 +152,7 @@ spell_out(warm, SIGNATURE)
 
 
 def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
-    """The call of `attention` with these arguments, checked."""
+    """Check the arguments, and return them as a Call."""
     chosen = _options("warm", options)
     lse = chosen.pop("return_lse")
     chosen.pop("seed")
@@ -168,7 +169,7 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _card(target: str, device: torch.device) -> torch.device:
-    """The card of this machine whose processors and rows of tiles the call gets; meta where that chip is not here."""
+    """Return this machine's GPU if it is the target, for its processor count and tile sizes; else the meta device."""
     if not torch.cuda.is_available():
         return META
     here = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
@@ -176,7 +177,7 @@ def _card(target: str, device: torch.device) -> torch.device:
 
 
 def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch = lambda *_: None) -> Warmed:
-    """Compiles the kernels of calls for one GPU, each once, in processes side by side."""
+    """Compile the kernels of calls for one GPU, each kernel only once, in parallel processes."""
     calls = [call for call in calls if select(call.problem).name != "cpu" and call.problem.target != "cpu"]
     if not calls:
         return Warmed((), {})
@@ -197,7 +198,7 @@ def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch
 def _compiled(
     needed: Mapping[str, tuple[Call, Kernel]], workers: "Workers", processes: int | None, watch: Watch
 ) -> list[Kernel]:
-    """The kernels, all of them in the cache now; those that were not, with the seconds that they took."""
+    """Compile the kernels that the cache lacks; return all, with the seconds that these took."""
     missing = [item for item in needed.values() if not item[1].found]
     done, failures = {hash: kernel for hash, (_, kernel) in needed.items()}, []
     pool = ThreadPoolExecutor(processes or min(os.cpu_count() or 1, max(1, len(missing))))
@@ -210,7 +211,7 @@ def _compiled(
             except RuntimeError as error:
                 failures.append(f"{kernel.name}: {error}")
             watch(count, len(missing), kernel.name)
-    except BaseException:  # such as an interrupt: nobody is waited for
+    except BaseException:  # such as an interrupt: do not wait for the processes
         workers.close()
         raise
     finally:
@@ -221,7 +222,7 @@ def _compiled(
 
 
 class Workers:
-    """Processes that compile for a GPU, each started when one more is asked than there are."""
+    """A pool of processes that compile for a GPU; a request starts a process if none is idle."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -235,7 +236,7 @@ class Workers:
         self.close()
 
     def ask(self, *request: Any) -> Any:
-        """What one of them answers. RuntimeError if it cannot, or ends meanwhile."""
+        """Send a request to one process and return its answer. Raise RuntimeError if it fails or exits."""
         process = self.idle.pop() if self.idle else self._start()
         try:
             pickle.dump((request[0], request[1:]), process.stdin)  # type: ignore[arg-type]
@@ -256,7 +257,7 @@ class Workers:
         return process
 
     def close(self) -> None:
-        """Ends them."""
+        """Kill all processes."""
         for process in self.all:
             process.kill()
             process.communicate()

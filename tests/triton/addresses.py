@@ -187,7 +187,7 @@ def products(text: str) -> Iterator[tuple[str, str]]:
 
 
 def source(line: str, places: dict[str, str]) -> tuple[str, str]:
-    """Where a product of IR comes from: the file in the package, and the longest product there."""
+    """Where a product of IR comes from: the file in the package or the studies, and the longest product there."""
     (place,) = re.findall(r"loc\((.*)\)$", line.rstrip())
     while not (found := re.match(r"\"([^\"]+\.py)\":(\d+):(\d+)", place)):
         inner = re.search(r"#loc\d*", place)
@@ -198,7 +198,9 @@ def source(line: str, places: dict[str, str]) -> tuple[str, str]:
     around = [x for x in nodes_of(path) if (x.lineno, x.col_offset) <= place <= (x.end_lineno, x.end_col_offset)]
     assert around, f"{path}:{row}:{column} is no product"
     longest = max(around, key=lambda x: x.end_col_offset - x.col_offset)
-    return path.as_posix().rpartition("/tilewise/")[2], ast.unparse(longest)
+    file = path.as_posix().rpartition("/tilewise/")[2]
+    _, study, inside = file.rpartition("/studies/")
+    return study.removeprefix("/") + inside, ast.unparse(longest)
 
 
 @cache

@@ -15,14 +15,16 @@ from triton import knobs
 
 import tilewise as tw
 from tilewise.describe import describe_fake
-from tilewise.experimental import Accumulate
-from tilewise.experimental import launch as experiment
 from tilewise.problem import Operands, Recipe
 from tilewise.triton.tiles import current
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2]))
 from addresses import products
 from offline import launches, meta, use_target
+
+from studies.accumulation import Accumulate
+from studies.accumulation import launch as experiment
 
 HERE = Path(__file__).parent
 B, S, H, H_k, D = 2, 1024, 4, 2, 128
@@ -79,7 +81,7 @@ def module(path: Path) -> Any:
 
 
 def of_experiment() -> list[Any]:
-    """The launch of tilewise.experimental."""
+    """The launch of studies/accumulation."""
     q = meta(B, S, H, 64, dtype=torch.float16)
     x = Operands(q, q, q, ())
     p = describe_fake(x, Recipe(), (0, 0), "sm_90")

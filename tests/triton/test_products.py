@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 ALLOWED = {
     "a row or a key of a sequence; describe.py refuses lengths from 2^30 on": {
-        "experimental/forward.py": ("t * B_R", "j * B_C"),
+        "studies/accumulation/forward.py": ("t * B_R", "j * B_C"),
         "hopper/backward/postprocess.py": ("t // PIECES * 64",),
         "hopper/backward/preprocess.py": ("t * ROWS",),
         "hopper/forward/kernel.py": ("j * B_C",),

@@ -23,7 +23,6 @@ import tilewise as tw
 from ..cpu import Cpu
 from ..describe import describe
 from ..problem import PRECISIONS, Operands, Recipe, Saved, target_of
-from . import ablation
 from .suites import Case
 from .variants import VARIANTS, Variant
 
@@ -218,19 +217,6 @@ def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
     return Peer(f"sdpa {name}", _sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
 
 
-def _changed(name: str, change: ablation.Change) -> Peer:
-    """tilewise's own forward with one thing changed; it has no backward."""
-
-    def why_not(case: Case, device: torch.device) -> str | None:
-        if reason := _needs_gpu(case, device):
-            return reason
-        if case.dropout:
-            return "is measured without dropout"
-        return ablation.why_not(change, case.shape, case.type, case.causal, target_of(device))
-
-    return Peer(name, lambda case, device: ablation.attention(change, case.causal), why_not)
-
-
 def _varied(name: str, variant: Variant) -> Peer:
     """tilewise, asked for one thing more."""
 
@@ -261,8 +247,9 @@ PEERS = {
         _package("flash-attn 2", "flash_attn", dropout=True),
         _package("flash-attn 3", "flash_attn_interface", dropout=False),
         _package("flash-attn 4", "flash_attn.cute", dropout=False),
-        *(_changed(name, change) for name, change in ablation.CHANGES.items()),
         *(_varied(name, variant) for name, variant in VARIANTS.items()),
     )
 }
-"""Every peer, by name."""
+"""Every peer, by name; studies add theirs."""
+CHANGED: dict[str, str] = {}
+"""Peers that are a kernel of tilewise with one thing changed, and the peer that has it unchanged: studies add them."""

@@ -19,7 +19,8 @@ import torch
 import tilewise as tw
 
 from ..problem import target_of
-from . import ablation, state
+from . import state
+from .peers import CHANGED
 from .state import PACKAGE
 from .suites import BACKWARD, BOTH, FORWARD, Case, Suite
 from .variants import VARIANTS
@@ -69,20 +70,15 @@ class Row:
 
 def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]) -> set[str]:
     """The kernels that a row depends on, of those that are known where it was measured; none if they are others'."""
-    word, _, precision = implementation.partition(" ")
-    change = ablation.CHANGES.get(implementation)
+    word, *_ = implementation.split(" ")
+    change = CHANGED.get(implementation)
     if word != "tilewise" and implementation not in VARIANTS and not change:
         return set()
     if not any(name.startswith("triton") for name in known):
         return {"cpu"}
     size = next((size for size in state.SIZES if case.head_size <= size), max(state.SIZES))
-    ours = (
-        change.backend
-        if change
-        else "triton"
-        if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32")
-        else "hopper"
-    )
+    _, _, precision = (change or implementation).partition(" ")
+    ours = "triton" if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32") else "hopper"
     kind = "fp32 " if case.dtype == "fp32" else ""
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
     names = {f"{ours} {kind}{name} D{size}" for name in passes}

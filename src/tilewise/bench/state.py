@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
     """What a kernel is made of."""
 
     roots: tuple[str, ...]
-    """"file:function" of each; "file:*_grad" is all of that kind."""
+    """"file:function" of each; "file:*_grad" is all of that kind. Files of studies/ are in a checkout only."""
     tables: tuple[str, ...] = ()
     """"file:TABLE" of each of its tables of tiles."""
 
@@ -59,9 +59,9 @@ KERNELS = {
     "lists of tiles": Kernel(("tile/visits.py:list_tiles",)),
     "sums beside a bias": Kernel(("tile/renormalize.py:renormalize",)),
     "rotary": Kernel(("tile/rotary.py:rotate",)),
-    "fp16 sums": Kernel(("experimental/forward.py:forward",)),
-    "fp16 sums, emulated": Kernel(("experimental/rounded.py:*",)),
-    "ablation": Kernel(("bench/ablation_kernels.py:*",)),
+    "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
+    "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),
+    "ablation": Kernel(("studies/ablation/kernels.py:*",)),
     "cpu": Kernel(("cpu/fused.py:*", "cpu/sequences.py:*", "cpu/tiled.py:*")),
 }  # fmt: skip
 """By name. Those with tables have a state for each head size that has rows: "hopper forward D64"."""
@@ -80,6 +80,9 @@ EARLIER = {
     "hopper/fp32/split.py": "hopper/pieces.py",
     "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
     "hopper/parts/scores.py": "hopper/scores.py",
+    "studies/accumulation/forward.py": "experimental/forward.py",
+    "studies/accumulation/rounded.py": "experimental/rounded.py",
+    "studies/ablation/kernels.py": "bench/ablation_kernels.py",
 }
 """Where a file stood before it moved: there earlier revisions have it."""
 VALUES = {
@@ -157,7 +160,7 @@ class Source:
     """A package's files as syntax trees."""
 
     def __init__(self, package: Path) -> None:
-        self.package = package
+        self.package, self.root = package, package.parents[1]
         self.modules: dict[Path, dict[str, Any]] = {}
         self.digests: dict[Definition, str] = {}
 
@@ -179,7 +182,8 @@ class Source:
 
     def path(self, file: str) -> Path:
         """Where the package has a file, now or before it moved."""
-        now, before = self.package / file, self.package / EARLIER.get(file, file)
+        before = self.package / EARLIER.get(file, file)
+        now = self.root / file if file.startswith("studies/") else self.package / file
         return before if before.is_file() and not now.is_file() else now
 
     def matching(self, pattern: str) -> list[Definition]:
@@ -200,6 +204,15 @@ class Source:
             self.digests[of] = _digest([Text(self, of[0], node).text])
         return self.digests[of]
 
+    def target(self, path: Path, statement: ast.ImportFrom) -> Path | None:
+        """Where a file's import looks, without suffix; None outside the package and the studies."""
+        if statement.level:
+            folder = path.parents[statement.level - 1]
+            return folder.joinpath(*statement.module.split(".")) if statement.module else folder
+        first, *rest = (statement.module or "").split(".")
+        folders = {self.package.name: self.package, "studies": self.root / "studies"}
+        return folders[first].joinpath(*rest) if first in folders else None
+
     def meaning(self, path: Path, name: str) -> Path | str:
         """What a name stands for in a file: a module of the package (its path), a definition's hash, or itself."""
         node = self.module(path).get(name)
@@ -210,10 +223,9 @@ class Source:
         statement, original = node
         if isinstance(statement, ast.Import):
             return original
-        if not statement.level:
+        target = self.target(path, statement)
+        if target is None:
             return f"{statement.module}.{original}"
-        folder = path.parents[statement.level - 1]
-        target = folder.joinpath(*(statement.module or "").split(".")) if statement.module else folder
         for module in (target / f"{original}.py", target / original / "__init__.py"):
             if module.is_file():
                 return module

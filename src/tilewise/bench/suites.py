@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..mask import Causal, Full, Mask
-from .ablation import CHANGES
 from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -149,14 +148,6 @@ def _short_cpu() -> tuple[Case, ...]:
     )
 
 
-def _ablation() -> tuple[Case, ...]:
-    return tuple(
-        Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
-        for head_size in (64, 128, 256)
-        for causal, length in ((False, 4096), (True, 4096), (True, 1024))
-    )
-
-
 def _variants() -> tuple[Case, ...]:
     return tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
 
@@ -200,10 +191,6 @@ SUITES = {
             tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
         ),
         Suite(
-            "ablation", "what each technique of the forward is worth", _ablation(), (FORWARD,),
-            ("tilewise", "tilewise triton", *CHANGES), 5, 8192, (4096,), host=False,
-        ),
-        Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
             ("tilewise", *VARIANTS), 7, 8192, (8192,), host=False, tables=(),
         ),
@@ -214,4 +201,4 @@ SUITES = {
         ),
     )
 }  # fmt: skip
-"""Every suite, by name."""
+"""Every suite, by name; studies add theirs."""

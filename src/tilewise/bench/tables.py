@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import median_high
 from typing import NamedTuple
 
-from .ablation import CHANGES
 from .costs import OURS, Cost, costs
+from .peers import CHANGED
 from .results import OK, REFUSED, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
 from .variants import VARIANTS
@@ -118,8 +118,7 @@ def slowdown(rows: Sequence[Row]) -> Metric:
     times = {(row.of, row.pass_, row.implementation): row.milliseconds for row in rows if row.status == OK}
 
     def read(row: Row) -> float | None:
-        change = CHANGES.get(row.implementation)
-        own = times.get((row.of, row.pass_, change.peer)) if change else None
+        own = times.get((row.of, row.pass_, CHANGED.get(row.implementation, "")))
         return row.milliseconds / own if own and row.milliseconds else None
 
     return Metric("time with one change, in times of the kernel as it is", read, lambda x: f"{x:.2f}")
@@ -128,9 +127,9 @@ def slowdown(rows: Sequence[Row]) -> Metric:
 def worth(rows: Sequence[Row]) -> list[Grid]:
     """Ablations by head size and mask, for each kernel that was changed and each length; none if nothing was."""
     metric, found = slowdown(rows), []
-    changed = [row for row in rows if row.implementation in CHANGES]
-    for peer, length in _unique((CHANGES[row.implementation].peer, row.of.length) for row in changed):
-        mine = [row for row in changed if (CHANGES[row.implementation].peer, row.of.length) == (peer, length)]
+    changed = [row for row in rows if row.implementation in CHANGED]
+    for peer, length in _unique((CHANGED[row.implementation], row.of.length) for row in changed):
+        mine = [row for row in changed if (CHANGED[row.implementation], row.of.length) == (peer, length)]
         cases = _unique(row.of for row in mine)
         columns = tuple(f"{case.head_size} {'causal' if case.causal else 'full'}" for case in cases)
         at = {(row.of, row.implementation): _cell(row, metric) for row in mine}
@@ -213,7 +212,7 @@ def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
             cost = f"{median_high(hosts):.0f} microseconds"
             cost += f", {median_high(alone):.0f} without gradients" if alone else ""
             lines.append(f"Host cost of one forward call of {ours}: {cost} (median of the cases).")
-    ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGES | VARIANTS]
+    ours = [row for row in rows if is_ours(row.implementation) or row.implementation in CHANGED | VARIANTS]
     wrong = [row for row in ours if row.status == WRONG]
     if wrong:
         lines.append(f"WRONG: {len(wrong)} rows of tilewise break the accuracy rule and were not timed.")
@@ -276,12 +275,12 @@ def _long(rows: Sequence[Row]) -> list[str]:
 
 def _ablation(rows: Sequence[Row]) -> list[str]:
     metric, lines = slowdown(rows), []
-    for name, change in CHANGES.items():
+    for name, peer in CHANGED.items():
         found = {row: r for row in rows if row.implementation == name and (r := metric.read(row))}
         if found:
             least, most = (pick(found, key=lambda row: found[row]) for pick in (min, max))
             lines.append(
-                f"{name}: {geometric_mean(found.values()):.2f} times the time of {change.peer} (geometric mean of "
+                f"{name}: {geometric_mean(found.values()):.2f} times the time of {peer} (geometric mean of "
                 f"{len(found)} cells, {found[least]:.2f} at {least.of} to {found[most]:.2f} at {most.of})."
             )
     return lines

@@ -1,9 +1,9 @@
-"""python -m tilewise info | explain | warm | bench | study | tune | train | demo. Needs the extra `cli`."""
+"""python -m tilewise info | explain | warm | bench | tune. Needs the extra `cli`."""
 
 import importlib.util
 import sys
 
-NEEDED = ("typer", "rich", "matplotlib")
+NEEDED = ("typer", "rich")
 
 
 def main() -> int:

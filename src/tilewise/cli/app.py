@@ -2,8 +2,11 @@
 
 import typer
 
-from . import bench, demo, explain, info, study, train, tune, warm
+from . import bench, explain, info, tune, warm
+from .moved import MOVED, moved
 
+ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command that takes whatever it is given."""
 app = typer.Typer(
     help="Exact attention, one tile at a time.",
     no_args_is_help=True,
@@ -11,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (info.info, explain.explain, warm.warm, bench.bench, tune.tune, train.train, demo.demo):
+for command in (info.info, explain.explain, warm.warm, bench.bench, tune.tune):
     app.command()(command)
-app.add_typer(study.study, name="study")
+for name in MOVED:
+    app.command(name, hidden=True, context_settings=ANY)(moved(name))

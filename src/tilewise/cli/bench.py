@@ -1,4 +1,4 @@
-"""tilewise bench: measures suites, shows tables, keeps results, draws pictures, writes the performance page."""
+"""tilewise bench: measures suites, shows tables, keeps results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -13,15 +13,11 @@ from rich.progress import Progress
 from ..bench import results
 from ..bench.engine import run
 from ..bench.peers import PEERS
-from ..bench.plots import draw
-from ..bench.report import write
 from ..bench.results import Row
 from ..bench.suites import SUITES, Suite
 from ..bench.tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 from .console import err, out, pick_device, print_json, progress, sentences, table
 
-CHECKOUT = Path(__file__).parents[3]
-"""Of tilewise, where it runs from one."""
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
 """Tables after those of the suite."""
 
@@ -41,19 +37,9 @@ def bench(
         Path | None, typer.Option("--results", help="Merge the rows into <device name>.json in this folder.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the suite's pictures as <name>-....png, from this name.")
-    ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Only write --docs anew from --results.")] = False,
-    docs: Annotated[
-        Path | None, typer.Option(help="Where --report writes performance.md and images/; a checkout's docs/.")
-    ] = None,
 ) -> None:
     """Measure tilewise beside its peers."""
     with sentences():
-        if report:
-            _report(results_folder or CHECKOUT / "benchmarks" / "results", docs)
-            return
         where = pick_device(device)
         suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
         suites = [part(whole.quick() if quick else whole, match or [], peer or []) for whole in suites]
@@ -78,10 +64,6 @@ def bench(
             for file in files:
                 results.merge(file, chosen.name, rows, env, partial)
                 err.print(f"rows of {chosen.name} are in {file}")
-            if plot:
-                stem = plot.with_suffix("")
-                for path, _ in draw(chosen.name, rows, stem.with_name(f"{stem.name}-{chosen.name}")):
-                    err.print(f"picture: {path}")
     if str(json_file) == "-":
         print_json(printed)
 
@@ -140,6 +122,8 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
 
 def suites_for(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
+        if name == "ablation" and name not in SUITES:
+            raise ValueError("the suite ablation is now in `python -m studies bench`, from a checkout of tilewise")
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
         if device.type not in SUITES[name].devices:
@@ -164,9 +148,3 @@ def _metrics(names: list[str]) -> list[str]:
         if name not in METRICS:
             raise ValueError(f"there is no table {name!r}; choose from {', '.join(METRICS)}")
     return names
-
-
-def _report(folder: Path, docs: Path | None) -> None:
-    if docs is None and not (CHECKOUT / "mkdocs.yml").exists():
-        raise ValueError("--report writes the documents of a checkout, and this is none; name a folder: --docs")
-    err.print(f"written: {write(folder, docs or CHECKOUT / 'docs')}")

@@ -1,4 +1,4 @@
-"""The CPU back end: PyTorch's own fused kernel where it covers the call, else the tiled algorithm in torch."""
+"""The CPU back end: PyTorch's fused kernel if it supports the call, else the tiled algorithm in torch."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from .sequences import choose_tiles
 
 
 class Cpu:
-    """Runs every call on CPU tensors. `fuse=False` keeps to the tiled path (for tests and benchmarks)."""
+    """It runs every call on CPU tensors. `fuse=False` always takes the tiled path, for tests and benchmarks."""
 
     name = "cpu"
 
@@ -18,13 +18,13 @@ class Cpu:
         self.fuse = fuse
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Only the device can be wrong: plain fp32 honours every precision."""
+        """Check the device alone: plain fp32 is accurate enough for every precision."""
         if problem.target != "cpu":
             return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
         return []
 
     def tiles(self, problem: Problem) -> str:
-        """The path taken, and the tiled path's tile."""
+        """Describe the path taken, and the tile size of the tiled path."""
         heads, rows, columns = choose_tiles(problem)
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
         if not self.fuse or fused.why_not(problem):

@@ -1,4 +1,7 @@
-"""Torch has one setting for the precision of products, for all threads: a call that changes it computes alone."""
+"""Precision of fp32 products on the CPU.
+
+Torch has one setting for all threads. A call changes it under a lock, so only one call computes at a time.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,22 +11,22 @@ from threading import RLock
 import torch
 
 FORK_SECONDS = 1.0
-"""How long a fork waits for the call that another thread is in, at most."""
+"""The longest time that a fork waits for a call in another thread."""
 
 mkldnn = torch.backends.mkldnn
 
 
 class Setting:
-    """The setting, and the lock of whoever changes it.
+    """Torch's setting, with a lock held by the thread that changes it.
 
-    A fork waits for the lock, as the child would go on with a torch that another thread was in the middle of; but no
-    longer than FORK_SECONDS. That thread does not exist in the child: the lock there is new, and the setting put back.
+    A fork waits for the lock, at most FORK_SECONDS. Otherwise the child would copy torch while another thread is in the
+    middle of a call. That thread does not exist in the child, which gets a new lock and the user's setting.
     """
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.of_user: str | None = None
-        """What is put back, while the setting is a call's."""
+        """The user's setting, to be restored; None unless a call has changed it."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
                 before=self._before_fork, after_in_parent=self._after_in_parent, after_in_child=self._after_in_child
@@ -31,11 +34,11 @@ class Setting:
 
     @contextmanager
     def at(self, precision: str) -> Iterator[None]:
-        """Alone, with fp32 products of this precision."""
+        """Hold the lock, with fp32 products of this precision."""
         with self.lock:
             before = mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
             if before == mkldnn.fp32_precision:  # type: ignore[attr-defined]
-                before = "none"  # so it goes on to follow that one
+                before = "none"  # so that it follows the general setting again
             outer, self.of_user = self.of_user, self.of_user or before
             mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]
             try:
@@ -48,7 +51,7 @@ class Setting:
         self.lock.acquire(timeout=FORK_SECONDS)
 
     def _after_in_parent(self) -> None:
-        with suppress(RuntimeError):  # it waited in vain: the lock is another thread's
+        with suppress(RuntimeError):  # the wait timed out: another thread has the lock
             self.lock.release()
 
     def _after_in_child(self) -> None:
@@ -63,7 +66,10 @@ SETTING = Setting()
 
 @contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """fp32 products as they are. bf16 inputs, widened to fp32, lose nothing in oneDNN's bf16 products with fp32 sums,
-    which are twice as fast; P and dS are rounded to bf16 on the way in, as on every matrix unit."""
+    """Make fp32 products exact for inputs of this type.
+
+    bf16 inputs, widened to fp32, lose nothing in oneDNN's bf16 products with fp32 sums, which are twice as fast. P and
+    dS are rounded to bf16 before a product, as on every matrix unit.
+    """
     with SETTING.at("bf16" if dtype == torch.bfloat16 else "ieee"), torch.autocast("cpu", enabled=False):
         yield

@@ -1,4 +1,4 @@
-"""Which batch entries the tiled algorithm computes together, and views of their rows."""
+"""Batching of the tiled algorithm: which batch entries are computed together, and views of their rows."""
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -13,13 +13,15 @@ from ..score import Score
 
 COLUMNS = 256
 BUDGET = 1 << 19
-"""Entries of one S tile: 2 MB of fp32, about what the cores' second-level caches hold."""
+"""Entries of one S tile: 2 MB of fp32, about the size of the cores' L2 caches."""
 
 
 class Sequence(NamedTuple):
-    """Batch entries of one length, mostly just one: their operands as (entries * heads, length, size) in the type
-    computed in, and their own masks and scores. If there are several, all their heads are in one tile; the slice of
-    heads then goes past the end of what has one dimension of heads only, and means all of it."""
+    """Batch entries of one length (often a single one) that are computed together, with their masks and scores.
+
+    Operands are (entries * heads, length, size) in the compute type. Several entries have all their heads in one tile.
+    Then the slice of heads may exceed the head dimension of a mask or score; such a slice selects all heads.
+    """
 
     b: slice
     q: Tensor
@@ -28,23 +30,23 @@ class Sequence(NamedTuple):
     masks: list[Mask]
     scores: list[Score]
     rows: slice
-    """Where their queries are: in the batch (entries b) or in the packed rows."""
+    """The positions of their queries in the packed rows; in a padded batch, `b` selects the entries."""
     columns: slice
     heads: int
-    """How many key heads are computed at once."""
+    """The number of key heads computed at once."""
 
 
 def choose_tiles(p: Problem, lengths: tuple[int, int] | None = None) -> tuple[int, int, int]:
-    """Key heads, queries and keys of one tile, by the lengths of a sequence, else those of the longest."""
+    """Return the key heads, queries and keys of one tile, for a sequence's lengths or by default the longest."""
     M, N = lengths or (p.M, p.N)
     group = p.H // p.H_k
     rows = max(16, min(256, BUDGET // (COLUMNS * group)))
-    used = group * min(rows, max(16, M)) * min(COLUMNS, max(64, N))  # 16 x 64: one counter of dropout serves as many
+    used = group * min(rows, max(16, M)) * min(COLUMNS, max(64, N))  # dropout works in blocks of 16 x 64
     return max(1, BUDGET // used), rows, COLUMNS
 
 
 def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
-    """All batch entries or packed sequences, neighbours of one length together where they fit one tile."""
+    """Yield all batch entries or packed sequences; consecutive ones of equal lengths together, if they fit one tile."""
     kind = compute_type(p)
     masks, scores, _ = p.values(x.extra)
     if p.recipe.varlen:
@@ -63,7 +65,7 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
 
 
 def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The first of some batch entries, how many are computed together, and how many of their key heads at once."""
+    """Yield the first batch entry of each group, the number of entries, and the number of key heads at once."""
     first = 0
     pairs = zip(pairwise(ends_q), pairwise(ends_k), strict=True)
     for lengths, run in groupby((i1 - i0, j1 - j0) for (i0, i1), (j0, j1) in pairs):
@@ -76,13 +78,13 @@ def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tupl
 
 
 def heads_in_turn(s: Sequence) -> Iterator[slice]:
-    """The key heads of each round."""
+    """Yield the slice of key heads of each round."""
     for h in range(0, s.k.shape[0], s.heads):
         yield slice(h, min(h + s.heads, s.k.shape[0]))
 
 
 def heads_first(rows: Tensor, kind: torch.dtype) -> Tensor:
-    """(entries, length, heads, size) to (entries * heads, length, size) in the type computed in."""
+    """Copy (entries, length, heads, size) to (entries * heads, length, size), in the compute type `kind`."""
     return rows.transpose(1, 2).to(kind).contiguous().flatten(0, 1)
 
 
@@ -91,17 +93,17 @@ def count_of(s: Sequence) -> int:
 
 
 def rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """The (entries, length, heads, size) view of some batch entries."""
+    """Return a view (entries, length, heads, size) of some batch entries."""
     return t[rows].unflatten(0, _split(b, rows)) if p.recipe.varlen else t[b]
 
 
 def lse_rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """The (entries, heads, length) view of some batch entries."""
+    """Return a view (entries, heads, length) of some batch entries."""
     return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.varlen else t[b]
 
 
 def _split(b: slice, rows: slice) -> tuple[int, int]:
-    """Packed rows as so many entries of one length."""
+    """Return the number of entries in packed rows, and their common length."""
     count = b.stop - b.start
     return count, (rows.stop - rows.start) // count
 

@@ -1,8 +1,8 @@
 """The tiled algorithm in torch: FlashAttention-2's loops, a few heads at a time.
 
-Query tiles outside and key tiles inside in the forward; key tiles outside in the backward. Each product covers several
-key heads at once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows,
-columns). Batch entries of one length that fit one tile are computed together: their heads are just more heads.
+The forward's outer loop runs over query tiles, the backward's over key tiles. Each product covers several key heads at
+once, with the query heads of a group stacked into rows: q (heads, G * rows, D), S (heads, G * rows, columns). Batch
+entries of one length that fit one tile are computed together, their heads treated as more heads.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,14 @@ from .sequences import (
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 FAR = 4096.0
-"""Rounding of a smaller lse changes P by 2^-12 of itself at most, less than it does S."""
+"""Below this, rounding lse changes P by a relative 2^-12 at most, which is less than rounding S does."""
 
 
 class Tile(NamedTuple):
-    """Rows i0:i1 and columns j0:j1 of some heads' S; `keep`, which broadcasts to (entries, heads, rows, columns), masks
-    it, None if all is seen."""
+    """Rows i0:i1 and columns j0:j1 of S, for some heads.
+
+    `keep` is its mask and broadcasts to (entries, heads, rows, columns); None if the mask hides nothing.
+    """
 
     h: slice
     i0: int
@@ -63,7 +65,7 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 
 
 def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
-    """One query tile against every key tile it sees; writes its rows of o and lse."""
+    """Compute one query tile's rows of o and lse, in a loop over the key tiles it sees."""
     i1 = min(i0 + choose_tiles(p)[1], s.q.shape[1])
     h = _query_heads(p, h_k)
     q = _stack(s.q[h, i0:i1], h_k)  # (heads, G * rows, D)
@@ -74,7 +76,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         j = slice(tile.j0, tile.j1)
         S = _scores(p, s, tile, q, s.k[h_k, j])[0]
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
-        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)  # a row without keys so far: exp2(-inf - 0) = 0
+        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)  # the row has seen no key yet: exp2(-inf - 0) = 0
         P = _exp_(p, S.sub_(m_safe))
         alpha = _exp_(p, m - m_safe)
         l = l * alpha + P.sum(-1, keepdim=True)
@@ -130,7 +132,10 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
 
 
 def _backward_tile(p, s, h_k, j0, given, outputs):
-    """One key tile against every query tile that sees it: its rows of dk and dv, and its share of dq and dbias."""
+    """Compute one key tile's rows of dk and dv, and add its contributions to dq and dbias.
+
+    The loop runs over the query tiles that see it.
+    """
     do, L, lost, delta, seed = given
     dq, dk, dv, extra = outputs
     h = _query_heads(p, h_k)
@@ -165,10 +170,10 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
 
 
 def _scores(p, s, tile, q, k):
-    """S of a tile, masked, in base 2 or with scores natural, and the logits that entered each score (natural)."""
+    """Return a tile's masked S, in base 2 or with scores natural, and the natural logits that enter each score."""
     c = p.scale if s.scores else p.scale * LOG2E
     empty = q.new_empty(()).expand(q.shape[0], q.shape[1], k.shape[1])
-    vanishes = c < torch.finfo(torch.float32).tiny  # an alpha of 0 makes oneDNN's bf16 product return old memory
+    vanishes = c < torch.finfo(torch.float32).tiny  # with alpha = 0, oneDNN's bf16 product returns uninitialised memory
     S = torch.baddbmm(empty, q, k.mT, beta=0, alpha=1.0 if vanishes else c)
     if vanishes:
         S.mul_(c)
@@ -186,8 +191,10 @@ def _scores(p, s, tile, q, k):
 
 
 def _lost(p, s, h_k, L):
-    """log(sum_j exp(S - L)) of the rows of some key heads: what a large lse = m + log l has lost of log l. A bias may
-    fill rows with -1e9 or torch.finfo(...).min; elsewhere None."""
+    """Return log(sum_j exp(S - L)) for the rows of some key heads: what rounding a large lse = m + log l lost of log l.
+
+    Only a bias makes lse so large, where it fills rows with -1e9 or torch.finfo(...).min. Otherwise return None.
+    """
     h = _query_heads(p, h_k)
     far = (L[h].abs() >= FAR) & L[h].isfinite()
     if not (p.biased and bool(far.any())):
@@ -205,18 +212,20 @@ def _lost(p, s, h_k, L):
 
 
 def _base(p: Problem) -> float:
-    """What turns natural logs into those of the logits: base 2, but natural with scores: a bias may be too large to be
-    multiplied."""
+    """Return the factor from natural log to the unit of S: base 2, or with scores natural log.
+
+    A bias may be too large to be multiplied.
+    """
     return 1.0 if p.recipe.score else LOG2E
 
 
 def _exp_(p: Problem, x: Tensor) -> Tensor:
-    """exp of a difference of logits, in place. exp2 is twice as fast as exp."""
+    """Compute exp of a difference of logits, in place. exp2 is twice as fast as exp."""
     return (x.mul_(LOG2E) if p.recipe.score else x).exp2_()
 
 
 def _through_scores(p, s, tile, dS, stages, extra):
-    """The gradient of the scaled logits from that of S; every wanted bias gets its share on the way."""
+    """Return the gradient of the scaled logits from that of S, and add to the gradient of every bias that needs one."""
     if not s.scores:
         return dS
     i, j, shift = _indices(s, tile)
@@ -232,14 +241,14 @@ def _through_scores(p, s, tile, dS, stages, extra):
 
 
 def _bias_tile(bias, b, tile):
-    """The part of a tensor that broadcasts to (B, H, M, N) which a tile touches, as a 4-D view."""
+    """Return a tile's part of a tensor that broadcasts to (B, H, M, N), as a 4-D view."""
     bias = bias[(None,) * (4 - bias.ndim)]
     wanted = (b, tile.h, slice(tile.i0, tile.i1), slice(tile.j0, tile.j1))
     return bias[tuple(part if size > 1 else slice(0, 1) for part, size in zip(wanted, bias.shape, strict=True))]
 
 
 def _of_heads(score: Score, h: slice) -> Any:
-    """A score for some heads only: its captured tensors cut along the head dimension."""
+    """Return a score for some heads only: its captured tensor is sliced along the head dimension."""
     if not score.captures:
         return score
     (tensor,) = score.tensors
@@ -251,7 +260,7 @@ def _of_heads(score: Score, h: slice) -> Any:
 
 
 def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
-    """The key tiles that rows i0:i1 see."""
+    """Yield the key tiles that rows i0:i1 see."""
     for j0 in range(0, N, COLUMNS):
         tile = _look(s, h, i0, i1, j0, min(j0 + COLUMNS, N))
         if tile is not None:
@@ -259,7 +268,7 @@ def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
 
 
 def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | None:
-    """One tile with what its mask keeps, or None if that is nothing."""
+    """Return one tile with its mask, or None if the mask hides all of it."""
     shift = s.k.shape[1] - s.q.shape[1]
     first, last = i0 + shift, i1 - 1 + shift
     full = True
@@ -290,13 +299,15 @@ def _indices(s, tile):
 
 
 def _range(s: Sequence, start: int, stop: int) -> Tensor:
-    """Indices, on the operands' device whatever torch's default is."""
+    """Return indices on the operands' device, whatever torch's default device is."""
     return torch.arange(start, stop, device=s.q.device)
 
 
 def _dropout_factor(p, s, tile, seed):
-    """Z: 0 where dropped, `dropout_rescale` where kept; (H, rows, columns). Bit for bit `reference.dropout_keep`, but
-    each counter is computed once: of the blocks of 16 rows and 64 columns that the tile touches."""
+    """Return Z (H, rows, columns): 0 where dropped, `dropout_rescale` where kept; bitwise as `reference.dropout_keep`.
+
+    Each counter is computed only once, for all blocks of 16 rows and 64 columns that overlap the tile.
+    """
     row = s.b.start * p.H + _range(s, 0, s.q.shape[0])[tile.h, None, None]
     c_i = _range(s, tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
     c_j = _range(s, tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
@@ -311,7 +322,7 @@ def _dropout_factor(p, s, tile, seed):
 
 
 def _stack(rows: Tensor, h_k: slice) -> Tensor:
-    """(H, rows, D) to (key heads, G * rows, D)."""
+    """Reshape (H, rows, D) to (key heads, G * rows, D)."""
     return rows.reshape(h_k.stop - h_k.start, -1, rows.shape[-1])
 
 
@@ -321,7 +332,7 @@ def _query_heads(p: Problem, h_k: slice) -> slice:
 
 
 def _per_query_head(S: Tensor, s: Sequence, tile: Tile) -> Tensor:
-    """(key heads, G * rows, columns) to (entries, heads, rows, columns)."""
+    """View (key heads, G * rows, columns) as (entries, heads, rows, columns)."""
     return S.view(count_of(s), -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
 
 
@@ -334,5 +345,5 @@ def _most(end: Any) -> Any:
 
 
 def _unowned(rows: Tensor, cu: Tensor) -> Tensor:
-    """The packed rows that no sequence owns."""
+    """Return the packed rows after the last sequence."""
     return rows[int(cu[-1]) :]

@@ -1,4 +1,4 @@
-"""The Hopper back end: Gluon kernels for sm_90, asynchronous and warp-specialised."""
+"""Run attention on Hopper (sm_90) with Gluon kernels, asynchronous and warp-specialised."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ from .tiles import KINDS, current, current_fp32, precision
 
 
 class Hopper:
-    """16-bit types and fp32, whose rows TMA can address."""
+    """Run attention in 16-bit types and in fp32, on tensors whose rows TMA can address."""
 
     name = "hopper"
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Chip, type, head sizes, addresses, and what is left to the portable kernels."""
+        """Return why these kernels cannot run a problem: its chip, type, head sizes, addresses, or an option left to
+        the portable kernels."""
         p = problem
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
@@ -39,7 +40,7 @@ class Hopper:
         return against
 
     def tiles(self, problem: Problem) -> str:
-        """The two main kernels' tiles."""
+        """Describe the tiles of the two main kernels."""
         if problem.dtype == torch.float32:
             row, name = current_fp32(problem), precision(problem)
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {whose(problem.q.device)}"
@@ -62,12 +63,12 @@ class Hopper:
 
 
 def _launches(problem: Problem) -> Any:
-    """The module that launches a problem's kernels."""
+    """Return the module that launches the kernels of a problem's type."""
     return fp32_launch if problem.dtype == torch.float32 else launch
 
 
 def _against_fp32(p: Problem) -> list[str]:
-    """What the fp32 kernels leave to the portable ones."""
+    """Return why the fp32 kernels leave a problem to the portable ones."""
     against = []
     if precision(p) is None:
         has = " and ".join(KINDS)
@@ -80,7 +81,7 @@ def _against_fp32(p: Problem) -> list[str]:
 
 
 def _unaddressable(spec: Spec) -> str | None:
-    """Why TMA cannot read a tensor where it lies."""
+    """Return why TMA cannot read a tensor where it lies, or None if it can."""
     if not spec.aligned:
         return "does not start on a 16-byte boundary"
     if spec.stride[-1] != 1 and spec.shape[-1] != 1:

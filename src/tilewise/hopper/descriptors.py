@@ -1,4 +1,4 @@
-"""Tensors as TMA sees them."""
+"""Describe tensors to TMA."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,25 +15,25 @@ TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: 
 LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 Box = tuple[list[int], list[int], list[int], Any]
-"""Shape, strides, box and layout of a descriptor."""
+"""Holds the shape, strides, box and layout of a descriptor."""
 
 
 class Descriptor(TensorDescriptor):
-    """A tensor as TMA sees it. Gluon's own checks cost more than the launch; `why_not` has made them."""
+    """Describe a tensor to TMA. Gluon's own checks cost more than the launch; `why_not` has made them."""
 
     def __post_init__(self) -> None:
-        """Nothing to check."""
+        """Check nothing."""
 
 
 def vector(t: Tensor, size: int) -> Descriptor:
-    """Numbers in a row, in boxes of `size`."""
+    """Describe a row of numbers, in boxes of `size`."""
     return Descriptor(t, [t.numel()], [1], [size], LINE)
 
 
 def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
-    """How TMA sees a tensor of this shape: (batch, heads, length, size), in boxes of `rows` rows of one head.
+    """Describe a tensor of this shape as (batch, heads, length, size), in boxes of `rows` rows of one head.
 
-    Reads past its ends give 0, writes are dropped.
+    TMA reads zeros out of bounds, and drops writes there.
     """
     if p.recipe.varlen:
         shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
@@ -44,18 +44,18 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
 
 @lru_cache(64)
 def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory."""
+    """Return the layout of a box in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
 
 
 def addressable(t: Tensor) -> Tensor:
-    """The tensor, copied if TMA cannot read it where it lies."""
+    """Return the tensor, copied if TMA cannot read it where it lies."""
     good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
     return t if good and 0 not in t.stride() else t.contiguous()
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a fresh tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

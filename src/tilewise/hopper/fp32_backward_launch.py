@@ -1,5 +1,7 @@
-"""Launches of the fp32 backward on Hopper: preparation, the main kernel and what turns sums into dQ. And what both
-ways share: the pieces of K and V, which the forward makes and keeps."""
+"""Launch the fp32 backward on Hopper: preprocess, the main kernel, and postprocess, which converts sums into dQ.
+
+The forward also uses the pieces of K and V defined here: it makes and keeps them.
+"""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from .tiles import KINDS, Kind, padded, precision
 
 
 class Row(NamedTuple):
-    """A row of the table of tiles; the fields are `Tile`'s."""
+    """Hold a row of the table of tiles; its fields are those of fp32/backward.py's `Tile`."""
 
     B_c: int
     q_stages: int
@@ -38,14 +40,14 @@ ROWS = {
     (128, "fp16x3"): Row(64, 2, 2),
     (128, "bf16x6"): Row(64, 1, 1, in_step=True),
 }
-"""By head size in shared memory and precision."""
+"""Maps a head size in shared memory and a precision to a row."""
 BLOCK = 64
-"""Rows of a block of queries: those of one scale, and of row values."""
+"""Counts the rows of a block of queries, which share one scale; row values lie in such blocks, too."""
 
 
 class Keys(NamedTuple):
-    """K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
-    backward; of each, what undoes the scales, and the largest norm of a row of V. Of each head, the centres."""
+    """Hold K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
+    backward. Each has what undoes its scales, and the largest norm of a row of V; each head has its centres."""
 
     k: Tensor
     v: Tensor
@@ -57,7 +59,8 @@ class Keys(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: pieces as in `Keys` and numbers of each block; lse, delta, sums of dQ as in launch.py."""
+    """Hold what passes between the kernels: pieces as in `Keys`, numbers of each block, and lse, delta and sums of dQ
+    as in launch.py."""
 
     q: Tensor
     do: Tensor
@@ -70,30 +73,30 @@ class Scratch(NamedTuple):
     shares: Shares | None
     done: Tensor
     kept: bool
-    """Whether the keys are the forward's."""
+    """Says whether the keys are the forward's."""
 
 
 class Sizes(NamedTuple):
-    """How much there is of what, all of it a consequence of the problem."""
+    """Hold the counts that follow from the problem."""
 
     row: Row
     D: int
-    """Columns of a row in scratch."""
+    """Counts the columns of a row in scratch."""
     kind: Kind
     query_tiles: int
-    """Of a head in scratch; of packed sequences, of all of them."""
+    """Counts a head's query tiles in scratch; for packed sequences, those of all sequences."""
     key_tiles: int
     queries: int
-    """Blocks of all queries."""
+    """Counts the blocks of all queries."""
     keys: int
     heads: int
-    """Query heads of a walk."""
+    """Counts the query heads that one program loops over."""
 
 
 @lru_cache(4096)
 def sizes_of(p: Problem) -> Sizes:
-    """The problem's tiles, and what follows from them."""
-    D, name = padded(p), precision(p) or ""  # asked for only where there is one
+    """Compute the problem's tiles, and what follows from them."""
+    D, name = padded(p), precision(p) or ""  # called only where there is one
     row = ROWS[D, name]
     of_queries, of_keys = row_blocks(p, row.B_r), key_tiles(p, row.B_c)
     batch = 1 if p.recipe.varlen else p.B
@@ -104,7 +107,7 @@ def sizes_of(p: Problem) -> Sizes:
 
 
 def empty_keys(p: Problem, device: torch.device) -> Keys:
-    """Unwritten."""
+    """Allocate K and V in pieces, unwritten."""
     sizes = sizes_of(p)
     shape = sizes.kind.pieces, sizes.keys, sizes.row.B_c, sizes.D
     k, v = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
@@ -113,13 +116,13 @@ def empty_keys(p: Problem, device: torch.device) -> Keys:
 
 
 def kept_keys(p: Problem, saved: Saved) -> Keys | None:
-    """What the forward has kept, unless torch's setting asks for another precision since."""
+    """Return the keys that the forward kept, unless torch's setting has asked for another precision since."""
     fits = saved.kept and saved.kept[0].dtype == sizes_of(p).kind.type
     return Keys(*saved.kept) if fits else None
 
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
-    """Unwritten, but for what is kept, and turns: nobody's."""
+    """Allocate scratch without writing it, except the keys kept and `turns`: these hold -1, no tile."""
     row, D, kind, *_, queries, _, heads = sizes_of(p)
     keys = kept or empty_keys(p, device)
     q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))
@@ -137,10 +140,11 @@ def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """K and V in pieces, unless they are kept; lists of tiles; Q and dO in pieces, and row values; dK, dV and sums of
-    dQ; dQ.
+    """Return the launches in order: split K and V unless kept, list tiles, preprocess, the main kernel, postprocess.
+    Preprocess splits Q and dO and computes row values. The main kernel computes dK, dV and sums of dQ.
 
-    Of the plan `pl` it reads `compiled`, `values` and `listed`. do may have any strides, with adjacent entries in rows.
+    Of the plan `pl`, only `compiled`, `values` and `listed` are read. do may have any strides, with adjacent entries in
+    rows.
     """
     row, D, _, query_tiles, *_, heads = sizes_of(p)
     splits = [] if scratch.kept else [splitting(p, pl, x, scratch.keys)]
@@ -157,7 +161,8 @@ def launches(
 
 
 def splitting(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
-    """K and V in pieces, for the forward, whose outputs are `saved`, and for a backward that finds none kept."""
+    """Return the launch that splits K and V. It serves the forward, whose outputs are `saved`, and a backward that
+    finds no keys kept."""
     row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
@@ -172,7 +177,7 @@ def splitting(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None 
 def preparation(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
 ) -> Launch:
-    """Blocks of queries and of keys."""
+    """Return the preprocess launch over blocks of queries and of keys."""
     row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
@@ -192,18 +197,18 @@ def preparation(
         packed(p, x), unowned(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys,
         of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
-    # dQ of a gradient of lse, or beside a sink, is no sum of differences of keys
+    # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
         "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "AHEAD": True,
-        "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory side by side
+        "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
     return Launch(fp32_prepare, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
-    """The main kernel's, and before it one that lists tiles or says who adds first, where that is needed."""
+    """Return the main kernel's launch, and before it one that lists tiles or orders the sums of dQ, if needed."""
     row, D, kind, query_tiles, key_tiles, *_, of_walk = sizes_of(p)
     where, (M, N) = packed(p, x), lengths(p)
     parts, _, _ = pl.values or device_values(p, x.extra)
@@ -220,7 +225,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": tile.TURN}
         listing = [Launch(give_turns, p.B * p.H * tiles, order, constants, pl.compiled)]
     cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
-    section = evenly(heads, max(1, 2 * processors(p.q.device) // tiles, cached))  # two tiles a processor, or more
+    section = evenly(heads, max(1, 2 * processors(p.q.device) // tiles, cached))  # two tiles a multiprocessor, or more
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
@@ -235,7 +240,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
 
 
 def boxes(t: Tensor) -> Descriptor:
-    """Pieces as TMA sees them, (piece, row, column), in boxes of 64 rows of one piece."""
+    """Describe pieces to TMA, (piece, row, column), in boxes of 64 rows of one piece."""
     count, blocks, rows, columns = t.shape
     layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[t.dtype])
     strides = [blocks * rows * columns, columns, 1]

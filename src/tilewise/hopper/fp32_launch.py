@@ -1,4 +1,4 @@
-"""Launches of the fp32 kernels on Hopper: operands into 16-bit pieces, then attention on pieces."""
+"""Launch the fp32 kernels on Hopper: split operands into 16-bit pieces, then run attention on the pieces."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,27 +32,27 @@ from .plan import CACHED_KEYS, SECTION, TINY, evenly, has_edges, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
 KEPT_SHARE = 256
-"""Pieces of K and V wait for the backward if they take up no more than this part of the card's memory: a model has tens
-of layers, and all wait together."""
+"""Keep pieces of K and V for the backward only if they take at most this part of the GPU's memory. A model has tens of
+layers, and all keep theirs at once."""
 KEPT_KEYS = 8192
-"""And if there are no more keys: products grow with the square of the length, so that beyond it splitting again costs
-nothing beside them, and memory is what is short."""
+"""Keep them only up to this many keys. Products grow with the square of the length, so that beyond it splitting again
+costs almost nothing, and memory is what is short."""
 
 
 class Plan(NamedTuple):
-    """Everything about a launch that follows from the problem alone."""
+    """Hold everything about a launch that follows from the problem alone."""
 
     forward: Fp32Forward
     kind: Kind
     c: float
-    """Logits times c are in base 2."""
+    """Turns logits into base 2, as a factor."""
     q: Box
-    """How TMA sees q."""
+    """Describes q to TMA."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
     keeps: bool
-    """Whether pieces of K and V wait for the backward."""
+    """Says whether pieces of K and V are kept for the backward."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
@@ -60,18 +60,18 @@ class Plan(NamedTuple):
 
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem, from the row in use."""
+    """Compute a problem's tiles and constants from the table row in use."""
     return planned(p, current_fp32(p))
 
 
 def planned(p: Problem, row: Fp32Forward) -> Plan:
-    """The same from any row."""
+    """Compute the same from any table row."""
     sizes, group = gradients.sizes_of(p), p.H // p.H_k
     kind, D = sizes.kind, sizes.D
     in_block = sizes.row.B_c  # keys
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
-    least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would wait for work at the end
+    least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would idle in the tail
     section = evenly(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
         2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.paired, row.turns,
@@ -89,7 +89,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
 
 
 def keeps(p: Problem) -> bool:
-    """Whether it is worth its memory that pieces of K and V wait for the backward."""
+    """Return whether keeping pieces of K and V for the backward is worth the memory."""
     sizes = gradients.sizes_of(p)
     size = 2 * sizes.kind.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
     return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
@@ -97,14 +97,15 @@ def keeps(p: Problem) -> bool:
 
 @lru_cache(64)
 def memory(device: torch.device) -> int:
-    """Bytes of the card, or of an H200 where there is none."""
+    """Return the GPU's memory in bytes, or an H200's if there is no GPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 139 << 30
 
 
 def forward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, keys: gradients.Keys, counter: Tensor
 ) -> list[Launch]:
-    """Lists of tiles, if they are listed; K and V into pieces; attention, which begins while these are made."""
+    """Return the launches: list tiles if needed, split K and V into pieces, then attention, which begins while these
+    are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
@@ -119,14 +120,14 @@ def forward_launches(
 
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:
-    """Pieces as TMA sees them: row after row, in boxes of a tile."""
+    """Describe pieces to TMA, row after row, in boxes of a tile."""
     count, blocks, rows, size = pieces.shape
     box = B_c, size
     return Descriptor(pieces, [count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype))
 
 
 def pairs(pieces: Tensor, B_c: int) -> Descriptor:
-    """The same, in boxes of a tile in two pieces, the second below the first."""
+    """Describe pieces to TMA in boxes of a tile in two pieces, the second below the first."""
     count, blocks, rows, size = pieces.shape
     box = 2, B_c, size
     shape, strides = [count, blocks * rows, size], [blocks * rows * size, size, 1]
@@ -135,12 +136,12 @@ def pairs(pieces: Tensor, B_c: int) -> Descriptor:
 
 @lru_cache(64)
 def tile_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory."""
+    """Return the layout of a box in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(box), TYPES[dtype])
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse, and pieces of K and V."""
+    """Compute o, lse and pieces of K and V, and keep the pieces if the plan says so."""
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved, keys, counter(x.q.device, stream)):
@@ -149,7 +150,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-    """dq, dk, dv, and what extras want."""
+    """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
     extra, stream = list(grads.extra), current_stream(x.q.device)

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: from a problem and its operands to descriptors and kernel arguments."""
+"""Launch the 16-bit Hopper kernels: turn a problem and its operands into descriptors and kernel arguments."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,27 +42,28 @@ from .plan import Plan, empty_shares, plan, planned, programs_of_main, row_block
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
-"""Of each stream, for good: a kernel may still count when Python is done with its launch."""
+"""Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
 
 
 class Scratch(NamedTuple):
-    """Between the backward's kernels, in blocks of B_r rows: lse in base 2, delta, and sums of dQ."""
+    """Hold what passes between the backward's kernels, in blocks of B_r rows: lse in base 2, delta, and sums of dQ."""
 
     logs: Tensor
     delta: Tensor
     dq: Tensor
     turns: Tensor | None
-    """For deterministic gradients, per block: the key tile that may add to it and to the others of its turn."""
+    """Names, per block, the key tile that may add to it and to the others of its turn (see
+    backward/deterministic.py)."""
     ready: Tensor | None
-    """Per matrix of keys: shares of zeros that are in its dQ. None where they are all written before: for packed
-    sequences, and for tiles with sides, where ptxas would spill."""
+    """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
+    for packed sequences, and with the dK/dV split, where ptxas would spill."""
     shares: Shares | None
     done: Tensor
-    """At the first head of each walk: tiles of keys that have added all they add to its dQ."""
+    """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
-    """One launch, and one before it if tiles are listed."""
+    """Return one launch, and one before it if tiles are listed."""
     variant, sink, listing = (pl.variant, None, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     q, k, v, o, *_ = pl.boxes
     arguments = (
@@ -76,7 +77,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 def forward_variant(
     p: Problem, pl: Plan, x: Operands, seed: Tensor | None
 ) -> tuple[Variant, Tensor | None, list[Launch]]:
-    """The forward's variant, the sink, and what writes the lists of tiles."""
+    """Return the forward's variant, the sink, and the launches that list tiles."""
     parts, changes, sink = pl.values or device_values(p, x.extra, scores)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     return Variant(parts, changes, dropout(p, seed), lists), sink, listing
@@ -86,8 +87,8 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Lists of tiles, or who adds first; what the main kernel reads of each row; dK, dV and sums of dQ; dQ. Each of the
-    last two begins while the kernel before it ends."""
+    """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
+    postprocess. The last two each begin while the kernel before ends."""
     row, where, shape = pl.backward, packed(p, x), pl.backward_shape
     lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
@@ -110,7 +111,7 @@ def preparation(
     p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, grads: Grads,
     where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
-    """Row values, and zeros."""
+    """Return the preprocess launch, which writes row values and zeros."""
     row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, pl.backward_tile.GROUP
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
@@ -127,7 +128,7 @@ def main_launch(
     p: Problem, pl: Plan, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, counter: Tensor,
     where: Packed | None, variant: Variant, key: Any,
 ) -> Launch:  # fmt: skip
-    """dK, dV and sums of dQ."""
+    """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
     edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
@@ -144,7 +145,7 @@ def main_launch(
 
 
 def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
-    """dQ from its sums."""
+    """Return the postprocess launch, which computes dQ from its sums."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
@@ -159,7 +160,8 @@ def of_biases(
     p: Problem, pl: Plan, x: Operands, do: Tensor, lse: Tensor, scratch: Scratch, grads: Grads, variant: Variant,
     key: Any,
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
-    """Row sums of P, and gradients of biases, both by Triton kernels, which call Triton's scores."""
+    """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
+    scores."""
     operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), *scratch[:2])
     tiles = BIAS[pl.backward_tile.D]
     constants = {
@@ -174,7 +176,7 @@ def of_biases(
 
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
-    """Unwritten, but for turns: nobody's."""
+    """Allocate scratch without writing it, except `turns`: these hold -1, no tile."""
     B_r = pl.backward.B_r
     blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
     sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
@@ -187,7 +189,7 @@ def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse."""
+    """Compute o and lse."""
     saved = empty_saved(p, x, seed)
     stream = current_stream(x.q.device)
     for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
@@ -196,7 +198,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-    """dq, dk, dv, and what extras want."""
+    """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
@@ -211,7 +213,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 
 def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
-    """Numbers in blocks of B_r rows, by rows as lse has them."""
+    """Reorder numbers from blocks of B_r rows into the layout of lse."""
     if not p.recipe.varlen:
         return numbers.view(p.B, p.H, -1)[..., : p.M]
     cu = x.extra[-2]
@@ -219,11 +221,11 @@ def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
     b = torch.bucketize(row, cu[1:], right=True).clamp(max=p.B - 1)
     by_head = numbers.view(p.H, -1)
     at = (cu[b] // B_r + b) * B_r + row - cu[b]
-    return by_head[:, at.clamp(0, by_head.shape[1] - 1)]  # bad cu_seqlens stay inside
+    return by_head[:, at.clamp(0, by_head.shape[1] - 1)]  # bad cu_seqlens must stay inside
 
 
 def counter(device: torch.device, stream: int | None) -> Tensor:
-    """Two zeros that a launch leaves as zeros: one pair per stream, and one of its own per captured launch."""
+    """Return two zeros that a launch leaves as zeros: one pair per stream, and a separate pair per captured launch."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     known = COUNTERS.get((device, stream))
@@ -231,7 +233,7 @@ def counter(device: torch.device, stream: int | None) -> Tensor:
 
 
 def new_counter(device: torch.device) -> Tensor:
-    """Two zeros from a thread of their own, so that they may stay. This thread may allocate from a private pool:
+    """Allocate two zeros in a separate thread, so that they may stay. This thread may allocate from a private pool:
     `torch.cuda.use_mem_pool`, or CUDA graphs of torch.compile, which warm up in theirs without capturing."""
     with ThreadPoolExecutor(1) as thread:  # a copy from the CPU waits, so that every stream finds the zeros
         return thread.submit(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(device)).result()

@@ -1,5 +1,7 @@
-"""What follows from a problem alone: tiles and counts of its launches, how the backward's work is cut into walks,
-and how many matrices lie side by side."""
+"""Compute what follows from a problem alone: tiles, grid sizes, and how many score matrices run concurrently.
+
+A `walk` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
+"""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,53 +26,55 @@ from .tiles import Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
 SECTION = 16
-"""Score matrices that run side by side, at least, where tiles differ in length."""
+"""Run at least this many score matrices concurrently where tiles differ in length."""
 CACHED_KEYS = 32 << 20
-"""Bytes of K and V that they may share: what stays in the second-level cache."""
+"""Let them share at most this many bytes of K and V: what stays in the L2 cache."""
 LEFT_TO_FINISH = 3
-"""Processors that the backward's main kernel leaves to the last one under a narrow window."""
+"""Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
+without."""
 CACHED_QUERIES = 16 << 20
-"""Bytes of Q, dO and sums of dQ that programs running side by side may share."""
+"""Let concurrent programs share at most this many bytes of Q, dO and sums of dQ."""
 MOST_HEADS, SHORT_WALK = 4, 2048
-"""Query heads of a walk in the backward, at most, unless these have fewer queries in all: its end takes some time."""
+"""Limit a loop of the backward to MOST_HEADS query heads, since its epilogue takes some time. Allow more while they
+have about SHORT_WALK queries in all."""
 
 
 class Plan(NamedTuple):
-    """Everything about a launch that follows from the problem alone."""
+    """Hold everything about a launch that follows from the problem alone."""
 
     forward: Forward
     backward: Backward
     backward_tile: Any
     backward_shape: Any
     c: float
-    """Logits times c are in base 2."""
+    """Turns logits into base 2, as a factor."""
     boxes: tuple[Box, ...]
-    """Of q, k, v and o in the forward, and of q, k and v in the backward."""
+    """Describe q, k, v and o to the forward's TMA, then q, k and v to the backward's."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
-    """Of the forward, all three."""
+    """Hold the forward's constants, all three."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts, the scores and the sink, where they hold no tensor."""
+    """Hold the mask's parts, the scores and the sink, if they hold no tensor."""
     backward_values: tuple[Any, Any, Tensor | None] | None
-    """The same, with the backward's scores."""
+    """Hold the same, with the backward's scores."""
     variant: Variant | None
-    """Of the forward, where it holds no tensor: no captures, no seed, no lists."""
+    """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
 
 
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem, from the rows in use."""
+    """Compute a problem's tiles and constants from the table rows in use."""
     return planned(p, current(p))
 
 
 def planned(p: Problem, chosen: Rows) -> Plan:
-    """The same from any rows."""
+    """Compute the same from any table rows."""
     row, back = chosen
     dice = dice_warps(p, 256)
-    if dice:  # they have a warpgroup's place, and registers of the others
+    if dice:  # the dropout warps replace a warpgroup, and take registers from the others
         row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
@@ -95,7 +99,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 
 
 def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
-    """The forward's constants."""
+    """Return the forward's compile-time constants."""
     edges = has_edges(p, 64, row.B_c)
     corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     return kernels.Tile(
@@ -105,7 +109,8 @@ def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
 
 
 def bounded(p: Problem) -> bool:
-    """Whether the forward needs no running maximum (see `forward.begin`); P of fp16 has not the range."""
+    """Return whether the forward can skip the running maximum (see forward/softmax.py's `begin`). P in fp16 lacks the
+    range."""
     if p.dtype != torch.bfloat16 or p.kinds[-1:] != (SoftCap,):
         return False
     _, cap = p.recipe.score[-1]
@@ -113,15 +118,15 @@ def bounded(p: Problem) -> bool:
 
 
 def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
-    """The backward's constants."""
+    """Return the backward's compile-time constants."""
     heads = heads_of_walk(p, row)
-    many = heads > 1  # then it comes to the first tile of each
-    # 128 queries hardly ever see one half of a tile of keys alone; with scores, registers are short
+    many = heads > 1  # then the loop reaches the first tile of each
+    # 128 queries rarely see only one half of a key tile; with scores, registers are short
     parts = bool(p.recipe.mask) and row.B_r < row.B_c and not (p.listed or p.recipe.score)
     edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
-    # a second K where there is room; not where heads share keys: long walks are slower with it
+    # keep a second K where there is room; not where heads share keys: long loops are slower with it
     k_stages = 1 if many or p.recipe.dropout or row.sides else 2
-    # faster where a loop would carry scores, or the mask of many heads' walks, slower elsewhere
+    # faster where a loop would carry scores, or a mask over many heads; slower elsewhere
     apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
         row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
@@ -130,12 +135,12 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
 
 
 def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
-    """The backward's counts, and how many matrices run side by side."""
+    """Return the backward's counts, and how many matrices run concurrently."""
     tiles = cdiv(p.N, row.B_c)
-    side_by_side = processors(p.q.device) // tiles  # no fewer, or some would wait for work at the end
+    side_by_side = processors(p.q.device) // tiles  # no fewer, or some would idle in the tail
     heads = heads_of_walk(p, row)
     section = max(1, side_by_side, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
-    while p.recipe.varlen and p.H // heads % section:  # of one sequence
+    while p.recipe.varlen and p.H // heads % section:  # all from one sequence
         section -= 1
     return backward_kernel.Shape(
         *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
@@ -144,33 +149,36 @@ def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
 
 
 def dice_warps(p: Problem, crowded: int) -> int:
-    """Warps that roll dropout's dice: four, but from head size `crowded` on two, which fit beside the producer warp. A
-    warpgroup more would leave too few registers to the others, and at 256 to a single product."""
+    """Return how many warps generate dropout bits: four, but from head size `crowded` on two, which fit next to the
+    producer warp. One more warpgroup would leave the others too few registers, and at 256 too few for a single
+    product."""
     return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
 
 
 def has_edges(p: Problem, own: int, other: int) -> bool:
-    """Whether a walk over tiles of `other` may need the mask beyond its first: not where the diagonal of a block of
-    `own` rows (or keys) lies inside one of them."""
+    """Return whether a loop over tiles of `other` may need the mask after its first tile. It does not where the
+    diagonal of a block of `own` rows (or keys) lies inside one tile."""
     alone = p.recipe.mask == (("Causal",),)
     return bool(p.recipe.mask) and not (alone and other % own == 0 and under_diagonal(p, own))
 
 
 def under_diagonal(p: Problem, size: int) -> bool:
-    """Whether every row's last key lies on the diagonal, which meets tiles of `size` in their corners."""
+    """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
+    corners."""
     aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
 def programs_of_main(p: Problem, shape: Any) -> int:
-    """One a processor. But under a narrow window there is less to multiply for as much dQ to write, so `finish` gets
-    some processors from the start; else everybody would wait for it at the end."""
+    """Return the main kernel's grid: one program per multiprocessor. Under a narrow window there is less to multiply
+    for as much dQ to write. So `finish` gets some multiprocessors from the start; otherwise all would wait for it in
+    the tail."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
     return most - LEFT_TO_FINISH if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
 
 
 def width(p: Problem) -> int:
-    """Keys beside its own that a row sees at most, by the parts of the mask that read no tensor."""
+    """Return how many other keys a row sees at most, by the parts of the mask that read no tensor."""
     read_nothing: list[Any] = [
         (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
     ]
@@ -179,25 +187,25 @@ def width(p: Problem) -> int:
 
 
 def evenly(heads: int, least: int) -> int:
-    """How many matrices to work on side by side: `least` or more, always the same number. A few left over for the end
-    would begin with their longest tiles when others are done."""
+    """Return how many matrices to run concurrently: `least` or more, always the same number. A small remainder would
+    begin its longest tiles when the others are done."""
     return cdiv(heads, max(1, heads // least))
 
 
 @lru_cache(64)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of the card, or of an H200 where there is none."""
+    """Return the GPU's multiprocessor count, or an H200's if there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def key_tiles(p: Problem, B_c: int) -> int:
-    """Key tiles of a head in what shares leave; of packed sequences, of all of them."""
+    """Count a head's key tiles in the GQA partial sums; for packed sequences, those of all sequences."""
     return p.k.shape[0] // B_c + p.B if p.recipe.varlen else cdiv(p.N, B_c)
 
 
 def heads_of_walk(p: Problem, row: Any) -> int:
-    """How many query heads of a key head one walk of the backward takes; other walks take the rest (see
-    backward/gqa_reduce.py)."""
+    """Return how many query heads of a key head one program of the backward loops over. Other programs take the rest
+    (see backward/gqa_reduce.py)."""
     group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
     least = cdiv(SHORT_WALK, max(1, p.M))
     most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)
@@ -210,17 +218,18 @@ def heads_of_walk(p: Problem, row: Any) -> int:
 
 
 def row_blocks(p: Problem, B_r: int) -> int:
-    """Query tiles of a head in the sums of dQ; of packed sequences, of all of them."""
+    """Count a head's query tiles in the sums of dQ; for packed sequences, those of all sequences."""
     return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
 
 
 def turn(p: Problem, sides: bool) -> int:
-    """Query tiles of a turn, if dQ has to repeat: two, or one where a visit takes longer, at head size 256."""
+    """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it. There are two, but
+    one at head size 256, where an iteration takes longer."""
     return 0 if not p.recipe.deterministic else 1 if sides else 2
 
 
 def empty_shares(p: Problem, row: Any, shares: int, device: torch.device) -> Shares | None:
-    """What so many walks of a tile of keys leave to each other, nothing so far."""
+    """Allocate GQA partial sums and zero their counters, or return None if one program has each key tile to itself."""
     if shares == 1:
         return None
     blocks = key_tiles(p, row.B_c) * p.H_k * (1 if p.recipe.varlen else p.B)

@@ -1,7 +1,7 @@
-"""Tiles of the Hopper kernels: one row per head size in shared memory.
+"""Tabulate the tile sizes of the Hopper kernels: one row per head size in shared memory.
 
-`python -m tilewise tune` measures the rows of FORWARD and BACKWARD beside their neighbours; its times are drawn in
-docs/performance.md.
+`python -m tilewise tune` measures the rows of FORWARD and BACKWARD against their neighbours; docs/performance.md plots
+its times.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from ..score import SoftCap
 
 
 class Forward(NamedTuple):
-    """One row of the forward's table; the fields are `forward.Tile`'s."""
+    """Hold one row of the forward's table; its fields are those of forward/kernel.py's `Tile`."""
 
     warpgroups: int
     B_c: int
@@ -27,7 +27,7 @@ class Forward(NamedTuple):
 
     @property
     def B_r(self) -> int:  # noqa: N802
-        """Queries of a tile."""
+        """Return the queries per tile."""
         return 64 * self.warpgroups
 
 
@@ -43,7 +43,7 @@ FORWARD = {
 
 
 class Backward(NamedTuple):
-    """One row of the backward's table; the fields are `backward.Tile`'s."""
+    """Hold one row of the backward's table; its fields are those of backward/kernel.py's `Tile`."""
 
     B_r: int
     B_c: int
@@ -61,20 +61,20 @@ BACKWARD = {
 
 
 class Kind(NamedTuple):
-    """What a precision of fp32 multiplies in place of its numbers."""
+    """Describe the 16-bit pieces that a precision of fp32 multiplies in place of its numbers."""
 
     type: torch.dtype
     pieces: int
-    """Of a number."""
+    """Counts the pieces per number."""
     raised: int
-    """P is computed 2^raised times as large, to fill the type's range."""
+    """Scales P by 2^raised, to fill the type's range."""
 
 
 KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}
 
 
 class Fp32Forward(NamedTuple):
-    """One row of the fp32 forward's table; the fields are `fp32_forward.Tile`'s."""
+    """Hold one row of the fp32 forward's table; its fields are those of fp32/forward.py's `Tile`."""
 
     B_c: int
     kv_stages: int
@@ -86,7 +86,7 @@ class Fp32Forward(NamedTuple):
 
     @property
     def B_r(self) -> int:  # noqa: N802
-        """Queries of a tile, of two warpgroups."""
+        """Return the queries per tile, of two warpgroups."""
         return 128
 
 
@@ -99,7 +99,7 @@ FP32_FORWARD: dict[Any, Fp32Forward] = {
 
 
 class Bias(NamedTuple):
-    """Tiles of the kernel for a bias's gradient."""
+    """Hold the tile sizes of the bias-gradient kernel."""
 
     B_r: int
     B_c: int
@@ -111,7 +111,7 @@ BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 
 
 
 def padded(p: Problem) -> int:
-    """Columns of a row in shared memory: 64, 128 or 256."""
+    """Return the columns of a row in shared memory: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
 
 
@@ -119,22 +119,23 @@ TABLES: dict[str, dict[Any, Any]] = {"forward": FORWARD, "backward": BACKWARD}
 
 
 class Rows(NamedTuple):
-    """A problem's row of each of TABLES."""
+    """Hold a problem's row of each of TABLES."""
 
     forward: Forward
     backward: Backward
 
 
 def current(p: Problem) -> Rows:
-    """The rows in use for a problem."""
+    """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
     return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
 
 
 def keys(p: Problem) -> dict[str, Any]:
-    """Where a problem's rows are. At head size 64 large tiles leave no registers for scores and dropout, and waste much
-    of what lists of tiles leave out and of short masked rows; masks want the product before out of their way. At 128,
-    so do scores and dropout, but for SoftCap, and masks alone want the warpgroups to take turns. None for fp32."""
+    """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
+    and dropout. They also waste much of what listed tiles leave out and of short masked rows. Masks are faster if the
+    previous product is complete before them (`split`). At 128, so are dropout and scores, except SoftCap. Masks alone
+    are faster there with ping-pong scheduling (`turns`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
@@ -153,17 +154,17 @@ def keys(p: Problem) -> dict[str, Any]:
 
 
 def precision(p: Problem) -> str | None:
-    """How products of fp32 are computed; None if the one asked for is not among KINDS."""
+    """Return how products of fp32 are computed, or None if the precision asked for is not among KINDS."""
     return p.precision(tuple(KINDS))
 
 
 def current_fp32(p: Problem) -> Fp32Forward:
-    """The row for an fp32 problem. `tilewise tune` does not measure these."""
+    """Return the row for an fp32 problem. `tilewise tune` does not measure these."""
     return FP32_FORWARD[padded(p), precision(p)]
 
 
 def title(key: Any) -> str:
-    """A key for people."""
+    """Format a table key for display."""
     size, *rest = key if isinstance(key, tuple) else (key,)
     return " ".join((f"D{size}", *rest))
 
@@ -180,11 +181,11 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
     ),
 }  # fmt: skip
-"""What `tilewise tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and a
-group holds 64 keys."""
+"""Lists what `tilewise tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
+a group holds 64 keys."""
 
 
 def neighbours(name: str, row: Any) -> list[Any]:
-    """Every other row that one change makes of a row of this table. Further steps take another run."""
+    """Return every other row that one change makes of a row of this table. Further steps take another run."""
     made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
     return [other for other in made if other != row]

@@ -1,4 +1,4 @@
-"""What the GPU back ends share on the host: kernel arguments, launches, tables of tiles, compilation.
+"""Host code that the GPU back ends share: kernel arguments, launches, tables of tile sizes, compilation.
 
-Nothing here runs on a device; the functions that do are in `tile/`.
+Nothing here runs on a GPU. Device functions are in `tile/`.
 """

@@ -1,7 +1,8 @@
-"""python -m tilewise.host.ahead TARGET: compiles kernels of calls for a chip, which need not be here.
+"""Ahead-of-time compilation, one worker process: `python -m tilewise.host.ahead TARGET`.
 
-`warm` starts it, several times over: a process of its own, as Triton keeps what it knows of a chip for good. It reads
-requests from standard input and answers each on standard output, both pickled.
+It compiles kernels for a chip that need not be installed. `warm` starts several of these processes. Separate processes
+are needed because Triton keeps its target for as long as a process runs. The worker reads requests from standard input
+and writes an answer to each on standard output; both are pickled.
 """
 
 import os
@@ -28,7 +29,7 @@ from .once import cached, digest, lock_of, locked, writable
 
 
 class Entry(NamedTuple):
-    """A kernel as Triton's cache knows it."""
+    """A kernel with its key in Triton's cache."""
 
     name: str
     key: str
@@ -36,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def launches(call: Call) -> list[Launch]:
-    """What the call launches, by its back end's own forward and backward, on tensors without memory."""
+    """Record the launches of a call: run its back end's forward and backward on tensors without memory."""
     p = call.problem
     x = Operands(*(stand_in(spec) for spec in p[1:4]), tuple(stand_in(spec) for spec in p.extra))  # type: ignore
     seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
@@ -56,14 +57,17 @@ def launches(call: Call) -> list[Launch]:
 
 
 def stand_in(spec: Spec) -> Tensor:
-    """A tensor of this shape, these strides and this alignment, without memory."""
+    """Return a meta tensor of this shape, these strides and this alignment."""
     reach = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
     memory = torch.empty(max(0, reach) + 2, dtype=spec.dtype, device="meta")
     return memory.as_strided(spec.shape, spec.stride, 0 if spec.aligned else 1)
 
 
 class Listing:
-    """Keeps kernels that Triton wants compiled, and compiles none."""
+    """It records the kernels that Triton wants compiled, and compiles none.
+
+    Triton calls `submit`, as it would on its AsyncCompileMode.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Entry] = {}
@@ -72,15 +76,15 @@ class Listing:
         self.found[digest(key)] = Entry(self.name, key, compile)
 
     def take(self, launch: Launch) -> None:
-        """The kernel of a launch."""
+        """Record the kernel of a launch."""
         self.name = launch.kernel.fn.__name__
-        launch.kernel.device_caches.clear()  # or Triton from 3.9 on would not ask a second time
+        launch.kernel.device_caches.clear()  # else Triton from 3.9 on would not call submit a second time
         launch.compile()
 
 
 @lru_cache(256)
 def kernels(call: Call) -> dict[str, Entry]:
-    """A call's kernels, by their hashes."""
+    """Return the kernels of a call by their hashes."""
     listing: Any = Listing()
     token = active_mode.set(listing)
     try:
@@ -92,23 +96,26 @@ def kernels(call: Call) -> dict[str, Entry]:
 
 
 def foresee(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
-    """A call's kernels; and those it would need if it differed in what nobody says ahead: names by hashes, by words."""
+    """Return a call's kernels, and those of calls that differ from it (`Call.others`).
+
+    The second result maps each difference to names of kernels by their hashes.
+    """
     if not writable(folder := str(knobs.cache.dir)):
         raise OSError(f"Triton's cache {folder} cannot be written; set TRITON_CACHE_DIR to a folder that can")
     others: dict[str, dict[str, str]] = {}
     for what, other in call.others():
-        with suppress(Unsupported):  # refused then, not compiled
+        with suppress(Unsupported):  # such a call is refused, so it compiles nothing
             others.setdefault(what, {}).update((hash, entry.name) for hash, entry in kernels(other).items())
     return [Kernel(entry.name, hash, there(entry)) for hash, entry in kernels(call).items()], others
 
 
 def there(entry: Entry) -> bool:
-    """Whether Triton's cache has it."""
+    """Tell whether Triton's cache has the kernel."""
     return cached(entry.key, entry.name)
 
 
 def compile_one(call: Call, hash: str) -> float | None:
-    """Compiles one kernel of a call; the seconds that it took, None if another process was faster."""
+    """Compile one kernel of a call. Return the seconds it took, or None if another process was faster."""
     entry, begin = kernels(call)[hash], time.perf_counter()
     with locked(lock) if (lock := lock_of(entry.key)) else nullcontext():
         if there(entry):
@@ -118,7 +125,7 @@ def compile_one(call: Call, hash: str) -> float | None:
 
 
 def build_launcher(kernel: Any) -> None:
-    """What launches a kernel, where Triton (3.6) has a C compiler build it and the driver is here to link with."""
+    """Build a kernel's launcher, if this Triton (such as 3.6) compiles one in C, and a driver is installed to link."""
     if kernel.metadata.target.backend != "cuda":
         return
     from triton.backends.nvidia import driver as nvidia
@@ -137,22 +144,22 @@ REQUESTS: dict[str, Callable[..., Any]] = {"foresee": foresee, "compile": compil
 
 
 def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Until there are no more."""
+    """Yield requests until the input ends."""
     with suppress(EOFError):
         while True:
             yield pickle.load(source)
 
 
 def main(target: str) -> None:
-    """Answers requests with (True, result) or (False, what went wrong)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks ends this process, too
+    """Answer requests with (True, result) or (False, error message)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which kills this process
     use_target(target)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers print to standard output, which carries answers here
     for name, arguments in requests(sys.stdin.buffer):
         try:
             answer = True, REQUESTS[name](*arguments)
-        except Exception as error:  # whatever a compiler raises
+        except Exception as error:  # a compiler may raise anything
             answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:2000]
         pickle.dump(answer, answers)
         answers.flush()

@@ -1,4 +1,4 @@
-"""Triton for a chip that is not here: kernels compile, nothing can be launched."""
+"""Cross-compilation: make Triton compile for a chip that is not installed. Nothing can be launched."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from triton.runtime import driver
 
 
 class Elsewhere:
-    """Enough of a driver to compile for a chip that is not here; nothing can be launched."""
+    """A Triton driver for a chip that is not installed. It can compile, but not launch."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -30,13 +30,16 @@ class Elsewhere:
 
 
 def use_target(name: str) -> None:
-    """Makes Triton compile for a chip such as "sm_90" or "gfx942": once per process, as kernels are kept by device."""
+    """Make Triton compile for a chip such as "sm_90" or "gfx942".
+
+    Call it once per process: Triton keeps kernels by device number, so a second chip would get those of the first.
+    """
     chip: Any = Elsewhere(gpu_target(name))
     driver.set_active(chip)
 
 
 def gpu_target(name: str) -> GPUTarget:
-    """A chip as Triton names it."""
+    """Return Triton's description of a chip."""
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name[3:]), 32)
     return GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)

@@ -1,4 +1,4 @@
-"""What the GPU back ends share on the host: from a problem's values to kernel arguments, and launches."""
+"""Kernel arguments and launches, for all GPU back ends."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,56 +23,56 @@ from .once import once
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
-"""Where values' device functions are looked up by name."""
+"""The modules in which we look up the device functions of masks and scores by name."""
 
 FUSED = {"enable_fp_fusion": True}
-"""What every kernel is compiled with: a product and a sum may become one multiply-add. Triton 3.10 no longer does so by
-default, which changes numbers and times."""
+"""A compiler option of every kernel: a product and a sum may become one multiply-add. Triton 3.10 no longer fuses them
+by default, which changes results and times."""
 
 NARROW = (16, 32)
-"""Head sizes whose blocks are under 64 columns in 16 bits."""
+"""Head sizes whose blocks have fewer than 64 columns in 16-bit types."""
 
 HERE = nullcontext()
-"""The context that does nothing, made once, as every call enters it."""
+"""A context that does nothing, made once because every call enters it."""
 
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; entering q's costs time only where it is another one."""
+    """Return a context that makes q's device current, as Triton launches there. It is free if that is so already."""
     if not q.is_cuda or q.device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(q.device)
 
 
 def current_stream(device: torch.device) -> int | None:
-    """The handle of the stream on which a GPU's work is queued."""
+    """Return the handle of a GPU's current stream; None for another device."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def watched() -> bool:
-    """Whether a profiler has hung hooks on launches."""
+    """Tell whether a profiler has set launch hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))  # one by itself is no chain of calls
+    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))  # a single hook has no `calls`
 
 
 def cdiv(a: int, b: int) -> int:
-    """How many blocks of b hold a."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 class Launch(NamedTuple):
-    """One kernel with its arguments: ready to run, or to compile for a chip that is not here."""
+    """A kernel with its arguments, ready to run, or to compile for a chip that is not installed."""
 
     kernel: Any
     programs: int
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     compiled: dict[Any, Any]
-    """Where kernels that are compiled already wait, by kernel and `key`: Triton's own look-up costs more than the rest
-    of a call, and everything that it looks at follows from the problem, except what `key` holds."""
+    """The problem's cache of compiled kernels, by kernel and `key`. Triton's own look-up takes longer than the rest of
+    a call. All that it looks at follows from the problem, except what `key` holds."""
     key: Any = None
 
     def run(self, stream: int | None = None) -> None:
-        """Starts the kernel, if it has anything to do, on the current stream; its handle saves a look-up."""
+        """Launch the kernel on the current stream, unless it has no programs. `stream`, its handle, saves a look-up."""
         if not self.programs:
             return
         at = self.kernel.fn, self.key  # Triton's own objects are slow to hash
@@ -82,14 +82,14 @@ class Launch(NamedTuple):
         compiled, rest = self.compiled[at]
         if stream is None or watched():
             compiled[(self.programs, 1, 1)](*self.arguments, *rest, stream=stream)
-        else:  # the same without hooks, for which Triton prepares whether there are any or not
+        else:  # the same without hooks: Triton prepares their arguments even if none is set
             compiled.run(
                 self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *self.arguments, *rest,
             )  # fmt: skip
 
     def run_first(self, at: Any) -> None:
-        """Compiles the kernel, or finds it in Triton's cache, and starts it; or puts the launch into FORESEEN."""
+        """Compile the kernel or load it from Triton's cache, and launch it; with a list in FORESEEN, append instead."""
         if (foreseen := FORESEEN.get()) is not None:
             foreseen.append(self)
             return
@@ -100,21 +100,22 @@ class Launch(NamedTuple):
             self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
 
     def compile(self) -> Any:
-        """The compiled kernel for the active driver's target, without a GPU."""
+        """Compile the kernel for the active driver's target, without a GPU."""
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **FUSED)
 
 
 FORESEEN: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
-"""Where launches of kernels that are not compiled are put while it holds a list; then none of them runs. A back end
-called on meta tensors shows what the same call launches on a GPU (see `ahead`)."""
+"""A list that records launches of kernels that are not compiled, in place of running them; None runs them. A back end
+called on meta tensors thus records what the same call launches on a GPU (see `ahead`)."""
 
 
 def visits(
     p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool
 ) -> tuple[Visits | None, list[Launch]]:
-    """None for interval masks, else lists of the tiles that the mask leaves, 4 bytes a tile, and what writes them.
+    """Return lists of the tiles with unmasked entries, 4 bytes a tile, and the launch that writes them.
 
-    Of the back end's plan `pl` and its tiles, it reads `listed` and `compiled`, `B_r` and `B_c`.
+    Interval masks need no lists: there the result is (None, []). `by_key` makes one list per tile of keys, else one per
+    tile of queries. This function reads `listed` and `compiled` of the plan `pl`, and `B_r` and `B_c` of its tiles.
     """
     if not pl.listed:
         return None, []
@@ -130,7 +131,7 @@ def visits(
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
-    """Over how many batch entries and heads the mask differs."""
+    """Return for how many batch entries and heads the mask differs."""
     batch, heads, index = 1, 1, 0
     for kind in p.kinds[: len(p.recipe.mask)]:
         if kind.device == "dense":
@@ -144,7 +145,10 @@ def _mask_shape(p: Problem) -> tuple[int, int]:
 
 
 def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
-    """The mask's parts and the scores as kernel arguments, and the sink. A back end may have scores of its `own`."""
+    """Return the mask's parts and the scores as kernel arguments, and the sink.
+
+    `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
+    """
     mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask])
     changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])
@@ -160,7 +164,7 @@ def _mask_part(p: Problem, mask: Any) -> masks.Part:
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
-    past = f"{score.device}_past"  # a form for masks that hide later keys
+    past = f"{score.device}_past"  # a simpler form for masks that hide later keys
     device = past if p.past and hasattr(own, f"{past}_fn") else score.device
     names = f"{device}_fn", f"{device}_grad"
     fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
@@ -168,7 +172,7 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
 
 
 def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
-    """What the device functions of a value read, in their order: numbers, or tensors with their strides."""
+    """Return what a value's device functions read, in their order: numbers, or tensors with strides."""
     sizes = (p.M, p.N)
     match value.device:
         case "window":
@@ -191,7 +195,7 @@ def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
 
 
 def packed(p: Problem, x: Operands) -> Packed | None:
-    """The layout's cu_seqlens as a kernel argument."""
+    """Return the layout's cu_seqlens as a kernel argument."""
     if not p.recipe.varlen:
         return None
     cu_q, cu_k = x.extra[-2:]
@@ -199,7 +203,7 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 
 
 def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unowned | None:
-    """What a launch fills in rows that no packed sequence owns: of o and lse, or of dq, dk and dv, or nothing."""
+    """Return the tensors of which a kernel fills the rows outside all packed sequences: o and lse, or dq, dk and dv."""
     if not p.recipe.varlen:
         return None
     of_queries, of_keys, lse = (), (), None
@@ -212,7 +216,7 @@ def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) 
 
 
 def beside_lse(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
-    """A backward's scores: beside a bias, whose logits may be far from 0, the last takes lse off them."""
+    """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     shift = scores.Part(DEVICE_SCORES.shifted_fn, DEVICE_SCORES.shifted_grad, 1.0, (lse, p.H, p.M, p.N))
     return (*changes, shift) if p.biased else changes
 
@@ -224,12 +228,12 @@ def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
 
 
 def lengths(p: Problem) -> tuple[int, int]:
-    """M and N as the kernels take them: for packed sequences the rows in all."""
+    """Return M and N as the kernels take them: for packed sequences, the total numbers of rows."""
     return (p.q.shape[0], p.k.shape[0]) if p.recipe.varlen else (p.M, p.N)
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
-    """An operand by its strides; the entries of a row lie side by side (see `adjacent`)."""
+    """Return an operand with its strides. The last one must be 1 (see `adjacent`)."""
     if p.recipe.varlen:
         row, head, _ = t.stride()
         return Rows(t, 0, row, head)
@@ -238,20 +242,25 @@ def rows(p: Problem, t: Tensor) -> Rows:
 
 
 def with_adjacent_rows(x: Operands) -> Operands:
-    """q, k and v as the kernels read them."""
+    """Return the operands with q, k and v as the kernels can read them (see `adjacent`)."""
     return Operands(adjacent(x.q), adjacent(x.k), adjacent(x.v), x.extra)
 
 
 def adjacent(t: Tensor) -> Tensor:
-    """The tensor, or a copy where Triton 3.6 would load it in a layout whose products read outside shared memory: where
-    the entries of a row do not lie side by side, or narrow rows begin off 16-byte boundaries (docs/adr/0004)."""
+    """Return the tensor, or a contiguous copy where Triton 3.6 would miscompile the kernel (docs/adr/0004).
+
+    That happens if the last stride is not 1, or if narrow rows start off 16-byte boundaries. Triton then loads the
+    tensor in a layout whose products read outside shared memory.
+    """
     side_by_side = t.stride(-1) == 1 or t.shape[-1] == 1
     return t if side_by_side and not narrow_and_unaligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def narrow_and_unaligned(t: Tensor) -> bool:
-    """Whether blocks of these rows are under 64 columns (`blocks.width`), and the compiler cannot tell that every row
-    begins on a 16-byte boundary: it knows multiples of 16 among strides."""
+    """Tell whether rows may start off 16-byte boundaries, in blocks of fewer than 64 columns (`blocks.width`).
+
+    The compiler knows of a stride only whether it is a multiple of 16.
+    """
     if t.itemsize != 2 or t.shape[-1] not in NARROW:
         return False
     return t.data_ptr() % 16 != 0 or any([stride % 16 for stride in t.stride()[:-1]])
@@ -261,7 +270,7 @@ def bias_launches(
     p: Problem, given: Any, variant: Any, unit: float, stride: int, grads: Grads, tiles: Any, constants: Any, pl: Any,
     key: Any,
 ) -> Iterator[Launch]:  # fmt: skip
-    """One launch for every bias that wants a gradient. `given` are the operands Q, K, V, dO, L and D of a backward."""
+    """Yield a launch for every bias that wants a gradient. `given`: the backward's operands Q, K, V, dO, L and D."""
     index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
     for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
         grad = grads.extra[index] if issubclass(kind, Bias) else None
@@ -291,7 +300,10 @@ def renormalizing(
     p: Problem, given: Any, lse: Tensor, variant: Any, unit: float, stride: int, tiles: Any, constants: Any, pl: Any,
     key: Any,
 ) -> list[Launch]:  # fmt: skip
-    """What makes L of the backward beside a bias, after what makes it elsewhere. `given` are Q, K and L."""
+    """Return the launch that overwrites L by the log of the row sums of P, which only a bias needs.
+
+    It runs after the kernel that computes L from lse (tile/renormalize.py says why). `given` are Q, K and L.
+    """
     if not p.biased:
         return []
     count = cdiv(p.M, tiles.B_r)
@@ -301,21 +313,21 @@ def renormalizing(
 
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
-    """Unwritten outputs of a forward."""
+    """Allocate the outputs of a forward, unwritten."""
     *rows, H, _ = p.q.shape
     shape = (H, *rows) if p.recipe.varlen else (rows[0], H, rows[1])
-    o = x.q.new_empty(*rows, H, p.D_v)  # torch reads sizes faster than a tuple of them
+    o = x.q.new_empty(*rows, H, p.D_v)  # separate sizes are faster than a tuple
     return Saved(o, x.q.new_empty(*shape, dtype=torch.float32), seed)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
-    """Unwritten gradients."""
+    """Allocate all gradients, unwritten."""
     q, k, v = empty_parts(p, x)
     return Grads(q, k, v, empty_extra(p, x))
 
 
 def empty_extra(p: Problem, x: Operands) -> tuple[Tensor | None, ...]:
-    """Unwritten gradients of the extras; those of biases with no rows to sum over are zero."""
+    """Allocate the gradients of the extras, as NaN; or as 0 if there are no rows to sum over."""
     if not p.wanted:
         return (None,) * len(x.extra)
     value = 0.0 if 0 in (p.B, p.M, p.N) else torch.nan

@@ -1,7 +1,7 @@
-"""A kernel that Triton's cache lacks is compiled once, however many processes ask for it together: ranks of a node do.
+"""File locks for compilation: ranks of a node that need the same kernel at once compile it only once.
 
-They take turns by a lock on a file, which the system releases when its holder ends, however it ends. Nobody waits for
-longer than PATIENCE, nor where files cannot be locked; then two processes may compile the same.
+Each process locks a file in Triton's cache. The operating system releases the lock when its holder exits, even by a
+crash. No process waits longer than PATIENCE, or where files cannot be locked. Then two may compile the same kernel.
 """
 
 import os
@@ -19,21 +19,21 @@ from triton.runtime.cache import get_cache_manager
 
 try:
     import fcntl
-except ImportError:  # Windows, where nobody waits
+except ImportError:  # on Windows, without locks
     fcntl = None
 
 PATIENCE = 120.0
-"""Seconds after which a process compiles what another seems to be compiling still."""
+"""Seconds that a process waits for another's lock; then it compiles the kernel itself."""
 PAUSE = 0.02
-"""Seconds between two looks at a lock."""
+"""Seconds between two attempts to lock."""
 
 Result = TypeVar("Result")
 
 
 def once(name: str, start: Callable[[], Result]) -> Result:
-    """`start()`, which compiles the kernel of that name if Triton's cache lacks it, and launches it.
+    """Call `start`, which launches the kernel of that name, and compiles it if Triton's cache lacks it.
 
-    A cache that cannot be written holds nobody up: this process takes a folder of its own, and warns.
+    If the cache is not writable, warn, and use a temporary folder for this process.
     """
     folder = str(knobs.cache.dir)
     try:
@@ -41,27 +41,27 @@ def once(name: str, start: Callable[[], Result]) -> Result:
     except OSError as error:
         if writable(folder):
             raise
-        if folder == knobs.cache.dir:  # else another thread was here
+        if folder == knobs.cache.dir:  # else another thread has changed it already
             _take_own_folder(folder, error)
         return _in_turn(name, start)
 
 
 def _in_turn(name: str, start: Callable[[], Result]) -> Result:
-    if active_mode.get() is not None:  # the caller's own triton.AsyncCompileMode
+    if active_mode.get() is not None:  # the caller uses triton.AsyncCompileMode
         return start()
-    with ExitStack() as held:  # until the kernel has started: the first start builds what launches it, too
+    with ExitStack() as held:  # hold the lock until the kernel has run, as its first run also builds its launcher
         held.callback(active_mode.reset, active_mode.set(_Turn(name, held)))  # type: ignore[arg-type]
         return start()
 
 
 class _Turn:
-    """What Triton hands a kernel to that is not in this process yet, in place of its AsyncCompileMode."""
+    """Triton submits a kernel here that this process has not loaded, as it would to its AsyncCompileMode."""
 
     def __init__(self, name: str, held: ExitStack) -> None:
         self.name, self.held = name, held
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], None], *_: Any) -> Any:
-        """The kernel, from the cache or compiled under the lock."""
+        """Return the kernel, from the cache or compiled under the lock."""
         lock = lock_of(key)
         if lock and not knobs.compilation.always_compile and not cached(key, self.name):
             self.held.enter_context(locked(lock))
@@ -71,26 +71,26 @@ class _Turn:
 
 
 def cached(key: str, name: str) -> bool:
-    """Whether Triton's cache has the kernel of that name under a key."""
-    return get_cache_manager(digest(key)).get_group(f"{name[:150]}.json") is not None  # written last
+    """Tell whether Triton's cache has the kernel of that name under a key."""
+    return get_cache_manager(digest(key)).get_group(f"{name[:150]}.json") is not None  # Triton writes this file last
 
 
 def lock_of(key: str) -> str | None:
-    """The file to lock before compiling: Triton's cache in files names one for each kernel, and leaves it unused."""
+    """Return the file to lock before compiling: Triton's file cache names one per kernel, and does not use it."""
     return getattr(get_cache_manager(digest(key)), "lock_path", None)
 
 
 def digest(key: str) -> str:
-    """A key of Triton's, as its cache names folders by it."""
+    """Return the folder name that Triton's cache makes of a key."""
     return sha256(key.encode("utf-8")).hexdigest()
 
 
 @contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Holds the lock of a file, if it can be had in time."""
+    """Hold the lock of a file, or go on without it after PATIENCE."""
     try:
         file = open(path, "a")  # noqa: SIM115, closed below
-    except OSError:  # what follows says why
+    except OSError:  # the compilation that follows raises the reason
         yield
         return
     with file:
@@ -104,7 +104,7 @@ def locked(path: str) -> Iterator[None]:
 
 
 def _taken(file: Any) -> bool:
-    """Whether this process has the lock now, or there are no locks."""
+    """Try to lock. Return True if it worked, or if files cannot be locked here."""
     if fcntl is None:
         return True
     try:
@@ -117,7 +117,7 @@ def _taken(file: Any) -> bool:
 
 
 def _release(file: Any) -> None:
-    """Closing would not do: a process that was forked meanwhile has the file open, too."""
+    """Release the lock. Closing the file is not enough: a process forked meanwhile has it open, too."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -126,7 +126,7 @@ def _release(file: Any) -> None:
 
 
 def writable(folder: str) -> bool:
-    """Whether files can be made there."""
+    """Tell whether this process can create files in the folder."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -136,7 +136,7 @@ def writable(folder: str) -> bool:
 
 
 OWN: list[tempfile.TemporaryDirectory[str]] = []
-"""What stands in for a cache that cannot be written; it goes when the process ends."""
+"""The temporary folder that replaces a cache that is not writable; it is deleted when the process ends."""
 
 
 def _take_own_folder(folder: str, error: OSError) -> None:

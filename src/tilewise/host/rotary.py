@@ -1,4 +1,4 @@
-"""Launches of the rotary kernel: from tensors to its arguments and its tiles."""
+"""Launch of the rotary kernel: its arguments and tile sizes."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from ..tile.rotary import Heads, Places, Tables, rotate
 
 
 def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
-    """Writes every x turned (a rotary.Turn) to its y, contiguous; at least one of them has elements."""
+    """Rotate every x by `turn`, a rotary.Turn, into its contiguous y. At least one must have elements."""
     x = xs[0]
     packed = turn.cu_seqlens is not None
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (turn.cos, turn.sin))
@@ -48,7 +48,7 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
 
 @cache
 def tiles(H: int, P: int, D: int) -> tuple[int, int, int, int]:
-    """Tokens, heads, pairs and unturned dimensions of a tile: powers of two, about 4096 elements, 32 a thread."""
+    """Return a tile's tokens, heads, pairs and unrotated dimensions: powers of two, some 4096 elements, 32 a thread."""
     B_H = min(8, triton.next_power_of_2(H))
     B_T = max(1, 4096 // (B_H * triton.next_power_of_2(D)))
     return B_T, B_H, triton.next_power_of_2(P), triton.next_power_of_2(D - 2 * P) if D > 2 * P else 0  # type: ignore

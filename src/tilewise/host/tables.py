@@ -1,7 +1,7 @@
-"""Tables of tiles: rows by kernel and kind of problem, which rows measured on another card may replace.
+"""Tables of tile sizes, by kernel and kind of problem, which measured rows from a file can replace.
 
-A back end's tiles.py holds the package's rows. TILEWISE_TILES names a file that `tilewise tune --write` made; its rows
-for the card of a call are taken in their place (docs/adr/0009). The file is read once, when a problem is first planned.
+A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `tilewise tune --write` made. Its rows
+for the GPU of a call replace the defaults (docs/adr/0009). The file is read once, when a problem is first planned.
 """
 
 import json
@@ -17,7 +17,7 @@ from ..backend import ORDER
 
 VARIABLE = "TILEWISE_TILES"
 Table = dict[Any, Any]
-"""Rows, each a NamedTuple, by key: numbers and words, or a tuple of them."""
+"""Rows, each a NamedTuple, by a key of numbers and words."""
 
 POWERS, STAGES = (16, 32, 64, 128, 256, 512), tuple(range(1, 9))
 ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
@@ -30,11 +30,11 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
         "do_stages": STAGES, "split": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
     },
 }  # fmt: skip
-"""By back end, what a file's fields may be where their type does not say it; others give wrong results or no kernel."""
+"""The values allowed in a file, by back end and field. Others would give wrong results or fail to compile."""
 
 
 def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> Mapping[str, Table]:
-    """A back end's tables by name, with this card's rows from the file in place of the package's."""
+    """Return a back end's tables by name, with rows for this GPU from the file in place of the defaults."""
     path = os.environ.get(VARIABLE)
     if not path:
         return tables
@@ -46,7 +46,7 @@ def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> M
 
 
 def whose(device: torch.device) -> str:
-    """Whose rows this card's calls get, for people."""
+    """Say where this device's tile sizes come from."""
     path = os.environ.get(VARIABLE)
     if not path:
         return "rows of the package"
@@ -55,19 +55,19 @@ def whose(device: torch.device) -> str:
 
 
 def rows_of_card(path: Path, device: torch.device) -> dict[str, Any]:
-    """What a file has for a card: rows by back end, table and label."""
+    """Return a file's rows for a device, by back end, table and label."""
     return read(path)["cards"].get(card(device), {}).get("rows", {})
 
 
 @lru_cache(64)
 def card(device: torch.device) -> str:
-    """A GPU by its maker's name, another device by its type."""
+    """Return a GPU's product name, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @lru_cache(64)
 def read(path: Path) -> dict[str, Any]:
-    """A file of rows, or a ValueError that names it and says what to do."""
+    """Read a file of rows, or raise a ValueError with the remedy."""
     try:
         content = json.loads(path.read_text())
         by_backend = [item for run in content["cards"].values() for item in run["rows"].items()]
@@ -87,12 +87,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def label(key: Any) -> str:
-    """A key as a file has it: "64 two"."""
+    """Return a key as written in a file, such as "64 two"."""
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _rows(path: str, name: str, table: Table, found: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> Table:
-    """A file's rows of one table, as the table has them."""
+    """Check a file's rows of one table, and return them by the table's keys."""
     keys = {label(key): key for key in table}
     if unknown := set(found) - set(keys):
         raise ValueError(_broken(path, f"table {name} has no row {', '.join(sorted(unknown))}"))
@@ -103,7 +103,7 @@ def _rows(path: str, name: str, table: Table, found: dict[str, Any], allowed: Ma
 
 
 def _row(path: str, where: str, like: Any, fields: Any, allowed: Mapping[str, tuple[Any, ...]]) -> Any:
-    """A row of the same kind as the package's, with these fields."""
+    """Check a file's fields, and return them as a row of the same class as `like`."""
     if not isinstance(fields, dict) or set(fields) != set(like._fields):
         raise ValueError(_broken(path, f"{where} must have the fields {', '.join(like._fields)}"))
     for field, kind in get_type_hints(type(like)).items():

@@ -1,4 +1,4 @@
-"""The gradient of a bias: a kernel of its own, since only it sums over what a bias is broadcast over."""
+"""Compute the gradient of a bias in a separate kernel, since only it sums over what a bias is broadcast over."""
 
 import triton
 import triton.language as tl
@@ -22,10 +22,12 @@ def dbias(
     WHICH: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, G: tl.constexpr, d: tl.constexpr,
     d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of score WHICH, a bias: one program owns a tile of it and sums what the bias was broadcast over.
+    """Compute the gradient of score WHICH, a bias: one program owns a tile of it and sums what the bias was broadcast
+    over.
 
     The bias has `heads` heads, `rows` rows and `columns` columns. Each of its tiles serves b_each batch entries, h_each
-    heads, and r_each by c_each tiles of S. No atomics, so its bits repeat. L and D have `stride` numbers a head.
+    heads, and r_each by c_each tiles of S. There are no atomics, so its bits repeat. L and D have `stride` numbers a
+    head.
     """
     program = tl.program_id(0)
     t_c, t_r = program % tiles_c, program // tiles_c % tiles_r

@@ -1,4 +1,4 @@
-"""Loading and storing blocks of rows, and one product on the units that PRECISION names."""
+"""Load and store blocks of rows, and multiply on the units that PRECISION names."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from .rows import origin
 
 INNER = tl.constexpr(16)
-"""The least inner dimension that tl.dot takes."""
+"""Is the least inner dimension that tl.dot takes."""
 
 
 class Block(NamedTuple):
-    """A block of rows that walks along an operand: its first address, its rows' offsets, which entries exist, and
-    which do in each slice of them."""
+    """Describe a block of rows that moves along an operand. It has its first address, its rows' offsets, which entries
+    exist, and which do in each slice of them."""
 
     start: object
     at: object
@@ -24,15 +24,16 @@ class Block(NamedTuple):
 
 @triton.constexpr_function
 def width(dtype, d):
-    """Columns of a block for a head size: a power of two. In fp32, or where a row needs padding at all, at least 64:
-    narrower ones give wrong products (docs/adr/0004)."""
+    """Return the columns of a block for a head size: a power of two. In fp32, or where a row needs padding at all,
+    return at least 64: narrower ones give wrong products (docs/adr/0004)."""
     least = max(INNER.value, triton.next_power_of_2(d))
     return least if dtype != tl.float32 and d == least else max(64, least)
 
 
 @triton.jit
 def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
-    """B rows of head h from row `first` on; 64-bit offsets, padded to their width.  # (B, BLOCK)"""
+    """Describe B rows of head h from row `first` on; offsets are 64-bit, and rows padded to their width. # (B,
+    BLOCK)"""
     BLOCK: tl.constexpr = width(X.ptr.dtype.element_ty, d)
     entries = tl.arange(0, BLOCK)
     at = tl.arange(0, B).to(tl.int64)[:, None] * X.row + entries[None, :]
@@ -52,7 +53,7 @@ def block(X, b, h, first, B: tl.constexpr, d: tl.constexpr):
 
 @triton.jit
 def load_rows(X, first, length, CHECK: tl.constexpr):
-    """Rows first.. of a block, zero past `length` (if CHECK) and past the head size.  # (B, BLOCK)"""
+    """Load rows first.. of a block, zero past `length` (if CHECK) and past the head size. # (B, BLOCK)"""
     ptr = X.start + tl.cast(first, tl.int64) * X.row + X.at
     inside = X.exists
     if CHECK:
@@ -62,7 +63,7 @@ def load_rows(X, first, length, CHECK: tl.constexpr):
 
 @triton.jit
 def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
-    """One number for each of B rows.  # (B,)"""
+    """Load one number for each of B rows. # (B,)"""
     rows = i0 + tl.arange(0, B)
     if CHECK:
         return tl.load(start + rows, mask=rows < M, other=other)
@@ -72,14 +73,14 @@ def load_row_values(start, i0, B: tl.constexpr, M, other, CHECK: tl.constexpr):
 
 @triton.jit
 def store_rows(X, first, length, x):
-    """Writes the rows below `length` and the entries that exist."""
+    """Store the rows below `length` and the entries that exist."""
     inside = X.exists & (first + tl.arange(0, X.at.shape[0]) < length)[:, None]
     tl.store(X.start + tl.cast(first, tl.int64) * X.row + X.at, x.to(X.start.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """a b, in fp32. "tf32" rounds its operands first: the matrix unit would cut them off."""
+    """Return a b, in fp32. "tf32" rounds its operands first: the matrix unit would cut them off."""
     if PRECISION == "tf32":
         return tl.dot(round_to_tf32(a), round_to_tf32(b), input_precision=PRECISION)
     else:
@@ -88,6 +89,6 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_to_tf32(x):
-    """To 10 bits of mantissa, half away from zero; NaN stays."""
+    """Round to 10 bits of mantissa, half away from zero; NaN stays."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)  # noqa: PLR0124, NaN

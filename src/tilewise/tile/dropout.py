@@ -1,4 +1,4 @@
-"""Dropout's decisions, bit for bit those of reference.dropout_keep."""
+"""Decide which entries dropout keeps, bit for bit as reference.dropout_keep."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """The seed's address, the number below which 16 bits drop their entry, and what is kept is multiplied by."""
+    """Hold the seed's address, the number below which 16 bits drop their entry, and the factor of what is kept."""
 
     seed: object
     threshold: object
@@ -16,11 +16,11 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def kept(dropout, row, i0, i, j0, j):
-    """Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
+    """Return Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
-    i0 and j0 are multiples of the tile's sides, which are powers of 2 from 16 on; i and j run inside the tile, and i is
+    i0 and j0 are multiples of the tile's sides, which are powers of 2 from 16 on. i and j run inside the tile, and i is
     not shifted. Written this way the compiler sees that rows i and i + 8 of columns j, j + 8, ..., j + 56 share a
-    counter: a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
+    counter. So a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
     column are those of j0, in tiles of 32 bit 5 is.
     """
     seed = tl.load(dropout.seed)

@@ -1,12 +1,14 @@
-"""The factors of a product, whole for the matrix units, in slices of the inner dimension for the FMA units.
+"""Load the factors of a product: whole for the matrix units, in slices of the inner dimension for the FMA units.
 
-The compiler keeps in registers what a thread needs of both factors for the whole inner dimension, so FMA units get a
+The compiler keeps in registers what a thread needs of both factors for the whole inner dimension. So FMA units get a
 slice of it at a time. A factor is a tuple of such slices, or of one whole tile.
 
 FMA units also care which way a right factor lies in shared memory: they read four columns of it at a time. Where rows
-are stored as rows, its columns lie in the same banks, and every read takes eight turns. So `load_right` joins pairs of
-neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two pairs or more:
-with larger groups, many warps would be left with one each.
+are stored as rows, its columns lie in the same banks, and every read is an eight-way bank conflict. So `load_right`
+joins pairs of neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two
+pairs or more: with larger groups, many warps would be left with one each.
+
+Of two factors one is `still`, loaded once for a whole loop, and one is `passing`, loaded in each iteration.
 """
 
 import triton
@@ -17,13 +19,13 @@ from .blocks import INNER, dot, load_rows
 
 @triton.constexpr_function
 def on_fma_units(dtype, PRECISION):
-    """Whether products of this type leave the matrix units alone."""
+    """Return whether products of this type leave the matrix units alone."""
     return dtype == tl.float32 and PRECISION == "ieee"
 
 
 @triton.jit
 def load_left(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows as left factor of a sum over entries.  # slices (B, WIDTH)"""
+    """Load rows as the left factor of a sum over entries. # slices (B, WIDTH)"""
     if on_fma_units(X.start.dtype.element_ty, PRECISION):
         slices = ()
         rows = first + tl.arange(0, X.at.shape[0])
@@ -36,7 +38,7 @@ def load_left(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_right(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows as columns of the right factor of a sum over entries.  # slices (WIDTH, B)"""
+    """Load rows as columns of the right factor of a sum over entries. # slices (WIDTH, B)"""
     if on_fma_units(X.start.dtype.element_ty, PRECISION):
         slices = ()
         for x in tl.static_range(len(X.slices)):
@@ -48,7 +50,8 @@ def load_right(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_values(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows as right factor of a sum over rows: of n slices, the x-th has rows x, x + n, …  # slices (B / n, BLOCK)"""
+    """Load rows as the right factor of a sum over rows: of n slices, the x-th has rows x, x + n, … # slices (B / n,
+    BLOCK)"""
     if on_fma_units(X.start.dtype.element_ty, PRECISION):
         B: tl.constexpr = X.at.shape[0]
         COUNT: tl.constexpr = min(4, B // INNER)
@@ -63,7 +66,7 @@ def load_values(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def weights(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """What multiplies the slices of `load_values`: a thread has four neighbouring columns of P, one for each slice.
+    """Return what multiplies the slices of `load_values`: a thread has four adjacent columns of P, one for each slice.
 
     Made before other products are, they wait for theirs in shared memory rather than in registers.
     """
@@ -85,7 +88,7 @@ def weights(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_some(X, rows, length, start: tl.constexpr, exists, CHECK: tl.constexpr):
-    """Entries from `start` on of some rows, zero past `length` (if CHECK) and where they do not exist."""
+    """Load entries from `start` on of some rows, zero past `length` (if CHECK) and where they do not exist."""
     inside = exists
     if CHECK:
         inside = inside & (rows < length)[:, None]
@@ -95,7 +98,7 @@ def load_some(X, rows, length, start: tl.constexpr, exists, CHECK: tl.constexpr)
 
 @triton.jit
 def load_columns(X, first, length, start: tl.constexpr, exists, CHECK: tl.constexpr):
-    """The same of a whole block, transposed, with pairs of rows side by side.  # (entries, B)"""
+    """Load the same of a whole block, transposed, with pairs of rows side by side. # (entries, B)"""
     rows = first + 2 * tl.arange(0, X.at.shape[0] // 2)
     even, odd = load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 1, length, start, exists, CHECK)
     columns = tl.permute(tl.join(even, odd), (1, 0, 2))  # (entries, B / 2, 2)
@@ -104,7 +107,7 @@ def load_columns(X, first, length, start: tl.constexpr, exists, CHECK: tl.conste
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """The product of two factors, in fp32."""
+    """Return the product of two factors, in fp32."""
     sums = dot(a[0], b[0], PRECISION)
     for x in tl.static_range(1, len(a)):  # no slices but on FMA units
         sums = tl.dot(a[x], b[x], sums, input_precision="ieee")
@@ -113,14 +116,14 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def still_axis(dtype, PRECISION):
-    """Along which axis of S the tile lies that stays while others pass. Matrix units take it from the left. FMA units
-    take it from the right, where turning rows into columns is dear, so that it is done once."""
+    """Return the axis of S along which the stationary tile lies. Matrix units take it from the left. FMA units take it
+    from the right, where turning rows into columns is expensive, so that it is done once."""
     return 1 if on_fma_units(dtype, PRECISION) else 0
 
 
 @triton.jit
 def load_still(X, first, length, PRECISION: tl.constexpr):
-    """The tile that stays."""
+    """Load the stationary tile."""
     if still_axis(X.start.dtype.element_ty, PRECISION):
         return load_right(X, first, length, True, PRECISION)
     else:
@@ -129,7 +132,7 @@ def load_still(X, first, length, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_passing(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile that passes."""
+    """Load a tile of the loop."""
     if still_axis(X.start.dtype.element_ty, PRECISION):
         return load_left(X, first, length, CHECK, PRECISION)
     else:
@@ -138,7 +141,7 @@ def load_passing(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def meet(still, passing, PRECISION: tl.constexpr):
-    """The products of their rows."""
+    """Return the products of the rows of both tiles, S in the axes of `still_axis`."""
     if still_axis(still[0].dtype, PRECISION):
         return product(passing, still, PRECISION)
     else:

@@ -1,6 +1,7 @@
-"""P and dS of one tile of the backward (Dao et al. 2022, algorithm 4): S computed again, P from the lse that was kept.
+"""Compute P and dS of one tile of the backward (Dao et al. 2022, algorithm 4): S again, then P from the lse that was
+kept.
 
-i and j are positions inside the tile that starts at (place.i0, j0). They broadcast together either way round, so S may
+i and j are positions inside the tile that starts at (place.i0, j0). They broadcast together in either order, so S may
 be transposed; L and D broadcast with i.
 """
 
@@ -15,7 +16,7 @@ from .softmax import probabilities
 
 @triton.jit
 def seen(place, variant, i, j0, j):
-    """Which entries the mask shows."""
+    """Return which entries the mask shows."""
     return visible(variant.mask, place.b, place.h, place.i0 + i + place.shift, j0 + j) & (j0 + j < place.N)
 
 
@@ -23,7 +24,7 @@ def seen(place, variant, i, j0, j):
 def scores_gradient(
     S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
 ):
-    """(P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
+    """Return (P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
     at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j)
     T = through(variant.scores, S, at, len(variant.scores))
     shown = T

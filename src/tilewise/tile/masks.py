@@ -1,11 +1,11 @@
-"""Device side of mask.py. Each mask is three functions.
+"""Compute masks on the device, as mask.py describes them. Each mask is three functions.
 
-    keep(b, h, i, j, *captured)     whether row i sees key j, elementwise
-    keys(b, i, *captured)           the interval [lo, hi) of keys that row i sees
-    queries(b, j, *captured)        the interval of rows that see key j
+    keep(b, h, i, j, *captured)     tells whether row i sees key j, elementwise
+    keys(b, i, *captured)           returns the interval [lo, hi) of keys that row i sees
+    queries(b, j, *captured)        returns the interval of rows that see key j
 
-Both ends of `keys` and `queries` never move left as i or j grow, so two rows bound a tile. A mask that is no interval
-gives the whole line; `keep` decides, and the tiles to visit come from a list.
+Both bounds of `keys` and `queries` never move left as i or j grow, so two rows bound a tile. A mask that is no interval
+gives the whole line. Then `keep` decides, and a list gives the tiles to loop over.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ OPEN = tl.constexpr(1 << 30)
 
 
 class Part(NamedTuple):
-    """One mask: its device functions and what they captured."""
+    """Hold one mask: its device functions and what they captured."""
 
     keep: tl.constexpr
     keys: tl.constexpr
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 @triton.jit
 def visible(mask, b, h, i, j):
-    """Whether every part of the mask shows key j to row i; i and j broadcast together."""
+    """Return whether every part of the mask shows key j to row i; i and j broadcast together."""
     if len(mask) == 0:
         return (i >= -OPEN) & (j >= 0)
     else:
@@ -39,7 +39,7 @@ def visible(mask, b, h, i, j):
 
 @triton.jit
 def key_range_of(mask, b, i, N):
-    """The keys [lo, hi) that row i (or each of rows i) sees, where every part of the mask is an interval."""
+    """Return the keys [lo, hi) that row i (or each of rows i) sees, where every part of the mask is an interval."""
     lo, hi = 0, N
     for p in tl.static_range(len(mask)):
         part_lo, part_hi = mask[p].keys(b, i, *mask[p].captured)
@@ -49,7 +49,7 @@ def key_range_of(mask, b, i, N):
 
 @triton.jit
 def query_range_of(mask, b, j, M, shift):
-    """The rows [lo, hi) of 0..M that see key j (or each of keys j), the same way; `shift` = N - M brings rows back."""
+    """Return the rows [lo, hi) of 0..M that see key j (or each of keys j). `shift` = N - M brings rows back."""
     lo, hi = 0, M
     for p in tl.static_range(len(mask)):
         part_lo, part_hi = mask[p].queries(b, j, *mask[p].captured)
@@ -59,7 +59,8 @@ def query_range_of(mask, b, j, M, shift):
 
 @triton.jit
 def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
-    """Key tiles that rows first..last visit: (lo, full_lo, full_hi, hi); between the middle two nothing is masked."""
+    """Return the key tiles that rows first..last see: (lo, full_lo, full_hi, hi). Between the middle two nothing is
+    masked."""
     lo, full_hi = key_range_of(mask, b, first, N)
     full_lo, hi = key_range_of(mask, b, last, N)
     return to_tiles(lo, hi, full_lo, full_hi, B_C)
@@ -67,7 +68,7 @@ def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
 
 @triton.jit
 def query_tiles(mask, b, first, last, M, shift, B_R: tl.constexpr):
-    """Query tiles that see any of the keys first..last, the same way."""
+    """Return the query tiles that see any of the keys first..last, the same way."""
     lo, full_hi = query_range_of(mask, b, first, M, shift)
     full_lo, hi = query_range_of(mask, b, last, M, shift)
     return to_tiles(lo, hi, full_lo, full_hi, B_R)
@@ -75,7 +76,7 @@ def query_tiles(mask, b, first, last, M, shift, B_R: tl.constexpr):
 
 @triton.jit
 def to_tiles(lo, hi, full_lo, full_hi, SIZE: tl.constexpr):
-    """Tiles that touch [lo, hi), and among them those inside [full_lo, full_hi)."""
+    """Return the tiles that touch [lo, hi), and among them those inside [full_lo, full_hi)."""
     first = lo // SIZE
     end = tl.where(hi > lo, tl.cdiv(hi, SIZE), first)
     full = tl.minimum(tl.maximum(tl.cdiv(full_lo, SIZE), first), end)
@@ -85,86 +86,86 @@ def to_tiles(lo, hi, full_lo, full_hi, SIZE: tl.constexpr):
 
 @triton.jit
 def causal_keep(b, h, i, j):
-    """j <= i."""
+    """Return j <= i."""
     return j <= i
 
 
 @triton.jit
 def causal_keys(b, i):
-    """Everything up to i."""
+    """Return everything up to i."""
     return -OPEN, i + 1
 
 
 @triton.jit
 def causal_queries(b, j):
-    """Everything from j on."""
+    """Return everything from j on."""
     return j, OPEN
 
 
 @triton.jit
 def window_keep(b, h, i, j, left, right):
-    """i - left <= j <= i + right."""
+    """Return i - left <= j <= i + right."""
     return (j >= i - left) & (j <= i + right)
 
 
 @triton.jit
 def window_keys(b, i, left, right):
-    """From i - left to i + right."""
+    """Return everything from i - left to i + right."""
     return i - left, i + right + 1
 
 
 @triton.jit
 def window_queries(b, j, left, right):
-    """From j - right to j + left."""
+    """Return everything from j - right to j + left."""
     return j - right, j + left + 1
 
 
 @triton.jit
 def prefix_keep(b, h, i, j, lengths):
-    """j < length, or causal."""
+    """Return j < length, or causal."""
     return (j < tl.load(lengths + b)) | (j <= i)
 
 
 @triton.jit
 def prefix_keys(b, i, lengths):
-    """Up to the prefix or up to i, whichever is further."""
+    """Return everything up to the prefix or up to i, whichever is further."""
     return -OPEN, tl.maximum(tl.load(lengths + b).to(tl.int32), i + 1)
 
 
 @triton.jit
 def prefix_queries(b, j, lengths):
-    """All rows for a key of the prefix, then everything from j on."""
+    """Return all rows for a key of the prefix, else everything from j on."""
     return tl.where(j < tl.load(lengths + b), -OPEN, j), OPEN
 
 
 @triton.jit
 def padding_keep(b, h, i, j, lengths):
-    """j < length."""
+    """Return j < length."""
     return (j < tl.load(lengths + b)) & (i >= -OPEN)
 
 
 @triton.jit
 def padding_keys(b, i, lengths):
-    """Everything up to the length."""
+    """Return everything up to the length."""
     return -OPEN, tl.load(lengths + b).to(tl.int32)
 
 
 @triton.jit
 def padding_queries(b, j, lengths):
-    """All rows for a real key, none for a padded one."""
+    """Return all rows for a real key, none for a padded one."""
     return tl.where(j < tl.load(lengths + b), -OPEN, OPEN), OPEN
 
 
 @triton.jit
 def padding_keys_keep(b, h, i, j, real, batch, entry, N):
-    """True where the key is real."""
+    """Return whether the key is real."""
     at = b.to(tl.int64) * batch + j.to(tl.int64) * entry
     return tl.load(real + at, mask=j < N, other=0).to(tl.int1) & (i >= -OPEN)
 
 
 @triton.jit
 def documents_keep(b, h, i, j, q_ids, q_batch, q_entry, k_ids, k_batch, k_entry, M, N):
-    """Equal ids see each other."""
+    """Return whether the ids of row and key are equal."""
     row = i - (N - M)
     q_at = b.to(tl.int64) * q_batch + row.to(tl.int64) * q_entry
     rows = tl.load(q_ids + q_at, mask=(row >= 0) & (row < M), other=0)
@@ -174,7 +175,7 @@ def documents_keep(b, h, i, j, q_ids, q_batch, q_entry, k_ids, k_batch, k_entry,
 
 @triton.jit
 def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
-    """What the tensor says."""
+    """Return what the tensor says."""
     row = i - (N - M)
     at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
     return tl.load(seen + at, mask=(row >= 0) & (row < M) & (j < N), other=0).to(tl.int1)
@@ -182,5 +183,5 @@ def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
 
 @triton.jit
 def everywhere(b, i):
-    """No interval: the whole line."""
+    """Return the whole line: the mask is no interval."""
     return -OPEN, OPEN

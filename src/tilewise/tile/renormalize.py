@@ -1,8 +1,8 @@
-"""Row sums of P in the backward beside a bias.
+"""Compute row sums of P for the backward with a bias.
 
-The backward computes P = exp(S - lse). A bias may fill a row with -1e9 or torch.finfo(...).min: there S is so large
-that log l is lost in lse = m + log l, and P would be 1 where it was 1 / l. So beside a bias the last score of the
-backward takes lse off S (`shifted_fn`), and L, of which P = exp(S - lse - L), is what was lost.
+The backward computes P = exp(S - lse). A bias may fill a row with -1e9 or torch.finfo(...).min. S is then so large that
+lse = m + log l loses log l, and P would be 1 where it was 1 / l. So with a bias the last score of the backward
+subtracts lse from S (`shifted_fn`). L, of which P = exp(S - lse - L), is what was lost.
 """
 
 import triton
@@ -17,7 +17,7 @@ from .softmax import LN2, log2, probabilities
 from .visits import Place
 
 FAR = tl.constexpr(4096.0)
-"""Rounding of a smaller lse changes P by 2^-12 of itself at most, less than it does S."""
+"""Bounds the lse from below: rounding a smaller one changes P by 2^-12 of itself at most, less than it does S."""
 
 
 @triton.jit(do_not_specialize=["variant", "M", "N", "H", "tiles", "stride"])
@@ -25,7 +25,7 @@ def renormalize(
     Q, K, L, lse, variant, unit, M, N, H, tiles, stride,
     G: tl.constexpr, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """L = log(sum_j exp(S - lse)) of rows whose lse is large, so that P sums to 1; 0 elsewhere.
+    """Compute L = log(sum_j exp(S - lse)) of rows whose lse is large, so that P sums to 1; 0 elsewhere.
 
     One program owns a tile of queries. `variant` is the backward's. L has `stride` numbers a head.
     """

@@ -1,7 +1,7 @@
-"""The rotary kernel: each pair of dimensions turns by the angle of its row's position (Su et al. 2021).
+"""Rotate each pair of dimensions by the angle of its row's position (Su et al. 2021).
 
 A program takes a block of tokens and a block of heads, so that cosines are read once for all of these heads. The heads
-of all operands stand in one line along the grid's second axis: q and k turn in one launch. The inverse, which is also
+of all operands are concatenated along the grid's second axis: one launch rotates q and k. The inverse, which is also
 the gradient, is the same kernel with the sines negated.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Heads(NamedTuple):
-    """One operand: X, any strides, and Y, where its rotation goes, contiguous (tokens, H, D)."""
+    """Hold one operand: X, any strides, and Y, where its rotation goes, contiguous (tokens, H, D)."""
 
     X: Any
     Y: Any
@@ -24,7 +24,7 @@ class Heads(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Cosines and sines, (positions, P), one column per pair, contiguous along it."""
+    """Hold cosines and sines, (positions, P), one column per pair, contiguous along it."""
 
     COS: Any
     SIN: Any
@@ -33,7 +33,8 @@ class Tables(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What is added to a row's index: OFFSETS (B,) or None; and CU (B + 1,), where packed sequences start, or None."""
+    """Hold what is added to a row's index: OFFSETS (B,) or None; and CU (B + 1,), where packed sequences start, or
+    None."""
 
     OFFSETS: Any
     CU: Any
@@ -41,7 +42,7 @@ class Places(NamedTuple):
 
 @triton.jit
 def sequence_of(t, CU, B):  # (B_T,)
-    """The packed sequence that token t lies in: the last b < B with CU[b] <= t, by bisection."""
+    """Find the packed sequence that token t lies in: the last b < B with CU[b] <= t, by bisection."""
     lo = tl.zeros_like(t)
     hi = lo + (B - 1)
     span = B
@@ -56,7 +57,8 @@ def sequence_of(t, CU, B):  # (B_T,)
 
 @triton.jit
 def position_of(t, i, b, places, offset, B, positions, inside):  # (B_T,) each
-    """The row of the tables for token t, row i of batch entry b; clamped, so that no table is read out of bounds."""
+    """Return the row of the tables for token t, row i of batch entry b; clamped, so that no table is read out of
+    bounds."""
     if places.CU is not None:
         b = sequence_of(t, places.CU, B)
         i = t - tl.load(places.CU + b)
@@ -68,7 +70,7 @@ def position_of(t, i, b, places, offset, B, positions, inside):  # (B_T,) each
 
 @triton.jit
 def load_pairs(X, p, P, stride_d, seen, INTERLEAVED: tl.constexpr):  # X, seen (B_T, B_H, 1), p (B_P,)
-    """The first and the second of each pair, (B_T, B_H, B_P): neighbours if interleaved, else P apart."""
+    """Load the first and the second of each pair, (B_T, B_H, B_P): neighbours if interleaved, else P apart."""
     if INTERLEAVED:
         d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
         x = tl.load(X + d * stride_d, mask=seen & (d < 2 * P), other=0.0)
@@ -84,7 +86,7 @@ def load_pairs(X, p, P, stride_d, seen, INTERLEAVED: tl.constexpr):  # X, seen (
 
 @triton.jit
 def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
-    """The inverse of load_pairs, into contiguous memory."""
+    """Store pairs as load_pairs loads them, into contiguous memory."""
     if INTERLEAVED:
         d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
         y = tl.reshape(tl.join(y_0, y_1), [Y.shape[0], Y.shape[1], 2 * p.shape[0]])
@@ -100,7 +102,7 @@ def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
 def turn_heads(
     x, first, t, i, b, c, s, inside, p, P, D, INTERLEAVED: tl.constexpr, B_H: tl.constexpr, B_REST: tl.constexpr
 ):
-    """Turns the heads from `first` on of a block of tokens, and copies the dimensions that have no angle."""
+    """Rotate the heads from `first` on of a block of tokens, and copy the dimensions that have no angle."""
     h = first + tl.arange(0, B_H).to(tl.int64)
     seen = (inside[:, None] & (h < x.H)[None, :])[:, :, None]  # (B_T, B_H, 1)
     rows = b * x.stride_b + i * x.stride_s
@@ -122,7 +124,8 @@ def rotate(
     xs, tables, places, tokens, S, B, positions, offset, direction, P, D,
     INTERLEAVED: tl.constexpr, B_T: tl.constexpr, B_H: tl.constexpr, B_P: tl.constexpr, B_REST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of tokens, blocks of heads of all xs). `direction` is 1.0, or -1.0 for the inverse."""
+    """Rotate xs on the grid (blocks of tokens, blocks of heads of all xs). `direction` is 1.0, or -1.0 for the
+    inverse."""
     t = tl.program_id(0).to(tl.int64) * B_T + tl.arange(0, B_T)  # (B_T,)
     inside = t < tokens
     b = t // S

@@ -1,4 +1,4 @@
-"""Where rows live: the address of a row, and the rows of a batch entry."""
+"""Address rows: return where a row lies, and which rows a batch entry has."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 SHARERS = tl.constexpr(512)
-"""Programs that fill rows of no sequence, at most: the first wave of a launch, whose wait for memory hides theirs."""
+"""Limits the programs that fill rows of no sequence to the first wave of a launch, whose wait for memory hides
+theirs."""
 
 
 class Rows(NamedTuple):
-    """One operand, (batch, length, heads, size) by its strides, entries side by side; packed: `batch` is 0."""
+    """Describe one operand, (batch, length, heads, size), by its strides; entries are adjacent. For packed sequences
+    `batch` is 0."""
 
     ptr: object
     batch: object
@@ -19,8 +21,8 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The cu_seqlens of packed sequences, and the longest lengths. Host integers are given as 2 n + 1, since Triton
-    would compile anew for multiples of 16."""
+    """Hold the cu_seqlens of packed sequences, and the longest lengths. Host integers are given as 2 n + 1, since
+    Triton would compile again for multiples of 16."""
 
     cu_q: object
     cu_k: object
@@ -29,7 +31,7 @@ class Packed(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output of packed sequences by its strides, its heads and its head size."""
+    """Describe an output of packed sequences by its strides, its heads and its head size."""
 
     X: Rows
     heads: object
@@ -37,8 +39,8 @@ class Output(NamedTuple):
 
 
 class Unowned(NamedTuple):
-    """What is filled in rows that no sequence owns: outputs with rows for queries, those with rows for keys, and lse or
-    None. Counts are 2 n + 1, as in `Packed`."""
+    """Hold what is filled in rows that no sequence owns: outputs with rows for queries, those with rows for keys, and
+    lse or None. Counts are 2 n + 1, as in `Packed`."""
 
     of_queries: tuple
     of_keys: tuple
@@ -50,7 +52,7 @@ class Unowned(NamedTuple):
 
 @triton.jit
 def rows_of(packed, b, M, N):
-    """First row and length of batch entry b's queries, then of its keys.
+    """Return first row and length of batch entry b's queries, then of its keys.
 
     M and N are the lengths, or for packed sequences the rows in all: bad cu_seqlens stay inside the tensors. A sequence
     that is longer than the layout says ends there.
@@ -65,7 +67,7 @@ def rows_of(packed, b, M, N):
 
 @triton.jit
 def clamped(cu, b, total, most):
-    """Start and length of sequence b, inside [0, total), and no longer than `most`, which is 2 n + 1."""
+    """Return start and length of sequence b, inside [0, total), and no longer than `most`, which is 2 n + 1."""
     start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu + b + 1), start), total)
     return start, tl.minimum(end - start, most // 2)
@@ -73,8 +75,8 @@ def clamped(cu, b, total, most):
 
 @triton.jit
 def fill_unowned(unowned, packed, rows, columns):
-    """Zeros in the rows of outputs that no sequence owns, and -inf in their lse. The first programs share them out, in
-    blocks of `rows` (R, 1) and `columns` (1, C)."""
+    """Fill the rows of outputs that no sequence owns with zeros, and their lse with -inf. The first programs divide the
+    work, in blocks of `rows` (R, 1) and `columns` (1, C)."""
     if packed is not None:
         programs = tl.minimum(tl.num_programs(0), SHARERS)
         if tl.program_id(0) < programs:
@@ -86,7 +88,7 @@ def fill_unowned(unowned, packed, rows, columns):
 
 @triton.jit
 def fill_behind(outputs, lse, cu, most, total, count, programs, rows, columns):
-    """The same behind sequences that are longer than the layout says, and behind the last."""
+    """Fill the same after sequences that are longer than the layout says, and after the last."""
     if len(outputs) > 0:
         program = tl.program_id(0)
         ROWS: tl.constexpr = rows.shape[0]
@@ -100,7 +102,7 @@ def fill_behind(outputs, lse, cu, most, total, count, programs, rows, columns):
 
 @triton.jit
 def fill(outputs, lse, first, end, step, total, rows, columns):
-    """The same in blocks of rows, of which one begins every `step`, up to `end`."""
+    """Fill the same in blocks of rows, of which one begins every `step`, up to `end`."""
     for i in range(first, end, step):
         inside = i + rows < end
         for n in tl.static_range(len(outputs)):
@@ -115,13 +117,13 @@ def fill(outputs, lse, first, end, step, total, rows, columns):
 
 @triton.jit
 def origin(X, b, h, row):
-    """Address of row `row` of head h of batch entry b; 64-bit."""
+    """Return the address of row `row` of head h of batch entry b; 64-bit."""
     return X.ptr + (b.to(tl.int64) * X.batch + h.to(tl.int64) * X.head + tl.cast(row, tl.int64) * X.row)
 
 
 @triton.jit
 def row_values(x, packed, b, h, H, q0, stride):
-    """Address of the numbers that go with head h's rows, one a row: (B, H, stride), or packed (H, stride)."""
+    """Return the address of the numbers of head h's rows, one a row: (B, H, stride), or packed (H, stride)."""
     if packed is None:
         return x + (b.to(tl.int64) * H + h) * stride
     else:
@@ -130,5 +132,6 @@ def row_values(x, packed, b, h, H, q0, stride):
 
 @triton.jit
 def pitch(M):
-    """The stride of row values in scratch: M, rounded up so that every head's first lies on a 64-byte boundary."""
+    """Return the stride of row values in scratch: M, rounded up so that every head's first lies on a 64-byte
+    boundary."""
     return (M + 15) // 16 * 16

@@ -1,4 +1,4 @@
-"""Which tile a program works on."""
+"""Assign tiles to programs."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def assign(program, tiles, heads, section):
-    """(matrix, tile) of a program. `section` matrices run side by side, so that their keys share the cache, and the
+    """Return (matrix, tile) of a program. `section` matrices run concurrently, so that their keys share the cache. The
     last tile comes first: with causal masks it is the longest."""
     per_section = section * tiles
     first = program // per_section * section

@@ -1,7 +1,9 @@
-"""Device side of score.py. Each score is a pair.
+"""Compute scores on the device, as score.py describes them. Each score is a pair.
 
-fn(S, unit, at, *captured)           the logits that leave; S unit are those that entered
-grad(dS, S, T, unit, at, *captured)  the gradient with respect to S unit; T left, or is any number where dS is 0
+    fn(S, unit, at, *captured)           returns the logits that leave; S unit are those that entered
+    grad(dS, S, T, unit, at, *captured)  returns the gradient with respect to S unit
+
+T are the logits that left, or any number where dS is 0.
 """
 
 from typing import NamedTuple
@@ -11,8 +13,8 @@ import triton.language as tl
 
 
 class Entries(NamedTuple):
-    """Where the entries of a tile of S are: batch entry b, head h, rows i0 + i (shifted by N - M) and columns j0 + j,
-    as they broadcast. i and j are the same for every tile: constants, at best."""
+    """Locate the entries of a tile of S: batch entry b, head h, rows i0 + i (shifted by N - M), columns j0 + j. They
+    broadcast. i and j are the same for every tile: constants, at best."""
 
     b: object
     h: object
@@ -23,30 +25,30 @@ class Entries(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One score: its device pair and what it captured."""
+    """Hold one score: its device pair and what it captured."""
 
     fn: tl.constexpr
     grad: tl.constexpr
     unit: object
-    """The softmax scale for the first score, which S enters as it is; 1 for those after it."""
+    """Is the softmax scale for the first score, which S enters as it is; 1 for those after it."""
     captured: tuple
 
 
 @triton.jit
 def applied(score, S, at):
-    """The logits that leave one score."""
+    """Return the logits that leave one score."""
     return score.fn(S, score.unit, at, *score.captured)
 
 
 @triton.jit
 def pulled(score, dS, S, T, at):
-    """The gradient of what entered it."""
+    """Return the gradient of the logits that entered one score."""
     return score.grad(dS, S, T, score.unit, at, *score.captured)
 
 
 @triton.jit
 def through(scores, S, at, COUNT: tl.constexpr):
-    """The logits after the first COUNT scores."""
+    """Return the logits after the first COUNT scores."""
     for p in tl.static_range(COUNT):
         S = applied(scores[p], S, at)
     return S
@@ -54,7 +56,8 @@ def through(scores, S, at, COUNT: tl.constexpr):
 
 @triton.jit
 def back(scores, dS, S, T, at, STOP: tl.constexpr):
-    """The gradient of the logits that entered score STOP, from that of T, which left the last; S entered the first."""
+    """Return the gradient of the logits that entered score STOP, from that of T, which left the last; S entered the
+    first."""
     for n in tl.static_range(len(scores) - STOP):
         S_in = through(scores, S, at, len(scores) - 1 - n)
         dS = pulled(scores[len(scores) - 1 - n], dS, S_in, T, at)
@@ -64,7 +67,7 @@ def back(scores, dS, S, T, at, STOP: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To 2 units in the last place: the exponential form cancels near 0, a series takes over there."""
+    """Compute tanh to 2 units in the last place: the exponential form cancels near 0, a series takes over there."""
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2 |x|)
     far = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -76,33 +79,33 @@ def tanh(x):
 
 @triton.jit
 def softcap_fn(S, unit, at, cap):
-    """cap tanh(S unit / cap)."""
+    """Return cap tanh(S unit / cap)."""
     return cap * tanh(S * unit / cap)
 
 
 @triton.jit
 def softcap_grad(dS, S, T, unit, at, cap):
-    """1 - tanh^2."""
+    """Multiply dS by 1 - tanh^2."""
     t = tanh(S * unit / cap)
     return dS * (1.0 - t * t)
 
 
 @triton.jit
 def alibi_fn(S, unit, at, slopes, batch, head):
-    """S unit - slope |i - j|."""
+    """Return S unit - slope |i - j|."""
     slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
     return S * unit - slope * tl.abs(at.i0 + at.i - (at.j0 + at.j)).to(tl.float32)
 
 
 @triton.jit
 def alibi_grad(dS, S, T, unit, at, slopes, batch, head):
-    """The slope does not depend on S."""
+    """Return dS: the slope does not depend on S."""
     return dS
 
 
 @triton.jit
 def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
-    """S unit + bias."""
+    """Return S unit + bias."""
     row, column = at.i0 + at.i - (N - M), at.j0 + at.j
     here = at.b.to(tl.int64) * batch + at.h.to(tl.int64) * head
     here = here + tl.cast(at.i0 - (N - M), tl.int64) * row_stride + tl.cast(at.j0, tl.int64) * entry
@@ -112,13 +115,13 @@ def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 @triton.jit
 def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
-    """The bias does not depend on S."""
+    """Return dS: the bias does not depend on S."""
     return dS
 
 
 @triton.jit
 def shifted_fn(S, unit, at, lse, H, M, N):
-    """S unit - lse: the backward's last score beside a bias (see tile/renormalize.py)."""
+    """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py)."""
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
     logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
     return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
@@ -126,5 +129,5 @@ def shifted_fn(S, unit, at, lse, H, M, N):
 
 @triton.jit
 def shifted_grad(dS, S, T, unit, at, lse, H, M, N):
-    """The softmax does not depend on a shift of whole rows."""
+    """Return dS: the softmax does not depend on a shift of whole rows."""
     return dS

@@ -1,4 +1,4 @@
-"""The online softmax (Milakov & Gimelshein 2018) and what the backward needs of it."""
+"""Compute the online softmax (Milakov & Gimelshein 2018) and what the backward needs of it."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
-    """The new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a RAISE,
-    the maximum is taken for so much smaller, and P comes out 2^RAISE times as large.
+    """Return the new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a
+    RAISE, the maximum is taken for as much smaller, and P comes out 2^RAISE times as large.
 
-    m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays: a
+    m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays. A
     factor off by one bit would be applied once per tile, and long rows would drift.
 
-    Without c, m is in natural log, and exact. Logits beside a bias need that: the product of its largest numbers with
-    log2 e is inf, and of smaller ones so large that what is rounded off it would be an exponent by itself.
+    Without c, m is in natural log, and exact. Logits with a bias need that. The product of its largest numbers with
+    log2 e is inf. Of smaller ones it is so large that what is rounded off would be an exponent by itself.
     """
     top = tl.max(S, 1) if c is None else tl.max(S, 1) * c
     if RAISE:
@@ -27,19 +27,19 @@ def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or 
 
 @triton.jit
 def exponents(S, shift, c):  # (B_r, B_c), (B_r,), scalar or None
-    """c S - shift; without c, S - shift turned into base 2."""
+    """Return c S - shift; without c, S - shift turned into base 2."""
     return (S - shift[:, None]) * LOG2E if c is None else S * c - shift[:, None]
 
 
 @triton.jit
 def rescaling(m, shift, c):
-    """The factor that takes older sums from their row max to the new one."""
+    """Return the factor that takes older sums from their row max to the new one."""
     return tl.exp2((m - shift) * LOG2E if c is None else m - shift)
 
 
 @triton.jit
 def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar or None
-    """P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
+    """Return P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
     m_new, shift = row_max(S, m, c)
     P = tl.exp2(exponents(S, shift, c))
     alpha = rescaling(m, shift, c)
@@ -48,7 +48,8 @@ def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar or None
 
 @triton.jit
 def log2(x):
-    """Of a positive number, as a whole number and a rest in [0, 1): the hardware's own errs by 2^-22 of the result."""
+    """Return log2 of a positive number, as a whole number and a rest in [0, 1): the hardware's own errs by 2^-22 of the
+    result."""
     bits = x.to(tl.int32, bitcast=True)
     mantissa = (bits & 0x007FFFFF | 0x3F800000).to(tl.float32, bitcast=True)  # in [1, 2)
     whole = ((bits >> 23) - 127).to(tl.float32)
@@ -57,8 +58,8 @@ def log2(x):
 
 @triton.jit
 def natural(m, l, NATURAL: tl.constexpr):  # (B_r,), (B_r,)
-    """(m + log2 l) ln 2, rounded once: what is lost in the sum of m and l's exponent (Knuth's two-sum) is put back.
-    m + ln l if m is NATURAL."""
+    """Return (m + log2 l) ln 2, rounded once: what is lost in the sum of m and l's exponent (Knuth's two-sum) is put
+    back. If m is NATURAL, return m + ln l."""
     whole, rest = log2(l)
     if NATURAL:
         return m + tl.fma(whole, LN2, rest * LN2)
@@ -71,7 +72,7 @@ def natural(m, l, NATURAL: tl.constexpr):  # (B_r,), (B_r,)
 
 @triton.jit
 def finalize(m, l, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,)
-    """The factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
+    """Return the factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
     L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), natural(m, l_safe, NATURAL))
@@ -80,7 +81,7 @@ def finalize(m, l, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,)
 
 @triton.jit
 def join_sink(m, l, sink, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,), scalar logit
-    """m, l and the rescale factor once a key of value 0 and logit `sink` has joined the sum."""
+    """Return m, l and the rescale factor once a key of value 0 and logit `sink` has joined the sum."""
     c: tl.constexpr = None if NATURAL else LOG2E
     m_new = tl.maximum(m, sink if NATURAL else sink * LOG2E)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -90,7 +91,7 @@ def join_sink(m, l, sink, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,), sca
 
 @triton.jit
 def for_backward(L, EXACT: tl.constexpr):  # (B_r,)
-    """lse as `probabilities` takes it: in base 2, or EXACT in natural log; 0 for a row without keys.
+    """Return lse as `probabilities` takes it: in base 2, or EXACT in natural log; 0 for a row without keys.
 
     Turning L into base 2 rounds a large number, which fp32 cannot afford: there the difference is turned instead.
     """
@@ -99,6 +100,6 @@ def for_backward(L, EXACT: tl.constexpr):  # (B_r,)
 
 @triton.jit
 def probabilities(S, L, unit, EXACT: tl.constexpr):  # (B_r, B_c), L broadcast to it, scalar
-    """P = exp(S - lse), from L = for_backward(lse) and logits that `unit` turns into L's logarithm."""
+    """Return P = exp(S - lse), from L = for_backward(lse) and logits that `unit` turns into L's logarithm."""
     x = S * unit - L
     return tl.exp2(x * LOG2E if EXACT else x)

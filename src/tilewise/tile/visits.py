@@ -1,4 +1,4 @@
-"""Which tiles a program visits: an interval of them, or a list where the mask is no interval."""
+"""Find the tiles that a program loops over: an interval of them, or a list where the mask is no interval."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from .masks import key_tiles, query_tiles, visible
 
 
 class Visits(NamedTuple):
-    """Lists of tiles for masks that are no intervals: per (batch, head, tile) how many partial and full, then which."""
+    """Address the lists of tiles for masks that are no intervals. Each (batch, head, tile) has how many are partial and
+    full, then which."""
 
     ptr: object
     batch: object
@@ -18,7 +19,7 @@ class Visits(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What makes one attention differ from another: values that the kernels call."""
+    """Hold what makes one attention differ from another: values that the kernels call."""
 
     mask: tuple
     scores: tuple
@@ -27,7 +28,7 @@ class Variant(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which tile a program owns: batch entry, head, score matrix b H + h, its first row (or key), lengths, N - M."""
+    """Locate a program's tile: batch entry, head, score matrix b H + h, its first row (or key), lengths, N - M."""
 
     b: object
     h: object
@@ -40,7 +41,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def list_at(visits, b, h, t):
-    """Address of the list of tile t."""
+    """Return the address of the list of tile t."""
     if visits is None:
         return 0
     else:
@@ -49,7 +50,7 @@ def list_at(visits, b, h, t):
 
 @triton.jit
 def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
-    """Positions (lo, full_lo, full_hi, hi) of the key tiles that the rows from i0 on visit."""
+    """Return positions (lo, full_lo, full_hi, hi) of the key tiles that the rows from i0 on see."""
     if variant.visits is None:
         last = tl.minimum(place.i0 + B_R, place.M) - 1
         first = place.i0 + place.shift
@@ -60,7 +61,7 @@ def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
 
 @triton.jit
 def query_range(variant, lists, b, j0, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
-    """Positions of the query tiles that visit the keys from j0 on."""
+    """Return positions of the query tiles that see the keys from j0 on."""
     if variant.visits is None:
         return query_tiles(variant.mask, b, j0, tl.minimum(j0 + B_C, N) - 1, M, N - M, B_R)
     else:
@@ -69,7 +70,7 @@ def query_range(variant, lists, b, j0, M, N, B_R: tl.constexpr, B_C: tl.constexp
 
 @triton.jit
 def list_range(at):
-    """A list holds its partial tiles first, then the full ones."""
+    """Return positions in a list, which holds its partial tiles first, then the full ones."""
     partial = tl.load(at)
     end = partial + tl.load(at + 1)
     return 0, partial, end, end
@@ -77,7 +78,7 @@ def list_range(at):
 
 @triton.jit
 def tile_at(visits, at, x):
-    """The tile at position x."""
+    """Return the tile at position x."""
     if visits is None:
         return x
     else:
@@ -86,13 +87,13 @@ def tile_at(visits, at, x):
 
 @triton.jit
 def partial_at(visits, at, x, lo, full_lo, full_hi):
-    """The x-th tile outside [full_lo, full_hi)."""
+    """Return the x-th tile outside [full_lo, full_hi)."""
     return tile_at(visits, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
 @triton.jit(do_not_specialize=["visits", "mask", "M", "N", "heads", "tiles", "across"])
 def list_tiles(visits, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr):
-    """Writes the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
+    """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
     at = list_at(visits, b, h, t)

@@ -1,4 +1,4 @@
-"""The portable back end: Triton kernels for every GPU that Triton reaches, and its interpreter on the CPU."""
+"""The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
 
 import torch
 import triton
@@ -14,12 +14,12 @@ TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
 
 class Portable:
-    """Forward and backward for every variant, on every chip in tiles.py."""
+    """It runs forward and backward of every variant, on every chip in tiles.py."""
 
     name = "triton"
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Device, type and precision."""
+        """Check device, type and precision; return the reasons against the problem."""
         against = _against_target(problem)
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
@@ -31,7 +31,7 @@ class Portable:
         return against
 
     def tiles(self, problem: Problem) -> str:
-        """The three kernels' tiles."""
+        """Describe the tiles of the three kernels."""
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
@@ -60,7 +60,7 @@ class Portable:
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """The call in fp32: the interpreter does not multiply bf16. 16-bit types take the way of the matrix units."""
+    """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
     return p._replace(q=Spec.of(q), k=Spec.of(k), v=Spec.of(v), recipe=recipe), Operands(q, k, v, x.extra)

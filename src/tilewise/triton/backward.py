@@ -1,6 +1,7 @@
-"""The backward kernels: delta, then dK and dV by key tiles and dQ by query tiles.
+"""The backward kernels: delta; then dK and dV, one program per key tile; and dQ, one program per query tile.
 
-S and P are computed again from lse (Dao et al. 2022, algorithm 4); no kernel adds to memory that another one wrote.
+S and P are recomputed from lse (Dao et al. 2022, algorithm 4). There are no atomics: no kernel adds to memory that
+another one wrote.
 """
 
 import triton
@@ -14,14 +15,15 @@ from ..tile.schedule import assign
 from ..tile.softmax import for_backward
 from ..tile.visits import Place, key_range, list_at, partial_at, query_range, tile_at
 
-# lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
+# lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
 NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
 
 
 @triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles"])
 def delta(O, dO, dL, lse, L, D, packed, unowned, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
-    """What the other kernels read of a row: L, the lse in their logarithm, and D = rowsum(dO * O) - dL. Also zeros in
-    rows of gradients that no sequence owns. dL, the gradient of lse, may be None.
+    """Compute two values per row for the other kernels: L, the lse in their base, and D = rowsum(dO * O) - dL.
+
+    Also write zeros to gradient rows outside all packed sequences. dL, the gradient of lse, may be None.
     """
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     program = tl.program_id(0)
@@ -46,7 +48,7 @@ def delta(O, dO, dL, lse, L, D, packed, unowned, M, H, tiles, d_v: tl.constexpr,
 
 @triton.jit
 def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
-    """acc + a b. In fp32 a fresh sum per tile is added by FMA, because matrix units truncate as they sum."""
+    """Return acc + a b. In fp32, each tile has a new sum, added by FMA: matrix units truncate as they accumulate."""
     if b[0].dtype == tl.float32:
         return tl.fma(product(a, b, PRECISION), one, acc)
     else:
@@ -55,14 +57,14 @@ def accumulate(acc, a, b, one, PRECISION: tl.constexpr):
 
 @triton.jit
 def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One query tile's share of dK and dV, with S transposed: (B_c, B_r), on FMA units (B_r, B_c)."""
+    """Add one query tile's contribution to dK and dV. S is transposed, (B_c, B_r); on FMA units it is (B_r, B_c)."""
     B_R: tl.constexpr = Q.at.shape[0]
     B_C: tl.constexpr = dk.shape[0]
     dtype: tl.constexpr = Q.start.dtype.element_ty
     STILL: tl.constexpr = still_axis(dtype, PRECISION)
     q = load_passing(Q, place.i0, place.M, MASKED, PRECISION)
     do = load_passing(dO, place.i0, place.M, MASKED, PRECISION)
-    logs = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0: no row past the end
+    logs = load_row_values(L, place.i0, B_R, place.M, float("inf"), MASKED)  # exp(S - inf) = 0 for rows past the end
     sums = load_row_values(D, place.i0, B_R, place.M, 0.0, MASKED)
     S, dP = meet(k, q, PRECISION), meet(v, do, PRECISION)
     i, j = tl.expand_dims(tl.arange(0, B_R), STILL), tl.expand_dims(tl.arange(0, B_C), 1 - STILL)
@@ -83,7 +85,7 @@ def dkdv(
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys: loops over its group of query heads and the query tiles that see it."""
+    """Compute dK and dV of one key tile: loop over its group of query heads and the query tiles that see it."""
     matrix, reversed_t = assign(tl.program_id(0), tiles, heads, section)
     t = tiles - 1 - reversed_t  # the first keys are seen by the most queries
     b, h_k = matrix // H_k, matrix % H_k
@@ -120,7 +122,7 @@ def dkdv(
 
 @triton.jit
 def dq_step(j0, acc, q, do, logs, sums, K, V, place, variant, unit, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One key tile's share of dQ."""
+    """Add one key tile's contribution to dQ."""
     B_R: tl.constexpr = acc.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
     dtype: tl.constexpr = K.start.dtype.element_ty
@@ -144,7 +146,7 @@ def dq(
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries: the forward's walk with the gradient in place of the output."""
+    """Compute dQ of one query tile: the forward's loop over key tiles, with dQ in place of O."""
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     stride = pitch(M)

@@ -1,4 +1,4 @@
-"""The forward kernel: one program owns a tile of queries and walks the key tiles it sees (FlashAttention-2's order)."""
+"""The forward kernel: one program per query tile loops over the key tiles it sees, as in FlashAttention-2."""
 
 import triton
 import triton.language as tl
@@ -33,22 +33,24 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
     P = weights(P, v[0].dtype, PRECISION)
     if v[0].dtype == tl.float32:
-        # matrix units truncate as they sum: a fresh sum per tile, added by FMA, keeps long rows exact
+        # matrix units truncate as they accumulate: a new sum per tile, added by FMA, keeps long rows exact
         acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
     else:
         acc = tl.dot(P[0].to(v[0].dtype), v[0], acc * alpha[:, None])  # (B_r, d_v)
     return acc, m, l
 
 
-# lengths, and what is counted from them; Triton still tells multiples of 16 apart inside NamedTuples
+# lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
 @triton.jit(do_not_specialize=["packed", "unowned", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def forward(
     Q, K, V, O, L, packed, unowned, sink, variant, c, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O and L for every tile of queries. c turns logits into base 2, or is None (see `row_max`); G query heads share a
-    key head."""
+    """Compute O and L of one query tile.
+
+    Multiplying logits by c converts them to base 2; c may be None (see `row_max`). G query heads share a key head.
+    """
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
@@ -66,10 +68,10 @@ def forward(
     l = tl.zeros([B_R], tl.float32)
     lists = list_at(variant.visits, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
-    for x in range(full_lo, full_hi):  # every entry is seen
+    for x in range(full_lo, full_hi):  # full tiles: the mask hides no entry
         j = tile_at(variant.visits, lists, x)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, False, PRECISION)
-    for x in range(full_lo - lo + hi - full_hi):  # edges of the mask, and the ragged end
+    for x in range(full_lo - lo + hi - full_hi):  # partial tiles: edges of the mask, and the last tile
         j = partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
     if sink is not None:

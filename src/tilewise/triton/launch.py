@@ -1,4 +1,4 @@
-"""Launches: from a problem and its operands to kernel arguments. Nothing here decides anything about numbers."""
+"""Launches: turn a problem and its operands into kernel arguments. The numerics are decided in the kernels."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -37,43 +37,43 @@ from .tiles import Rows, Tiles, current, precision
 TINY = 2.0**-126
 DELTA_ROWS = 64
 CACHED_KEYS = 32 << 20
-"""Bytes of K and V that programs running side by side may share: what stays in a data-centre chip's L2."""
+"""Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
 
 
 class Plan(NamedTuple):
-    """Everything about a launch that follows from the problem alone."""
+    """The parts of a launch that follow from the problem alone."""
 
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
     c: float | None
-    """Logits times c are in base 2, the forward's unit. None beside a bias: natural log."""
+    """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""
     unit: float
-    """Logits times this are in the backward's unit: base 2, or natural log for fp32."""
+    """Logits times this are in the backward's unit: base 2, or for fp32 natural log."""
     section: int
     listed: bool
-    """Whether the mask is no interval, so that tiles are listed first."""
+    """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
     constants: dict[str, Any]
     values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts and the scores as kernel arguments, if they hold no tensor."""
+    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
-    """Kernels of this problem that are compiled."""
+    """The compiled kernels of this problem."""
 
 
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
-    """Tiles and constants of a problem, from the rows in use."""
+    """Plan a problem with the rows of tile sizes in use."""
     return planned(p, current(p))
 
 
 def planned(p: Problem, chosen: Rows) -> Plan:
-    """The same from any rows."""
+    """Plan a problem with the given rows."""
     per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
     group = p.H // p.H_k
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
     constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
-    # scores want scaled logits; without them the scale goes into the exponent. A scale of 0 stays above it, so that
-    # -inf * c is -inf; exp2(tiny) is 1 all the same.
+    # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
+    # -inf * c is -inf; exp2(TINY) is still 1.
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
@@ -82,7 +82,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """o and lse."""
+    """Compute o and lse."""
     saved = empty_saved(p, x, seed)
     if 0 in (p.B, p.M):  # no program runs
         saved.o.zero_()
@@ -95,7 +95,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-    """dq, dk, dv, and what extras want."""
+    """Compute dq, dk, dv, and the gradients that extras need."""
     grads = empty_grads(p, x)
     if 0 in (p.B, p.M):
         for grad in grads[:3]:
@@ -115,14 +115,14 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 
 def empty_row_values(p: Problem, x: Operands) -> Tensor:
-    """Scratch for one number a row, in the kernels' `pitch`."""
+    """Allocate scratch memory for one number per row, padded to the kernels' `pitch`."""
     stride = cdiv(lengths(p)[0], 16) * 16
     shape = (p.H, stride) if p.recipe.varlen else (p.B, p.H, stride)
     return torch.empty(shape, dtype=torch.float32, device=x.q.device)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
-    """One launch, and one before it if tiles are listed."""
+    """Yield the forward's launch; before it, one that lists tiles if the plan needs it."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
     lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
@@ -138,12 +138,12 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, logs: Tensor, delta: Tensor,
     grads: Grads,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Row values (logs and delta, scratch); dK and dV; dQ; and one for every bias that wants a gradient."""
+    """Yield launches for the row values (logs and delta, scratch), dK and dV, dQ, and each bias with a gradient."""
     where = packed(p, x)
     lse = saved.lse.contiguous()
     M, N = lengths(p)
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr()) % 16
-    key = do.stride(), saved.o.stride(), aligned  # what these tensors add to the problem
+    key = do.stride(), saved.o.stride(), aligned  # properties of these tensors that the problem does not hold
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, beside_lse(p, changes, lse), dropout(p, saved.seed), None)
 
@@ -173,7 +173,7 @@ def backward_launches(
     arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
     yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
 
-    # a stage holds tiles of four operands, where dq's holds two, so large heads leave room for fewer
+    # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
     tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
     yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, {**pl.constants, **meta(tiles)}, pl, key)
 

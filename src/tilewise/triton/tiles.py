@@ -1,16 +1,19 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
-A row marked "rich" serves calls with scores or dropout, whose loops need more registers, where the plain row spills.
-One marked "ieee" serves products on FMA units; Ampere's follow Hopper's where these spill no more. One marked "tf32x3"
-serves pieces that take a third more shared memory than bf16x6's, where the plain row has no room for them.
-Hopper's rows are the fastest measured on an H200, for 16-bit types among those that keep the loop free of spills up to
-head size 128, and without "ieee" at head size 256; the others are the largest that compile for every chip of their
-kind, by the same rule, within its shared memory. tests/triton/test_compile.py holds each row to that.
-`python -m tilewise tune` measures a card's rows beside their neighbours; its times are drawn in docs/performance.md.
+Some rows replace the plain row:
+- "rich" is for calls with scores or dropout. Their loops need more registers, and the plain row spills.
+- "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
+- "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
+  plain row.
 
-sm_100 reads the rows of "blackwell" before Hopper's. In fp32 they are small enough to keep the products out of tensor
-memory: Triton 3.6 splits them into so many parts that Hopper's tiles need more of it than there is, and then the kernel
-is empty.
+Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
+spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
+of their kind, by the same rule, within its shared memory. tests/triton/test_compile.py checks each row.
+`python -m tilewise tune` measures similar rows on a GPU; docs/performance.md plots the times.
+
+sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, to keep the products out of tensor
+memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles these need more tensor memory than there
+is, and the compiled kernel is empty.
 """
 
 from typing import Any, NamedTuple
@@ -22,14 +25,14 @@ from ..problem import PRECISIONS, Problem
 
 
 class Tiles(NamedTuple):
-    """Rows of queries, columns of keys, warps and pipeline stages of one kernel."""
+    """The tile of one kernel: rows of queries, columns of keys, warps and pipeline stages."""
 
     B_r: int
     B_c: int
     warps: int
     stages: int
     registers: int | None = None
-    """The most a thread may have, where one more would cost a second block on the multiprocessor."""
+    """A cap on registers per thread. It is set where one more would prevent a second block on the multiprocessor."""
 
 
 Table = dict[tuple[str | int, ...], Tiles]
@@ -134,7 +137,7 @@ DQ: Table = {
 }
 
 SPECIAL = ("ieee", "tf32x3")
-"""Precisions that have rows of their own."""
+"""Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
@@ -144,7 +147,7 @@ OTHER = ("sm_70", "sm_72", "sm_75", "gfx90a", "gfx942", "gfx950", "gfx1100", "gf
 
 
 def chips(target: str) -> tuple[str, ...]:
-    """The kinds of rows that a target reads, the first that has one."""
+    """Return the kinds of rows that a target reads, by preference."""
     if target == "cpu":
         return ("interpreter",)
     if target in BLACKWELL:
@@ -153,10 +156,10 @@ def chips(target: str) -> tuple[str, ...]:
 
 
 def precision(p: Problem) -> str | None:
-    """How fp32 is multiplied; None if no way honours the request, or if the type is not fp32.
+    """Return the precision of fp32 products; None if none is accurate enough, or if the type is not fp32.
 
-    The interpreter ("cpu") computes in plain fp32, which honours every name. It takes the kernels' way for FMA units if
-    "ieee" is asked for, else that for matrix units, which is quicker there.
+    The interpreter ("cpu") computes in plain fp32, which is accurate enough for every name. It runs the kernels' path
+    for FMA units if "ieee" is requested. Otherwise it runs the path for matrix units, which is faster there.
     """
     if p.dtype != torch.float32:
         return None
@@ -166,7 +169,7 @@ def precision(p: Problem) -> str | None:
 
 
 def precisions(target: str) -> tuple[str, ...]:
-    """What tl.dot offers on a chip."""
+    """Return the precisions that tl.dot offers on a chip."""
     if target in ("sm_70", "sm_72", "sm_75"):
         return ("ieee",)
     if target.startswith("gfx"):
@@ -175,7 +178,7 @@ def precisions(target: str) -> tuple[str, ...]:
 
 
 class Rows(NamedTuple):
-    """A problem's row of each of TABLES."""
+    """The row of each of TABLES for one problem."""
 
     forward: Tiles
     dkdv: Tiles
@@ -183,23 +186,23 @@ class Rows(NamedTuple):
 
 
 def current(p: Problem) -> Rows:
-    """The rows in use for a problem."""
+    """Return the rows in use for a problem."""
     tables = in_use("triton", TABLES, p.q.device)
     return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
 
 
 def keys(p: Problem) -> dict[str, Any]:
-    """Where a problem's rows are."""
+    """Return the keys of a problem's rows, by table."""
     return {name: choose(table, p) for name, table in TABLES.items()}
 
 
 def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
-    """The key of a table for a problem: the smallest head size that holds its own."""
+    """Return a table's key for a problem, with the smallest head size that is large enough."""
     kinds, special = chips(p.target), "rich" if p.recipe.score or p.recipe.dropout > 0.0 else ""
     if (name := precision(p)) in SPECIAL:
         special = name
     if name == "ieee":
-        kinds = kinds[-1:]  # a Blackwell chip has rows of its own for its matrix units alone
+        kinds = kinds[-1:]  # Blackwell has separate rows only for its matrix units
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256):
         for kind in kinds:
@@ -210,14 +213,17 @@ def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
 
 
 def title(key: Any) -> str:
-    """A key for people; a card reads rows of one kind."""
+    """Return a key as text, without its kind of chip."""
     _, entry_bytes, size, *rest = key
     return " ".join((f"{8 * entry_bytes}-bit", f"D{size}", *rest))
 
 
 def neighbours(name: str, row: Tiles) -> list[Tiles]:
-    """What `tilewise tune` tries beside a row of a table: half and twice the rows, the columns and the warps, one stage
-    more and less, rows together with warps, and no cap on registers. Further steps take another run."""
+    """Return the rows that `tilewise tune` compares with a row of a table.
+
+    They have half or twice the rows, columns or warps, or rows and warps together, or one stage more or less, or no cap
+    on registers. To go further, run `tune` again.
+    """
     B_r, B_c, warps, stages, _ = row
     changes = (
         {"B_r": B_r // 2}, {"B_r": B_r * 2}, {"B_c": B_c // 2}, {"B_c": B_c * 2}, {"warps": warps // 2},

@@ -1,6 +1,6 @@
-"""The flat functions of the flash_attn package, version 2.8, over `tilewise.attention`.
+"""The functions of the flash_attn package, version 2.8, implemented by `tilewise.attention`.
 
-Names, order and defaults of arguments are that package's; what the arguments mean, once for all functions:
+Arguments have the names, order and defaults of that package. They have the same meaning in all functions:
 
     q                   (B, M, H, D); varlen (T, H, D)
     k, v                (B, N, H_k, D); varlen (T', H_k, D); H a multiple of H_k
@@ -16,15 +16,19 @@ Names, order and defaults of arguments are that package's; what the arguments me
     deterministic       bitwise repeatable gradients
     return_attn_probs   return (out, softmax_lse, S_dmask) instead of out
 
-softmax_lse is (B, H, M), varlen (H, T), fp32, the natural log of the softmax's denominator. S_dmask is empty, of shape
-(0,), without dropout. With dropout it is (B, H, M, N) in q's type, with the longest lengths for M and N, zero outside a
-sequence: the probabilities before dropout and before rescaling, negated where dropout removed them. It costs memory
-and time quadratic in the length, synchronises, and is for tests.
+softmax_lse is the natural log of the softmax's denominator: (B, H, M), varlen (H, T), fp32.
 
-Different from that package: the CPU, fp32, fp64 and any head size up to 256 run too; softmax_lse is differentiable, is
--inf (not inf) for a row that sees no key, and with causal ALiBi it is that of the logits written above (there, a
-constant per row is left out); S_dmask is exact, and not padded to multiples of 128; the dropout pattern is tilewise's,
-with dropout_p rounded to a multiple of 2^-16.
+S_dmask has shape (0,) without dropout. With dropout it is (B, H, M, N) in q's type, with the longest lengths as M and
+N, and zero outside a sequence. It holds the probabilities before dropout and rescaling, negated where dropout removed
+them. It is for tests: it synchronises, and takes memory and time quadratic in the length.
+
+These things differ from that package:
+
+- The CPU, fp32, fp64 and any head size up to 256 work, too.
+- softmax_lse is differentiable, and -inf (not inf) for a row that sees no key.
+- With causal ALiBi, softmax_lse belongs to the logits written above; that package leaves out a constant per row.
+- S_dmask is exact, and not padded to multiples of 128.
+- The dropout pattern is tilewise's, with dropout_p rounded to a multiple of 2^-16.
 """
 
 from collections.abc import Sequence
@@ -69,7 +73,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of q (B, M, H, D) over k, v (B, N, H_k, D); arguments and results: see this module."""
+    """Compute attention of q (B, M, H, D) over k and v (B, N, H_k, D). The module describes arguments and results."""
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, k, v), options, None, dropout_p, return_attn_probs)
 
@@ -86,7 +90,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_func of q (B, M, H, D) and kv (B, N, 2, H_k, D)."""
+    """Call flash_attn_func with q (B, M, H, D) and with k and v from kv (B, N, 2, H_k, D)."""
     k, v = _unstack(kv)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, k, v), options, None, dropout_p, return_attn_probs)
@@ -103,7 +107,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_func of qkv (B, N, 3, H, D)."""
+    """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D)."""
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((qkv,), options, None, dropout_p, return_attn_probs)
 
@@ -126,7 +130,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """flash_attn_func of packed sequences: q (T, H, D), k and v (T', H_k, D). block_table must be None."""
+    """Compute attention of packed sequences: q (T, H, D), k and v (T', H_k, D). block_table must be None."""
     if block_table is not None:
         raise Unsupported(
             "flash_attn_varlen_func: block_table is not None, but keys and values in pages are not supported; "
@@ -153,7 +157,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_varlen_func of q (T, H, D) and kv (T', 2, H_k, D)."""
+    """Call flash_attn_varlen_func with q (T, H, D) and with k and v from kv (T', 2, H_k, D)."""
     k, v = _unstack(kv)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, _number(max_seqlen_q), _number(max_seqlen_k))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -173,7 +177,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_varlen_func of qkv (T, 3, H, D)."""
+    """Call flash_attn_varlen_func with q, k and v from qkv (T, 3, H, D)."""
     layout = Varlen(cu_seqlens, cu_seqlens, _number(max_seqlen), _number(max_seqlen))
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((qkv,), options, layout, dropout_p, return_attn_probs)
@@ -200,7 +204,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> NoReturn:
-    """Raises Unsupported: there is no kernel that appends to a cache."""
+    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
     raise Unsupported(
         "flash_attn_with_kvcache: no kernel here appends to a key-value cache; turn q and k with tilewise.rotary, "
         "write k and v into the cache, and call flash_attn_func on the part that is filled, or flash_attn_varlen_func "
@@ -209,7 +213,7 @@ def flash_attn_with_kvcache(
 
 
 class _Options(NamedTuple):
-    """What a call of any of these functions means to `tilewise.attention`."""
+    """The arguments of a flash_attn function as options of `tilewise.attention`."""
 
     mask: Mask
     score: list[Score]
@@ -243,7 +247,7 @@ def _attend(
     dropout: float,
     return_attn_probs: bool,
 ) -> Result:
-    """The call that all functions come down to, of q, k and v, or of qkv."""
+    """Run any of these functions, on q, k and v, or on qkv."""
     packed = len(operands) == 1
     attend = attention_qkvpacked if packed else attention
     if not return_attn_probs:
@@ -273,7 +277,7 @@ def _number(number: int | Tensor) -> int:
 
 
 class _Whole(NamedTuple):
-    """Builds the whole matrix P, negated where dropout removed an entry."""
+    """It builds the whole matrix P, negated where dropout removed an entry."""
 
     options: _Options
     dropout: float
@@ -281,7 +285,7 @@ class _Whole(NamedTuple):
 
     @torch.no_grad()
     def padded(self, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-        """(B, H, M, N) in q's type."""
+        """Return P (B, H, M, N) in q's type."""
         P = q.new_zeros(*lse.shape, k.shape[1])
         for b in range(P.shape[0]):
             P[b] = self.entry(b, q[b], k[b], lse[b])
@@ -289,7 +293,7 @@ class _Whole(NamedTuple):
 
     @torch.no_grad()
     def packed(self, q: Tensor, k: Tensor, lse: Tensor, layout: Varlen) -> Tensor:
-        """(B, H, longest M, longest N), each sequence in its upper left corner; lse (H, T)."""
+        """Return P (B, H, longest M, longest N), each sequence in its upper left corner. lse: (H, T)."""
         starts_q, starts_k = layout.cu_q.tolist(), layout.cu_k.tolist()
         P = q.new_zeros(len(starts_q) - 1, q.shape[1], *layout.longest())
         for b in range(P.shape[0]):
@@ -299,7 +303,7 @@ class _Whole(NamedTuple):
         return P
 
     def entry(self, b: int, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-        """Batch entry b alone: (H, M, N) from q (M, H, D), k (N, H_k, D), lse (H, M)."""
+        """Return P (H, M, N) of batch entry b, from q (M, H, D), k (N, H_k, D) and lse (H, M)."""
         (M, H, D), N = q.shape, k.shape[0]
         k = k.repeat_interleave(H // k.shape[1], 1)
         S = torch.einsum("mhd,nhd->hmn", q.to(lse.dtype), k.to(lse.dtype))[None]

@@ -1,1 +1,1 @@
-"""The backward of 16-bit types: device code."""
+"""Compute the backward of 16-bit types: device code."""

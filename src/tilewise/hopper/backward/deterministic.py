@@ -1,7 +1,9 @@
-"""Turns for deterministic gradients: tiles of keys add to a sum of dQ in a fixed order, the last of them first.
+"""Accumulate dQ in a fixed order for deterministic gradients: key tiles add to a sum one by one, the last of them
+first.
 
-A number in memory says whose turn it is. It is handed on by a release and taken by an acquire, with what TMA has added
-complete before and fenced after. That takes longer than a visit of a query tile, so most turns are at two of them.
+A number in memory names the key tile that may add next. It is passed on by a release and taken by an acquire; what TMA
+has added is complete before and fenced after. That takes longer than one iteration over a query tile, so most steps of
+the order cover two of them. Such a step is a `turn`.
 """
 
 import triton
@@ -19,7 +21,8 @@ from ..parts.row_blocks import first_block
 def give_turns(
     turns, packed, variant, M, N, H, tiles, stride, B_R: tl.constexpr, B_C: tl.constexpr, TURN: tl.constexpr
 ):
-    """For every turn of query tiles the last key tile whose walk comes by: the first to add to its dQ."""
+    """Set, for every turn of query tiles, the key tile that adds to its dQ first: the last one whose loop reaches
+    it."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, N = rows_of(packed, b, M, N)
@@ -33,8 +36,8 @@ def give_turns(
 
 @triton.jit
 def turns_of(variant, b, t, M, N, B_R: tl.constexpr, B_C: tl.constexpr, TURN: tl.constexpr):
-    """The turns [begin, end) at which a tile of keys adds; none where a mask hides its keys from every row, whose
-    interval may then lie far outside."""
+    """Return the turns [begin, end) in which a key tile adds. There are none where a mask hides its keys from every
+    row, whose interval may then lie far outside."""
     lo, _, _, hi = query_range(variant, 0, b, t * B_C, M, N, B_R, B_C)
     begin = lo // TURN
     return begin, tl.where(lo < hi, tl.cdiv(hi, TURN), begin)
@@ -42,8 +45,8 @@ def turns_of(variant, b, t, M, N, B_R: tl.constexpr, B_C: tl.constexpr, TURN: tl
 
 @gluon.jit
 def wait_turn(turns, block, visit, keys, tile: gl.constexpr):
-    """Until a visit's query tile, which is `block` of all, may be added to. Its position is its number in the head:
-    masks with listed tiles are refused."""
+    """Wait until this key tile may add to an iteration's query tile, which is `block` of all. Its position is its
+    number in the head: masks with listed tiles are refused."""
     n = visit.x % tile.TURN
     if (n == 0) | (visit.x == visit.walk.lo):
         until(turns + block - n, keys.t)
@@ -52,7 +55,8 @@ def wait_turn(turns, block, visit, keys, tile: gl.constexpr):
 
 @gluon.jit
 def hand_turn_on(turns, block, visit, keys, variant, tile: gl.constexpr):
-    """After what a visit adds: to the next before this tile of keys whose walk comes by, or to nobody."""
+    """After an iteration's add, let the next lower key tile add whose loop reaches this turn; if there is none, store
+    -1."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     TURN: gl.constexpr = tile.TURN

@@ -1,7 +1,7 @@
-"""Walks of the backward that share a tile of keys: each takes some of its query heads; their dK and dV are added up.
+"""Add up GQA partial sums of dK and dV, where several programs each loop over some query heads of one key tile.
 
-They end one after the other. Each adds what it has found to the sum of those before it, in memory, and leaves that to
-the next; the last one rounds and stores it. So sums have one order, and need the memory of one walk.
+They finish one after the other. Each adds what it has computed to the sum of those before it, in memory, and leaves
+that to the next. The last one rounds and stores it. So sums have one order, and need the memory of one program's.
 """
 
 from typing import NamedTuple
@@ -15,24 +15,25 @@ from .keys import block_of
 
 
 class Shares(NamedTuple):
-    """What walks leave to each other; None where each has its keys to itself."""
+    """Hold the partial sums that programs leave to the next; None where each has its keys to itself."""
 
     sums: object
-    """Blocks of B_c keys: dK and dV in fp32 of one group of warps, then of the other."""
+    """Hold blocks of B_c keys: dK and dV in fp32 of one group of warps, then of the other."""
     turns: object
-    """Of each half of a block: how many walks have left their sums."""
+    """Count, for each half of a block, the programs that have left their sums."""
 
 
 @gluon.jit
 def by_register(x):
-    """64 rows as a warpgroup holds them: four numbers of each thread, of all threads, and so on."""
+    """Flatten 64 rows in the order in which a warpgroup holds them: four numbers of each thread, of all threads, and so
+    on."""
     x = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return x.reshape([x.numel.value])
 
 
 @gluon.jit
 def by_row(x, layout: gl.constexpr):
-    """Undoes `by_register`."""
+    """Undo `by_register`."""
     COLUMNS: gl.constexpr = x.shape[0] // 64
     x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
     return gl.convert_layout(x, layout, assert_trivial=True)
@@ -40,7 +41,8 @@ def by_row(x, layout: gl.constexpr):
 
 @gluon.jit
 def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.constexpr):
-    """Group W's parts of dK and dV with those of all walks before this one, and whether there is none after it."""
+    """Add the partial sums of all programs before to group W's parts of dK and dV; return them and whether no program
+    follows."""
     SHARES: gl.constexpr = tile.SHARES
     if SHARES == 1:
         return parts, True
@@ -49,7 +51,7 @@ def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.co
         at = shares.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
         turn = shares.turns + block * 2 + W
         share = keys.h // tile.GROUP % SHARES
-        if share > 0:  # walks before this one were drawn before it, so they run
+        if share > 0:  # programs before it in this order drew their tiles before it, so they run
             until(turn, share)
             parts = all_with_left(parts, at)
         if share < SHARES - 1:
@@ -62,7 +64,7 @@ def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.co
 
 @gluon.jit
 def all_with_left(parts, at):
-    """All parts, and what the walk before has left."""
+    """Add to all parts what the program before has left."""
     found = ()
     for n in gl.static_range(len(parts)):
         found = found + (with_left(parts[n], at + n * parts[n].numel),)
@@ -71,7 +73,7 @@ def all_with_left(parts, at):
 
 @gluon.jit
 def with_left(x, at):
-    """A part, and what the walk before has left of it."""
+    """Add to a part what the program before has left of it."""
     layout: gl.constexpr = x.type.layout
     left = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
     return x + by_row(left, layout)
@@ -79,6 +81,6 @@ def with_left(x, at):
 
 @gluon.jit
 def leave(x, at):
-    """A part for the walk that comes next."""
+    """Store a part for the program that comes next."""
     x = by_register(x)
     gl.store(at + gl.arange(0, x.numel, x.type.layout), x)

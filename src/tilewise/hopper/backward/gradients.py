@@ -1,8 +1,8 @@
-"""What the backward's two groups of warps compute with head sizes to 128, and what split256.py does the same way.
+"""Compute the backward's products in two groups of warps, for head sizes to 128; split256.py uses some functions, too.
 
-Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV; for dQ the groups exchange dS through shared
-memory. S is transposed, (keys, queries), so that P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q.
-dQ of a query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
+Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV. For dQ the groups exchange dS through shared
+memory. S is transposed, (keys, queries). So P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of
+a query tile is computed one tile late: no group waits for the other's dS, and they drift into opposite phases.
 """
 
 from triton.experimental import gluon
@@ -41,8 +41,8 @@ from .outputs import memory_of_gradients, store_gradient, stored
 
 @gluon.jit
 def weights(S, logs, place, j0, edge, variant, unit, y):
-    """P of a transposed tile, before dropout; `edge` tells whether the mask is needed. What the mask reads is kept
-    apart from what scores read, else ptxas computes it for every tile: y >> 31 is 0, which it cannot know."""
+    """Compute P of a transposed tile, before dropout; `edge` tells whether the mask is needed. Keep what the mask reads
+    apart from what scores read, else ptxas computes it for every tile. y >> 31 is 0, which ptxas cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -57,12 +57,12 @@ def weights(S, logs, place, j0, edge, variant, unit, y):
 
 @gluon.jit
 def inside(S, place, j0, variant):
-    """Which queries of a transposed tile are in the interval that sees a key."""
+    """Return which queries of a transposed tile are in the interval that sees a key."""
     row, first, column = positions(S)
     j = j0 + row
     lo, hi = query_range_of(variant.mask, place.b, j, place.M, place.shift)
     count = gl.where(j < place.N, gl.maximum(hi - lo, 0), 0)
-    # one comparison for both ends: before the first query, the difference wraps around
+    # one comparison tests both bounds: before the first query, the unsigned difference wraps
     after = column - (lo - place.i0 - first)
     shown = after.to(gl.uint32) < count.to(gl.uint32)
     return as_tile(shown, S)
@@ -70,14 +70,14 @@ def inside(S, place, j0, variant):
 
 @gluon.jit
 def entries(S, place, j0):
-    """Where a transposed tile's entries are, by thread."""
+    """Return where a transposed tile's entries are, by thread."""
     row, first, column = positions(S)
     return Entries(place.b, place.h, place.i0 + place.shift + first, column, j0 + row, 0)
 
 
 @gluon.jit
 def scored(S, place, j0, variant):
-    """The logits of a transposed tile after all scores."""
+    """Return the logits of a transposed tile after all scores."""
     if len(variant.scores) == 0:
         return S
     else:
@@ -86,8 +86,8 @@ def scored(S, place, j0, variant):
 
 @gluon.jit
 def logits(P, logs):
-    """The logits that gave P, which take no registers until then; any number where P is 0, as it is past the last row,
-    where logs are inf."""
+    """Recover the logits from P, so that they take no registers until then. Where P is 0 they may be any number, as
+    past the last row, where logs are inf."""
     PTX: gl.constexpr = "max.f32 $0, $1, 0f00800000; lg2.approx.ftz.f32 $0, $0;"
     log = gl.inline_asm_elementwise(PTX, "=f,f", [P], dtype=gl.float32, is_pure=True, pack=1)
     return log * LN2 + gl.where(logs < float("inf"), logs, 0.0) * LN2
@@ -95,7 +95,7 @@ def logits(P, logs):
 
 @gluon.jit
 def gradient(P, dP, logs, sums, S, place, j0, variant):
-    """dS of a transposed tile: the gradient with respect to the scaled logits."""
+    """Compute dS of a transposed tile: the gradient with respect to the scaled logits."""
     dS = P * (dP - sums)
     if len(variant.scores) == 0:
         return dS
@@ -106,7 +106,8 @@ def gradient(P, dP, logs, sums, S, place, j0, variant):
 
 @gluon.jit
 def rounded(P, dtype: gl.constexpr):
-    """P in 16 bits, and what those are in fp32. Left to itself, ptxas rounds one number at a time, which is slow."""
+    """Round P to 16 bits, and return these and their value in fp32. Left to itself, ptxas rounds one number at a time,
+    which is slow."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $4, $3; {.reg .b32 x; shl.b32 x, $0, 16; mov.b32 $1, x;"
@@ -122,7 +123,7 @@ def rounded(P, dtype: gl.constexpr):
 
 @gluon.jit
 def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
-    """S, dP, P and dS of one query tile for 64 keys; gives the running product of dV, and dS."""
+    """Compute S, dP, P and dS of one query tile for 64 keys; return the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
     dtype: gl.constexpr = shared.k.dtype
@@ -168,7 +169,7 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
 
 @gluon.jit
 def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
-    """Starts group W's piece of dQ = dS K: half of 128 rows, half of 128 columns, or else its own keys' part."""
+    """Start group W's piece of dQ = dS K: half of 128 rows, half of 128 columns, or else its own keys' part."""
     zero = gl.zeros([64, 64], gl.float32, layout)
     if ds.shape[1] == 128:
         return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
@@ -181,7 +182,7 @@ def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def pass_by(y, shared):
-    """Takes nothing of use y of a tile that none of group W's keys sees."""
+    """Skip use y, a tile that none of group W's keys sees."""
     wait(shared.q.full, y)
     arrive(shared.q.empty, y)
     wait(shared.do.full, y)
@@ -193,7 +194,7 @@ def pass_by(y, shared):
 
 @gluon.jit
 def leave_no_ds(W: gl.constexpr, y, shared):
-    """Zeros as group W's dS of use y."""
+    """Store zeros as group W's dS of use y."""
     ds = stage(shared.ds.memory, y).slice(64 * W, 64, 0)
     B_R: gl.constexpr = ds.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
@@ -203,7 +204,7 @@ def leave_no_ds(W: gl.constexpr, y, shared):
 
 @gluon.jit
 def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """Use y, which group W passes by, and its piece of dQ. Gives the next use."""
+    """Skip use y in group W, but compute its piece of dQ. Return the next use."""
     pass_by(y, shared)
     leave_no_ds(W, y, shared)
     arrive(shared.ds.full, y)
@@ -215,7 +216,7 @@ def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.co
 
 @gluon.jit
 def stand_by_next(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """Use y + 1, which group W passes by, and its piece of dQ of the one before."""
+    """Skip use y + 1 in group W, but compute its piece of dQ of use y."""
     pass_by(y + 1, shared)
     wait(shared.ds.full, y)
     leave_no_ds(W, y + 1, shared)
@@ -227,7 +228,7 @@ def stand_by_next(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: 
 
 @gluon.jit
 def hand_over(dq, shared, y, W: gl.constexpr):
-    """A piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
+    """Hand a piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
     x = by_register(dq).reshape([16, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
     shared.dq.memory.index(W).store(x)
@@ -239,7 +240,7 @@ def hand_over(dq, shared, y, W: gl.constexpr):
 def next_rows(
     W: gl.constexpr, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
-    """dK and dV with one query tile more, use y + 1, and group W's piece of dQ of the one before."""
+    """Add one more query tile, use y + 1, to dK and dV, and compute group W's piece of dQ of the tile before."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -248,7 +249,7 @@ def next_rows(
     place = place_of(visit, keys, shape, variant, B_R)
     j0 = keys.j0 + 64 * W
     dv_next, ds = row_block(W, n, y + 1, dv, place, j0, edge, shared, packed, variant, unit, tile)
-    # both halves of the dS before are there, and both groups are done with the one before that
+    # both halves of the previous dS are there, and both groups are done with the one before that
     wait(shared.ds.full, y)
     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
     fence_async_shared()
@@ -268,7 +269,7 @@ def next_rows(
 def next_of_part(
     W: gl.constexpr, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
-    """The same, where a visit may be outside group W's part of the walk: where the next query head begins."""
+    """Do the same where an iteration may be outside group W's part of the loop: where the next query head begins."""
     edge = True if tile.APART else tile.EDGES & is_edge(visit, part_at(visit, part, tile))
     if tile.PARTS and tile.GROUP > 1:
         if within(visit, part):
@@ -285,7 +286,7 @@ def next_of_part(
 def rows_of_keys(
     W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
-    """Rows 64 W to 64 W + 63 of a tile of keys."""
+    """Compute rows 64 W to 64 W + 63 of dK and dV for every key tile, and group W's pieces of dQ."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -309,7 +310,7 @@ def rows_of_keys(
             while there(visit) & ~within(visit, part):
                 y = stand_by(W, n, y, shared, dq_layout, tile)
                 visit = next_visit(visit, keys, variant, tile)
-            if tile.GROUP == 1:  # then its part is all that it visits, until it stands by for the rest
+            if tile.GROUP == 1:  # then loop over its part only, and stand by for the rest afterwards
                 left_out = visit.walk.hi - gl.maximum(visit.x, part.hi)
                 visit = Visit(visit.h, visit.x, part)
         if there(visit):
@@ -336,7 +337,7 @@ def rows_of_keys(
                         )
                         y += 1
                         visit = next_visit(visit, keys, variant, tile)
-            if tile.K_STAGES > 1:  # V is free, and the next K has a stage of its own
+            if tile.K_STAGES > 1:  # V is free, and the next K has another stage
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
             dq_last = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)

@@ -1,12 +1,14 @@
-"""The backward's main kernel on Hopper. A program owns B_c rows of K and V and walks the query tiles that see them.
+"""Compute dK, dV and sums of dQ on Hopper: the backward's main kernel.
 
-    load          one warp        K and V once, then Q, L, dO and D of every query tile, by TMA
+A program owns B_c rows of K and V, and loops over the query tiles that see them.
+
+    load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
-                                  zeros that tiles of keys drawn later will add to
-    two groups    8 warps         the five products: see gradients.py, split256.py
-    roll          2 or 4 warps    with dropout only: rolls its dice, and hands them on as bits
+                                  zeros that key tiles drawn later will add to
+    two groups    8 warps         compute the five products: see gradients.py, split256.py
+    roll          2 or 4 warps    with dropout only: generate its mask bits
 
-All of them walk through the same query tiles, which keys.py finds.
+All of them loop over the same query tiles, which keys.py finds.
 """
 
 from typing import NamedTuple
@@ -39,36 +41,37 @@ from .split256 import side_of_k, side_of_v
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants."""
+    """Hold what a kernel is compiled for; all are constants."""
 
     B_R: int
     B_C: int
     D: int
-    """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    """Counts the columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
     K_STAGES: int
     """With two, the next K and V come once V has been read for the last time; with one, once K has."""
     Q_STAGES: int
     DO_STAGES: int
     SIDES: bool
-    """Whether one group owns dV and the other dK, rather than each half of the keys."""
+    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys."""
     PARTS: bool
-    """Whether each group visits only what its own keys see."""
+    """Says whether each group loops only over what its own keys see."""
     EDGES: bool
-    """Whether other query tiles than the first may need the mask."""
+    """Says whether other query tiles than the first may need the mask."""
     TURN: int
-    """Query tiles of a turn (see deterministic.py): then dQ repeats bit by bit. 0 where key tiles add as they come."""
+    """Counts the query tiles of a turn (see deterministic.py), with which dQ repeats bit by bit. At 0, key tiles add as
+    they come."""
     GROUP: int
-    """Query heads of a walk."""
+    """Counts the query heads that one program loops over."""
     SHARES: int
-    """Walks of each tile of keys; see gqa_reduce.py."""
+    """Counts the programs of each key tile; their partial sums are added (see gqa_reduce.py)."""
     APART: bool
-    """Whether visits without a mask have a loop of their own; then all others take it."""
+    """Says whether iterations without a mask have a loop to themselves; then all others apply it."""
     DICE: int
-    """Warps that roll dropout's dice; without dropout 0."""
+    """Counts the warps that generate dropout bits; without dropout it is 0."""
 
 
 class Shape(NamedTuple):
-    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+    """Hold lengths and counts of a launch; for packed sequences, M and N count all rows."""
 
     M: object
     N: object
@@ -76,21 +79,21 @@ class Shape(NamedTuple):
     d_v: object
     H: object
     blocks: object
-    """Query tiles of a head in the sums of dQ."""
+    """Counts the query tiles of a head in the sums of dQ."""
     heads: object
     section: object
     tiles: object
     key_tiles: object
-    """Key tiles of a head in what shares leave."""
+    """Counts the key tiles of a head in the GQA partial sums."""
 
 
 class Shared(NamedTuple):
-    """Everything in shared memory."""
+    """Hold everything in shared memory."""
 
     k: object
     v: object
     kv: object
-    """Barriers of both; see `Tile.K_STAGES`."""
+    """Holds the barriers of both K and V; see `Tile.K_STAGES`."""
     q: object
     logs: object
     do: object
@@ -100,12 +103,12 @@ class Shared(NamedTuple):
     p: object
     drawn: object
     bits: object
-    """Dropout's, or None."""
+    """Holds the channel of dropout bits, or None."""
 
 
 @gluon.jit
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
-    """The producer warp."""
+    """Run the producer warp."""
     B_R: gl.constexpr = tile.B_R
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
@@ -113,7 +116,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     wait_kernels()  # for L and D
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:  # packed sequences may end before
+        if keys.j0 < keys.N:  # packed sequences may be shorter
             hand_on(shared.drawn, t, n)
             b = keys.b if packed is None else 0
             wait_before(shared.kv.empty, n)
@@ -136,7 +139,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 triton_compat.load(D, [row], bar, stage(shared.sums, y))
                 y += 1
                 visit = next_visit(visit, keys, variant, tile)
-        elif tile.TURN == 0:  # nor are there any until the next section
+        elif tile.TURN == 0:  # nor are there any tiles until the next section
             skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
         t = draw_in_turn(counter)
     hand_on(shared.drawn, t, n)
@@ -145,7 +148,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 @gluon.jit
 def roll(shared, shape, packed, variant, tile: gl.constexpr):
-    """The warps that roll dropout's dice: once a tile, of which each group takes its own keys, or each side all."""
+    """Generate dropout bits once a tile. Each group reads those of its keys; with the dK/dV split, each reads all."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
@@ -171,14 +174,14 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
 
 @gluon.jit
 def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
-    """Writes a share of the zeros in dQ of the next section: they are still in the cache when they are added to. Then
-    waits until all of this tile's own matrix are there, by tiles drawn before it, or by the kernel before."""
+    """Zero a part of the next section's dQ, which is still in the cache when it is added to. Then wait until all zeros
+    of this tile's own matrix are there, from tiles drawn before it, or from the kernel before."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     zero = gl.zeros([1024], gl.float32, layout)
     count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
     ahead = shape.section * shape.tiles
     if t + ahead < shape.tiles * shape.heads:
-        matrix, share = assign(t + ahead, shape.tiles, shape.heads, shape.section)  # as many shares as tiles
+        matrix, share = assign(t + ahead, shape.tiles, shape.heads, shape.section)  # one part for each tile
         each = gl.cdiv(count, shape.tiles)
         for n in range(share * each, gl.minimum((share + 1) * each, count)):
             gl.store(sums + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
@@ -193,14 +196,14 @@ def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
 
 @gluon.jit
 def leave_dq(done, keys, shape, tile: gl.constexpr):
-    """Tells `finish` that this tile of keys has added all that it adds to dQ."""
+    """Tell `finish` that this key tile has added all that it adds to dQ."""
     wait_added()
     gl.atomic_add(done + keys.b * shape.H + keys.h, 1, sem="release")
 
 
 @gluon.jit
 def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
-    """The writer warp: each group's pieces of dQ, as they come, or in turn."""
+    """Run the writer warp: add each group's pieces of dQ as they come, or in order where dQ is deterministic."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
@@ -241,7 +244,7 @@ def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: g
 def group(
     W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
-    """Warpgroup W's share of the products."""
+    """Run warpgroup W's part of the products."""
     if not tile.SIDES:
         rows_of_keys(W, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)
     elif W == 0:
@@ -255,7 +258,7 @@ def backward(
     Q, K, V, dO, L, D, dQ, sums, ready, done, dK, dV, dK_rows, dV_rows, shares, counter, turns, packed, variant, unit,
     factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
-    """dK, dV, and dQ added to its sums. unit turns logits into base 2."""
+    """Compute dK and dV, and add dQ to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     SIZE: gl.constexpr = tile.D
@@ -272,7 +275,7 @@ def backward(
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_full = barriers(1, 1)
-    else:  # nobody hands over P; the compiler would give the memory of a barrier without use to K, not invalidated
+    else:  # P is not handed over; the compiler would give an unused barrier's memory to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, B_C, SIZE], K.layout)

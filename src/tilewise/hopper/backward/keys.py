@@ -1,4 +1,7 @@
-"""Where the backward is: a tile of keys, and the query tiles that see it."""
+"""Find a key tile, and the query tiles that see it.
+
+A program loops over these. A `Walk` is the range of that loop for one query head, a `Visit` one iteration of it.
+"""
 
 from typing import NamedTuple
 
@@ -12,11 +15,11 @@ from ..parts.row_blocks import first_block
 
 
 class Keys(NamedTuple):
-    """The tile of keys of a program."""
+    """Locate the key tile of a program."""
 
     b: object
     h: object
-    """The first query head of the walk."""
+    """Is the first query head of the loop."""
     h_k: object
     t: object
     j0: object
@@ -25,11 +28,12 @@ class Keys(NamedTuple):
     M: object
     N: object
     step: object
-    """1 if walks go from a head's first query tile to its last, -1 if they come down."""
+    """Is 1 if loops go from a head's first query tile to its last, -1 if they come down."""
 
 
 class Walk(NamedTuple):
-    """The query tiles that see it: positions lo up to hi, of which [full_lo, full_hi) need no mask."""
+    """Hold the loop over the query tiles that see a key tile: positions lo up to hi, of which [full_lo, full_hi) need
+    no mask."""
 
     lo: object
     full_lo: object
@@ -38,7 +42,8 @@ class Walk(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A visit of a tile of keys: a position in the walk of one of the query heads that share it."""
+    """Hold one iteration over a query tile: a position in the loop of one of the query heads that share the key
+    tile."""
 
     h: object
     x: object
@@ -47,8 +52,8 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def keys_of(t, shape, packed, tile: gl.constexpr):
-    """Where tile t of all is. The first keys, seen by the most queries, come first. In turn, the last do, which have to
-    add to dQ first: nobody waits for a tile that has not begun."""
+    """Locate tile t of all. The first keys, seen by the most queries, come first. With deterministic dQ the last come
+    first, since they have to add first: so no program waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
     SHARES: gl.constexpr = tile.SHARES
     walk, t_k = assign(t, shape.tiles, shape.heads, shape.section)
@@ -62,9 +67,9 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def step_of(t, shape, tile: gl.constexpr):
-    """The step of walks through tile t of all: up, or where query heads share keys, down in one section and up in the
-    next. So with a causal mask the walks of a section begin or end together, and what they read stays in the cache.
-    Where turns say who adds to dQ, walks go up; at head size 256, down is slower."""
+    """Return the direction of the loops through tile t. It is up, or where query heads share keys, down in one section
+    and up in the next. So with a causal mask the loops of a section begin or end together, and what they read stays in
+    the cache. Where adds to dQ are ordered, loops go up; at head size 256, down is slower."""
     if tile.GROUP > 1 and tile.TURN == 0 and tile.D < 256:
         return gl.where(t // (shape.section * shape.tiles) % 2 == 0, -1, 1)
     else:
@@ -73,34 +78,34 @@ def step_of(t, shape, tile: gl.constexpr):
 
 @gluon.jit
 def block_of(keys, shape, packed, tile: gl.constexpr):
-    """Which tile of all keys in memory a tile is, where every sequence begins with a tile of its own."""
+    """Return a key tile's number among all in memory, where every sequence begins with a new tile."""
     heads = shape.H // (tile.GROUP * tile.SHARES)
     return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
 
 
 @gluon.jit
 def first_visit(keys, variant, tile: gl.constexpr):
-    """The first visit of these keys. Query heads that share them come one after the other."""
+    """Return the first iteration of these keys. Query heads that share them come one after the other."""
     walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
     return skip_empty(Visit(keys.h, start_of(walk, keys), walk), keys, variant, tile)
 
 
 @gluon.jit
 def start_of(walk, keys):
-    """Where a head's visits begin."""
+    """Return where a head's iterations begin."""
     return gl.where(keys.step > 0, walk.lo, walk.hi - 1)
 
 
 @gluon.jit
 def next_visit(visit, keys, variant, tile: gl.constexpr):
-    """The visit after this one; past the last, one that is not there."""
+    """Return the next iteration; past the last, return one that does not exist (see `there`)."""
     return skip_empty(Visit(visit.h, visit.x + keys.step, visit.walk), keys, variant, tile)
 
 
 @gluon.jit
 def skip_empty(visit, keys, variant, tile: gl.constexpr):
-    """This visit if it is there, else the first of the next head that has one; if there is none, one that is not. With
-    a plain count of heads in place of the modulo, ptxas arranges the loops of the products worse."""
+    """Return this iteration if it exists, else the first of the next head that has one; if there is none, one that does
+    not exist. With a plain count of heads in place of the modulo, ptxas arranges the loops of the products worse."""
     if tile.GROUP > 1:
         more = True
         while ~within(visit, visit.walk) & more:
@@ -116,33 +121,34 @@ def skip_empty(visit, keys, variant, tile: gl.constexpr):
 
 @gluon.jit
 def there(visit):
-    """Whether a visit is one."""
+    """Return whether an iteration exists."""
     return visit.x < visit.walk.hi
 
 
 @gluon.jit
 def tile_of(visit, keys, variant):
-    """A visit's query tile."""
+    """Return an iteration's query tile."""
     return tile_at(variant.visits, list_at(variant.visits, keys.b, visit.h, keys.t), visit.x)
 
 
 @gluon.jit
 def query_block(visit, keys, shape, packed, variant, tile: gl.constexpr):
-    """Which tile of all queries in memory that is, where every sequence begins with a tile of its own."""
+    """Return that tile's number among all in memory, where every sequence begins with a new tile."""
     first = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, tile.B_R)
     return first + tile_of(visit, keys, variant)
 
 
 @gluon.jit
 def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
-    """The query tiles of so many keys from j0 on. Keys that stick out past the last are masked everywhere."""
+    """Return the loop over the query tiles that see COUNT keys from j0 on. Keys that stick out past the last are masked
+    everywhere."""
     lo, full_lo, full_hi, hi = query_range(variant, lists, keys.b, j0, keys.M, keys.N, B_R, COUNT)
     return Walk(lo, full_lo, gl.where(j0 + COUNT > keys.N, full_lo, full_hi), hi)
 
 
 @gluon.jit
 def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """What the 64 keys from j0 on see of a walk, if tiles have PARTS; else all of it."""
+    """Return the part of a loop that the 64 keys from j0 on see, if tiles have PARTS; else all of it."""
     if tile.PARTS:
         part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
@@ -155,24 +161,25 @@ def part_of(walk, keys, j0, variant, tile: gl.constexpr):
 
 @gluon.jit
 def part_at(visit, part, tile: gl.constexpr):
-    """A part of a walk, if tiles have PARTS; else all of it, which differs from head to head where tiles are listed."""
+    """Return a part of a loop, if tiles have PARTS; else all of it, which differs from head to head where tiles are
+    listed."""
     return part if tile.PARTS else visit.walk
 
 
 @gluon.jit
 def within(visit, part):
-    """Whether a visit is in a part of its walk."""
+    """Return whether an iteration is in a part of its loop."""
     return (visit.x >= part.lo) & (visit.x < part.hi)
 
 
 @gluon.jit
 def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
-    """Where a visit's query tile is."""
+    """Return where an iteration's query tile is."""
     h, m = visit.h, tile_of(visit, keys, variant)
     return Place(keys.b, h, keys.b * shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
 
 
 @gluon.jit
 def is_edge(visit, part):
-    """Whether a visit needs the mask, in a part of its walk."""
+    """Return whether an iteration needs the mask, in a part of its loop."""
     return (visit.x < part.full_lo) | (visit.x >= part.full_hi)

@@ -1,4 +1,4 @@
-"""How dK and dV leave: through shared memory, by TMA."""
+"""Store dK and dV through shared memory, by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +11,7 @@ from ..parts.ragged import store_inside
 
 @gluon.jit
 def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
+    """Store rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
     x = x.to(G.dtype)
     if packed is None:
         store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
@@ -23,7 +23,7 @@ def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buf
 
 @gluon.jit
 def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
-    """One box of TMA."""
+    """Store one box of TMA."""
     out = triton_compat.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
     out.store(x.reshape(G.block_shape))
     fence_async_shared()
@@ -33,8 +33,9 @@ def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
 
 @gluon.jit
 def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
-    """Where TMA finds group W's rows of dK and of dV of tile n. With two stages of K each has memory of its own: halves
-    of a piece of dQ, or for dK those columns of K that this group alone has read for dQ."""
+    """Return the shared memory from which TMA takes group W's rows of dK and of dV of tile n. With two stages of K the
+    two differ. They are halves of a piece of dQ, or dK takes those columns of K that only this group has read for
+    dQ."""
     piece = shared.dq.memory.index(W)
     if tile.K_STAGES == 1:
         return piece, piece
@@ -48,6 +49,6 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
 
 @gluon.jit
 def stored():
-    """Until what this group stored is read, and its buffer may be written again."""
+    """Wait until what this group stored is read, and its buffer may be written again."""
     tma.store_wait(0)
     triton_compat.barrier()

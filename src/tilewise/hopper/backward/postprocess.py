@@ -1,4 +1,4 @@
-"""After the backward's main kernel: dQ as tensors have it, from sums in blocks as in parts/row_blocks.py."""
+"""Postprocess after the backward's main kernel: convert sums, in the blocks of parts/row_blocks.py, into dQ."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,14 @@ from ..parts.row_blocks import first_block
 
 @triton.jit
 def count_at(at):
-    """A count that others raise; what they wrote before can be read after."""
+    """Read a count that others raise; what they wrote before can be read after."""
     PTX: tl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
     return tl.inline_asm_elementwise(PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def doze():
-    """A tenth of a microsecond, so that who waits takes no bandwidth from those who work."""
+    """Sleep a tenth of a microsecond, so that waiting takes no bandwidth from programs that work."""
     PTX: tl.constexpr = "nanosleep.u32 100; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -26,9 +26,9 @@ def finish(
     sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group,
     d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main kernel has
-    ended, on processors that have nothing left to do there, and waits for the tiles of keys that add to it. Its last
-    program ends after that kernel, for whoever comes next."""
+    """Compute dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main
+    kernel has ended, on multiprocessors that have nothing left to do there. It waits for the key tiles that add to its
+    piece. Its last program ends after the main kernel, for the sake of the kernels that follow."""
     program = tl.program_id(0)
     t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, N = rows_of(packed, b, M, N)

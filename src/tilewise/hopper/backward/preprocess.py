@@ -1,4 +1,5 @@
-"""Before the backward's main kernel: what it reads of each row, in blocks as in parts/row_blocks.py."""
+"""Preprocess before the backward's main kernel: compute what it reads of each row, in the blocks of
+parts/row_blocks.py."""
 
 import triton
 import triton.language as tl
@@ -13,10 +14,9 @@ def prepare(
     O, dO, dL, lse, L, D, dQ, ready, done, packed, unowned, M, H, tiles, stride, group, zeroed,
     d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """L, the lse in base 2; D = rowsum(dO * O) - dL; zeros in `ready` and `done`, in dQ of the first `zeroed` matrices,
-    and in rows of gradients that no sequence owns. Past the last row P = exp2(S - L) must vanish. The next kernel may
-    begin, and waits for this one itself.
-    """
+    """Compute L, the lse in base 2, and D = rowsum(dO * O) - dL. Zero `ready`, `done`, dQ of the first `zeroed`
+    matrices, and rows of gradients that no sequence owns. Past the last row P = exp2(S - L) must vanish. The next
+    kernel may begin, and waits for this one itself."""
     tl.extra.cuda.gdc_launch_dependents()
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache

@@ -1,4 +1,4 @@
-"""Scores of the backward: those of parts/scores.py, but for what leaves it too few registers."""
+"""Select the backward's scores: those of parts/scores.py, except for one that leaves it too few registers."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ __all__ = ["alibi_fn", "alibi_past_fn", "alibi_past_grad", "softcap_fn", "softca
 
 @triton.jit
 def alibi_past_fn(S, unit, at, slopes, batch, head):
-    """S unit - slope (i - j), taken off S in two steps: what is added up before S is there lies in registers meanwhile,
-    which the forward has, and is faster with."""
+    """Return S unit - slope (i - j), subtracted from S in two steps. A sum made before S is there would lie in
+    registers meanwhile; the forward has them, and is faster that way."""
     slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
     return S * unit - slope * (at.i0 - at.j0).to(tl.float32) - slope * (at.i - at.j).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What the backward's two groups of warps compute with head size 256: one owns dV (S, P), the other dK (dP, dS).
+"""Compute the backward's products at head size 256 by a dK/dV split: one group owns dV (S, P), the other dK (dP, dS).
 
 P goes one way through shared memory, dS back. S is transposed, as in gradients.py.
 """
@@ -24,14 +24,14 @@ from .outputs import store_gradient, stored
 
 @gluon.jit
 def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
-    """Starts dQ[:, COLUMN : COLUMN + 64] = dS K."""
+    """Start dQ[:, COLUMN : COLUMN + 64] = dS K."""
     zero = gl.zeros([64, 64], gl.float32, layout)
     return warpgroup_mma(ds.permute((1, 0)), k.slice(COLUMN, 64, 1), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def store_halves(G, G_rows, x, keys, packed, d, buffer):
-    """64 rows of 256 columns of dK or dV, in two boxes."""
+    """Store 64 rows of 256 columns of dK or dV, in two boxes."""
     HALF: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
     store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
@@ -42,7 +42,7 @@ def store_halves(G, G_rows, x, keys, packed, d, buffer):
 
 @gluon.jit
 def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: gl.constexpr):
-    """S, P, dV, and the left half of dQ."""
+    """Compute S, P, dV, and the left half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -74,7 +74,7 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
             S = warpgroup_mma_wait(0, [S])
             arrive(shared.q.empty, y)
             P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
-            # the other side multiplies by dP - D: a score's gradient is linear in it, entry by entry
+            # the other group multiplies by dP - D: a score's gradient is linear in it, entry by entry
             ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
             p = dropped(P.to(dtype), words, variant)
             shared.p.memory.store(gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, variant).to(dtype))
@@ -104,7 +104,7 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
 
 @gluon.jit
 def side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile: gl.constexpr):
-    """dP, dS, dK, and the right half of dQ."""
+    """Compute dP, dS, dK, and the right half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D

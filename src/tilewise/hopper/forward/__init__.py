@@ -1,1 +1,1 @@
-"""The forward of 16-bit types: device code."""
+"""Compute the forward of 16-bit types: device code."""

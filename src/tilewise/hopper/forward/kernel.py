@@ -1,10 +1,10 @@
-"""The forward on Hopper: one persistent program per multiprocessor, its warps in roles.
+"""Compute the forward on Hopper: one persistent program per multiprocessor, its warps in roles.
 
-    load      one warp      streams tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
-    attend    warpgroups    64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
-    roll      2 or 4 warps  with dropout only: rolls its dice, and hands them on as bits
+    load      one warp      loads tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
+    attend    warpgroups    compute 64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
+    roll      2 or 4 warps  with dropout only: generate its mask bits
 
-Matrix products are asynchronous. S of the next key tile is started before O += P V of this one, so both run while the
+Matrix products are asynchronous. S of the next key tile is started before O += P V of this one. So both run while the
 other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.
 """
 
@@ -31,34 +31,34 @@ from .softmax import begin, masked, online, scored
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants."""
+    """Hold what a kernel is compiled for; all are constants."""
 
     WARPGROUPS: int
-    """Of 64 query rows each."""
+    """Counts the warpgroups, of 64 query rows each."""
     B_C: int
     D: int
-    """Columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    """Counts the columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
     Q_STAGES: int
     KV_STAGES: int
     TURNS: bool
-    """Whether named barriers order the warpgroups' products (ping-pong)."""
+    """Says whether named barriers order the warpgroups' products (ping-pong)."""
     EDGES: bool
-    """Whether other key tiles than a warpgroup's first may need the mask."""
+    """Says whether other key tiles than a warpgroup's first may need the mask."""
     CORNER: bool
-    """Whether warpgroup 0 sees half of its first key tile only: the diagonal of a square tile."""
+    """Says whether warpgroup 0 sees only half of its first key tile: the diagonal of a square tile."""
     DRAW_EARLY: bool
-    """Whether the next tile is drawn behind the second load rather than behind the last."""
+    """Says whether the next tile is drawn after the second load rather than after the last."""
     DICE: int
-    """Warps that roll dropout's dice; without dropout 0."""
+    """Counts the warps that generate dropout bits; without dropout it is 0."""
     SPLIT: int
-    """Where the softmax lets the product before finish: 0 where ptxas puts it, 1 after the row maximum, 2 half way, 3
-    before it begins: then nothing overlaps inside a warpgroup."""
+    """Says where the softmax lets the previous product finish: 0 where ptxas puts it, 1 after the row maximum, 2 half
+    way. With 3 it finishes before the softmax begins: then nothing overlaps inside a warpgroup."""
     BOUNDED: bool
-    """Whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
+    """Says whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
 
 
 class Shape(NamedTuple):
-    """Lengths, counts and order of a launch; M and N are rows in all for packed sequences."""
+    """Hold lengths, counts and order of a launch; for packed sequences, M and N count all rows."""
 
     M: object
     N: object
@@ -69,24 +69,24 @@ class Shape(NamedTuple):
     section: object
     tiles: object
     order: object
-    """Which tile comes when: a device function such as `schedule.assign`."""
+    """Says which tile comes when: a device function such as `schedule.assign`."""
 
 
 class Shared(NamedTuple):
-    """Everything in shared memory."""
+    """Hold everything in shared memory."""
 
     q: object
     k: object
     v: object
-    """`empty` is one for both: complete for use n when the products with K's use n and V's use n - 1 are over."""
+    """Shares `empty` with k: it is complete for use n when the products with K's use n and V's use n - 1 are over."""
     drawn: object
     bits: object
-    """Dropout's, or None."""
+    """Holds the channel of dropout bits, or None."""
 
 
 @gluon.jit
 def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
-    """The producer warp."""
+    """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
@@ -96,7 +96,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     y = 0  # tiles of keys so far
     while t < shape.tiles * shape.heads:
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
-        if place.i0 < place.M:  # packed sequences may end before
+        if place.i0 < place.M:  # packed sequences may be shorter
             hand_on(shared.drawn, t, n)
             b = place.b if packed is None else 0
             walk = walk_of(place, m, variant, tile)
@@ -135,7 +135,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 @gluon.jit
 def roll(shared, shape, packed, variant, tile: gl.constexpr):
-    """The warps that roll dropout's dice, in the order in which the others want them."""
+    """Generate dropout bits, in the order in which the other warps want them."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     DICE: gl.constexpr = tile.DICE
@@ -167,7 +167,7 @@ def roll(shared, shape, packed, variant, tile: gl.constexpr):
 
 @gluon.jit
 def logits(q, k, CORNER: gl.constexpr):
-    """Q K^T, or of a CORNER its first half of the columns."""
+    """Compute Q K^T, or of a CORNER the first half of its columns."""
     B_C: gl.constexpr = k.shape[0] // 2 if CORNER else k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     k = k.slice(0, B_C, 0)
@@ -177,7 +177,8 @@ def logits(q, k, CORNER: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURAL: gl.constexpr = False):
-    """O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be NATURAL."""
+    """Write O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be
+    NATURAL."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32), NATURAL)
@@ -200,7 +201,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURA
 
 @gluon.jit
 def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile: gl.constexpr):
-    """Warpgroup W: 64 rows of every query tile."""
+    """Compute 64 rows of every query tile, in warpgroup W."""
     if W == 0:  # while the first tile is loaded
         fill_between(unowned, packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -283,13 +284,13 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, 
     tma.store_wait(0)
 
 
-# lengths, and what is counted from them
+# not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "unowned", "shape", "variant"])
 def forward(
     Q, K, V, O, O_rows, L, counter, packed, unowned, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
-    """O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
+    """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -319,7 +320,7 @@ def forward(
     )
     fence_async_shared()
     if DICE:
-        # 512 registers a thread are shared out among four warpgroups, and 504 among three
+        # four warpgroups divide 512 registers a thread, and three divide 504
         gl.static_assert(WARPGROUPS == 2)
         LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(

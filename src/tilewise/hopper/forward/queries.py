@@ -1,4 +1,7 @@
-"""Where the forward is: a tile of queries, and the key tiles that it sees."""
+"""Find a tile of queries, and the key tiles that it loops over.
+
+A `Walk` is the range of that loop.
+"""
 
 from typing import NamedTuple
 
@@ -11,21 +14,22 @@ from ..parts.channel import arrive, take_turns, wait
 
 
 class Walk(NamedTuple):
-    """The key tiles of one query tile: positions hi - 1 down to lo, of which [full_lo, full_hi) need no mask."""
+    """Hold the loop over one query tile's key tiles: positions hi - 1 down to lo, of which [full_lo, full_hi) need no
+    mask."""
 
     lo: object
     full_lo: object
     full_hi: object
     hi: object
     some: object
-    """Whether any key is seen; if none is, tile 0 is visited, all of it masked."""
+    """Says whether any key is seen; if none is, the loop takes tile 0, all of it masked."""
     lists: object
-    """Where tiles are listed, if the mask is no interval."""
+    """Says where tiles are listed, if the mask is no interval."""
 
 
 @gluon.jit
 def query_tile(t, shape, packed, tile: gl.constexpr):
-    """Where tile t of all is, and the first rows of its queries and keys."""
+    """Locate tile t of all: return its place, its number in the head, and the first rows of its queries and keys."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     matrix, m = shape.order(t, shape.tiles, shape.heads, shape.section)
     b, h = matrix // shape.H, matrix % shape.H
@@ -35,7 +39,8 @@ def query_tile(t, shape, packed, tile: gl.constexpr):
 
 @gluon.jit
 def walk_of(place, m, variant, tile: gl.constexpr):
-    """The key tiles of query tile m; one at least, so that a row without keys gets its zeros the same way."""
+    """Return the loop over query tile m's key tiles. It has at least one, so that a row without keys gets its zeros the
+    same way."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     lists = list_at(variant.visits, place.b, place.h, m)
@@ -45,8 +50,9 @@ def walk_of(place, m, variant, tile: gl.constexpr):
 
 @gluon.jit
 def part_of(walk, place, row0, variant, tile: gl.constexpr):
-    """What 64 rows of the query tile see of its walk; all of it where tiles come from a list. At its end no more is
-    left out than there are stages, less one: before the producer hands on a ticket, every key tile must be in one."""
+    """Return the part of a query tile's loop that 64 of its rows see; all of it where tiles come from a list. At the
+    end, leave out fewer tiles than there are stages. For before the producer hands on a ticket, every key tile must be
+    in one."""
     B_C: gl.constexpr = tile.B_C
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     if variant.visits is None:
@@ -61,7 +67,8 @@ def part_of(walk, place, row0, variant, tile: gl.constexpr):
 
 @gluon.jit
 def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
-    """The number of the key tile behind `count` that warpgroup W has no use for; it takes its turns all the same."""
+    """Skip `count` key tiles that warpgroup W has no use for, and return the next tile's number. W takes part in
+    ping-pong all the same."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     TURNS: gl.constexpr = tile.TURNS
     for _ in range(count):
@@ -79,11 +86,11 @@ def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
 
 @gluon.jit
 def key_tile(variant, walk, x):
-    """The key tile at position x."""
+    """Return the key tile at position x."""
     return gl.where(walk.some, tile_at(variant.visits, walk.lists, x), 0)
 
 
 @gluon.jit
 def is_edge(x, walk):
-    """Whether the key tile at position x needs the mask."""
+    """Return whether the key tile at position x needs the mask."""
     return (x < walk.full_lo) | (x >= walk.full_hi)

@@ -1,4 +1,5 @@
-"""The forward's softmax: from the logits of a key tile, in registers, to its P, with m and l of all tiles so far."""
+"""Compute the forward's online softmax in registers: from a key tile's logits to its P, with m and l of all tiles so
+far."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +13,7 @@ from ..parts.threads import as_tile, by_thread, positions
 
 @gluon.jit
 def indices(S, place, row0, j0):
-    """Rows (shifted) and columns of a tile of S, as they broadcast."""
+    """Return the rows (shifted) and columns of a tile of S, as they broadcast."""
     layout: gl.constexpr = S.type.layout
     i = row0 + place.shift + gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))
     columns = j0 + gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))
@@ -21,7 +22,7 @@ def indices(S, place, row0, j0):
 
 @gluon.jit
 def scored(S, place, row0, j0, variant):
-    """The logits after all scores."""
+    """Return the logits after all scores."""
     if len(variant.scores) == 0:
         return S
     else:
@@ -32,9 +33,9 @@ def scored(S, place, row0, j0, variant):
 
 @gluon.jit
 def masked(S, place, row0, j0, variant):
-    """The logits where the mask shows them, else -inf."""
+    """Return the logits where the mask shows them, else -inf."""
     i, columns = indices(S, place, row0, j0)
-    if variant.visits is None:  # one comparison for both ends: before the first key, the difference wraps around
+    if variant.visits is None:  # one comparison tests both bounds: before the first key, the unsigned difference wraps
         lo, hi = key_range_of(variant.mask, place.b, i, place.N)
         seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
     else:
@@ -44,8 +45,8 @@ def masked(S, place, row0, j0, variant):
 
 @gluon.jit
 def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout: gl.constexpr):
-    """m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0: logits
-    in base 2 are between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
+    """Compute m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0.
+    Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
     S = scored(S, place, row0, j0, variant)
     if partial:
         S = masked(S, place, row0, j0, variant)
@@ -64,7 +65,7 @@ def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout
 
 @gluon.jit
 def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
-    """P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows up above all exponentials."""
+    """Compute P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows above all exponentials."""
     if SPLIT == 1:
         end_block(y)
     x = exponents(S, shift, c)
@@ -82,7 +83,7 @@ def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
 
 @gluon.jit
 def online(S, m, l, c, y, tile: gl.constexpr):
-    """P of the next key tile, m and l with it, and what O so far is multiplied by: 1 if m is final."""
+    """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
         P = exponentials(S, m, c, y, tile.SPLIT)
         return P, m, l + gl.sum(P, 1), 1.0

@@ -1,14 +1,14 @@
-"""The backward's main kernel on Hopper for fp32: products of 16-bit pieces (see split.py), as accurate as fp32.
+"""Compute dK, dV and sums of dQ for fp32 on Hopper: products of 16-bit pieces (see split.py), as accurate as fp32.
 
-    load                one warp    as in backward/kernel.py, every operand in pieces
-    add_dq              one warp    as there
+    load                one warp    loads every operand in pieces, otherwise as in backward/kernel.py
+    add_dq              one warp    adds pieces of dQ, as there
     half_of_tile        two groups  64 keys with their S, P, dP and dS, and 64 columns of their dK, dV and dQ, each:
         head sizes to 64                half of 128 keys
         head size 128                   the same 64 keys, and half of the columns: S and dP are computed twice
         head size 128 in 3 pieces       the same, and both write the same dS to the same memory, so they go in step
 
 A product of two sums of pieces leaves out what is below fp32's last bit, and adds the smallest products first. Tensor
-cores cut bits off as they add, so each sum over one tile begins at zero and joins dK or dV by a multiply-add, which
+cores cut bits off as they add. So each sum over one tile begins at zero and joins dK or dV by a multiply-add, which
 also undoes the scales. P and dS are split in registers. Groups that share nothing but Q and dO drift apart, and one's
 products run under the other's exponentials.
 """
@@ -51,29 +51,30 @@ from .backward_products import as_operand, cut, pieces, power_above, product, st
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants. backward/kernel.py's functions read fields of the same names."""
+    """Hold what a kernel is compiled for; all are constants. backward/kernel.py's functions read fields of the same
+    names."""
 
     B_R: int
-    """64: what a scale is common to."""
+    """Is 64, the queries that have a common scale."""
     B_C: int
-    """The same of keys."""
+    """Counts the keys that have a common scale."""
     D: int
-    """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
+    """Counts the columns of a row in shared memory: the head size, rounded up to 64 or 128."""
     PIECES: int
-    """Of every number: 2 in fp16, or 3 in bf16."""
+    """Counts the pieces of every number: 2 in fp16, or 3 in bf16."""
     Q_STAGES: int
     DO_STAGES: int
     EDGES: bool
-    """Whether any tile may need the mask."""
+    """Says whether any tile may need the mask."""
     TURN: int
     GROUP: int
     SHARES: int
     IN_STEP: bool
-    """Whether the groups share the memory of dS; then pieces of dQ leave through dO's."""
+    """Says whether the groups share the memory of dS; then pieces of dQ leave through dO's."""
 
 
 class Shape(NamedTuple):
-    """Lengths and counts of a launch; M and N are rows in all for packed sequences."""
+    """Hold lengths and counts of a launch; for packed sequences, M and N count all rows."""
 
     M: object
     N: object
@@ -81,47 +82,48 @@ class Shape(NamedTuple):
     d_v: object
     H: object
     blocks: object
-    """Query tiles of a head in scratch."""
+    """Counts the query tiles of a head in scratch."""
     key_tiles: object
-    """Key tiles of a head in scratch."""
+    """Counts the key tiles of a head in scratch."""
     heads: object
     section: object
     tiles: object
 
 
 class Shared(NamedTuple):
-    """Everything in shared memory. A stage of k, v, q and do is a row of pieces."""
+    """Hold everything in shared memory. A stage of k, v, q and do is a row of pieces."""
 
     k: object
     v: object
     kv: object
-    """`full` and `empty` of both."""
+    """Holds `full` and `empty` of both K and V."""
     q: object
     logs: object
     do: object
     sums: object
     ds: object
     dq: object
-    """In the memory of ds, as a group's dS is read when its piece of dQ is there, and that before the next dS comes."""
+    """Lies in the memory of ds: a group's dS is read before its piece of dQ comes, and that is read before the next
+    dS."""
     drawn: object
 
 
 @gluon.jit
 def stage_of(y, STAGES: gl.constexpr):
-    """The stage of use y; of one stage its number, which is 0, as `channel.held` has it."""
+    """Return the stage of use y; of one stage its number, which is 0, as `channel.held` has it."""
     return y >> 31 if STAGES == 1 else y % STAGES
 
 
 @gluon.jit
 def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
-    """All pieces of a block of rows."""
+    """Load all pieces of a block of rows."""
     for i in gl.static_range(PIECES):
         triton_compat.load(X, [i, row, 0], bar, memory.index(use * PIECES + i))
 
 
 @gluon.jit
 def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
-    """The producer warp."""
+    """Run the producer warp."""
     B_R: gl.constexpr = tile.B_R
     PIECES: gl.constexpr = tile.PIECES
     BLOCKS: gl.constexpr = tile.B_C // 64
@@ -131,7 +133,7 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     wait_kernels()
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        if keys.j0 < keys.N:  # packed sequences may end before
+        if keys.j0 < keys.N:  # packed sequences may be shorter
             hand_on(shared.drawn, t, n)
             first = block_of(keys, shape, packed, tile) * tile.B_C
             wait_before(shared.kv.empty, n)
@@ -160,8 +162,8 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
 
 @gluon.jit
 def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
-    """The writer warp, as in backward/kernel.py. Here a group gets its memory back before the other's piece is waited
-    for."""
+    """Run the writer warp, as in backward/kernel.py. Here a group gets its memory back before the warp waits for the
+    other's piece."""
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
     y = 0
     n = 0
@@ -195,8 +197,8 @@ def add_dq(dQ, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
 
 @gluon.jit
 def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
-    """Rows of dK or dV, from `row` of the sequence and column COLUMN on. Offsets hold the row, or ptxas would keep them
-    from tile to tile."""
+    """Store rows of dK or dV, from `row` of the sequence and column COLUMN on. Offsets hold the row, or ptxas would
+    keep them from tile to tile."""
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
     columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -206,7 +208,7 @@ def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
 
 @gluon.jit
 def shown(P, visit, keys, j0, shape, variant, tile: gl.constexpr):
-    """P of the keys from j0 on, 0 where the mask hides it."""
+    """Return P of the keys from j0 on, 0 where the mask hides it."""
     if tile.EDGES:
         if is_edge(visit, visit.walk):
             i = gl.arange(0, tile.B_R, gl.SliceLayout(0, P.type.layout))[None, :]
@@ -219,7 +221,7 @@ def shown(P, visit, keys, j0, shape, variant, tile: gl.constexpr):
 def half_of_tile(
     W: gl.constexpr, dK, dV, shares, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
 ):
-    """A warpgroup: rows 64 W to 64 W + 63 of a tile of keys, or columns 64 W to 64 W + 63."""
+    """Compute, in warpgroup W, rows 64 W to 64 W + 63 of every key tile, or columns 64 W to 64 W + 63."""
     PIECES: gl.constexpr = tile.PIECES
     PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
     HALF: gl.constexpr = W if tile.B_C == 128 else 0  # which 64 keys
@@ -247,7 +249,7 @@ def half_of_tile(
             block = query_block(visit, keys, shape, packed, variant, tile)
             q_undo, do_undo = undo_of(scales.q, block, PIECES), undo_of(scales.do, block, PIECES)
             down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales.D + block))
-            own = HALF + (y >> 31)  # the same number: see channel.only
+            own = HALF + (y >> 31)  # the same number: see channel.held
             wait(shared.q.full, y)
             q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
             S = product(pieces(shared.k, own, PIECES), q, zero)
@@ -303,7 +305,7 @@ def fp32_backward(
     Q, K, V, dO, L, D, scales, dQ, done, dK, dV, shares, counter, turns, packed, variant, unit, factor,
     shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
-    """dK, dV, and dQ added to its sums, from pieces."""
+    """Compute dK and dV, and add dQ to its sums, from pieces."""
     PIECES: gl.constexpr = tile.PIECES
     SIZE: gl.constexpr = tile.D
     KEYS: gl.constexpr = tile.B_C // 64 * PIECES

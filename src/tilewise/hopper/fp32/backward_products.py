@@ -1,4 +1,4 @@
-"""What the fp32 backward makes of pieces: their products, P and dS cut into them, and scales undone."""
+"""Multiply 16-bit pieces in the fp32 backward, cut P and dS into pieces, and undo scales."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 @gluon.jit
 def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """One piece of 64 rows, or 64 columns of it from COLUMN on."""
+    """Return one piece of 64 rows, or 64 columns of it from COLUMN on."""
     x = memory.index(n).reshape([64, memory.shape[3]])
     if COLUMN is not None and memory.shape[3] > 64:
         x = x.slice(COLUMN, 64, 1)
@@ -16,7 +16,7 @@ def piece(memory, n, COLUMN: gl.constexpr, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANSPOSED: gl.constexpr = False):
-    """All pieces of a block of rows."""
+    """Return all pieces of a block of rows."""
     found = ()
     for i in gl.static_range(PIECES):
         found = found + (piece(memory, use * PIECES + i, COLUMN, TRANSPOSED),)
@@ -25,7 +25,7 @@ def pieces(memory, use, PIECES: gl.constexpr, COLUMN: gl.constexpr = None, TRANS
 
 @gluon.jit
 def product(a, b, zero):
-    """Starts a b in a fresh accumulator: of pieces i and j those with i + j < PIECES, the smallest products first."""
+    """Start a b in a fresh accumulator: multiply pieces i and j with i + j < PIECES, the smallest products first."""
     PIECES: gl.constexpr = len(a)
     c = zero
     for s in gl.static_range(PIECES):
@@ -36,8 +36,8 @@ def product(a, b, zero):
 
 @gluon.jit
 def cut(x, PIECES: gl.constexpr):
-    """Numbers in registers as 16-bit pieces, two numbers at a time. An infinity goes into the last piece (split.py):
-    those before it are the largest finite number, which `satfinite` makes of it at no cost."""
+    """Cut numbers in registers into 16-bit pieces, two numbers at a time. An infinity goes into the last piece
+    (split.py). Those before it are the largest finite number, which `satfinite` makes of it at no cost."""
     if PIECES == 2:
         return gl.inline_asm_elementwise(
             """{
@@ -80,7 +80,7 @@ def cut(x, PIECES: gl.constexpr):
 
 @gluon.jit
 def as_operand(a):
-    """Pieces in registers as the first operand of a product."""
+    """Return pieces in registers as the first operand of a product."""
     layout: gl.constexpr = gl.DotOperandLayout(0, a[0].type.layout, 2)
     found = ()
     for i in gl.static_range(len(a)):
@@ -90,7 +90,7 @@ def as_operand(a):
 
 @gluon.jit
 def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
-    """Where piece i of group W's dS lies: its first two side by side, as its piece of dQ follows them."""
+    """Return where piece i of group W's dS lies: its first two are adjacent, as its piece of dQ takes their place."""
     if IN_STEP:
         return i
     else:
@@ -99,7 +99,7 @@ def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
 
 @gluon.jit
 def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
-    """dS to shared memory; gives it transposed. zero is one that ptxas cannot know: see channel.only."""
+    """Store dS to shared memory, and return it transposed. zero is one that ptxas cannot know: see channel.held."""
     found = ()
     for i in gl.static_range(len(ds)):
         at = memory.index(zero + slot(W, i, IN_STEP))
@@ -110,12 +110,12 @@ def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
 
 @gluon.jit
 def undo_of(undo, block, PIECES: gl.constexpr):
-    """What undoes the scale of a block's pieces; bf16's have none."""
+    """Return what undoes the scale of a block's pieces; bf16's have none."""
     return gl.load(undo + block) if PIECES == 2 else 1.0
 
 
 @gluon.jit
 def power_above(bound):
-    """2^-e and 2^e for bound < 2^e."""
+    """Return 2^-e and 2^e for bound < 2^e."""
     e = gl.minimum(gl.maximum((bound.to(gl.int32, bitcast=True) >> 23) - 126, -126), 126)
     return ((127 - e) << 23).to(gl.float32, bitcast=True), ((127 + e) << 23).to(gl.float32, bitcast=True)

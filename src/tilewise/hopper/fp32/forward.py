@@ -1,17 +1,17 @@
-"""The forward on Hopper for fp32: products of 16-bit pieces (split.py), summed as exactly as fp32 sums.
+"""Compute the forward for fp32 on Hopper: products of 16-bit pieces (split.py), summed as exactly as fp32 sums.
 
-    load      one warp          as in forward/kernel.py, but K and V come in pieces, and Q as it is
-    attend    two warpgroups    64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
+    load      one warp          loads as in forward/kernel.py, but K and V come in pieces, and Q as it is
+    attend    two warpgroups    compute 64 rows of queries each: Q in pieces, S, the softmax, P in pieces, O += P V
 
-The order is forward/kernel.py's: P V of one key tile runs under the softmax of the next, and the last one of a tile of
-queries under the splitting of the next tile's Q, where Q has memory of its own. A product adds its smallest parts
-first. Tensor cores cut bits off as they add, so P V of a tile begins at zero and joins O by a multiply-add, which
-rescales O and undoes V's scale. Powers of two that undo the scales of Q's rows and K's tiles are part of the softmax's
-own factor. P is computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+The order is forward/kernel.py's: P V of one key tile runs under the softmax of the next. Where Q has separate memory, a
+query tile's last P V runs under the splitting of the next tile's Q. A product adds its smallest parts first. Tensor
+cores cut bits off as they add. So P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
+undoes V's scale. Powers of two undo the scales of Q's rows and K's tiles as part of the softmax's own factor. P is
+computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
 
 Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
-ends of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
-waits; but every program does, so that none ends before the splitting has.
+bounds of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
+waits. But every program does wait, so that none ends before the splitting has.
 """
 
 from typing import NamedTuple
@@ -47,33 +47,33 @@ from .forward_products import (
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for; all constants. forward/kernel.py's functions read fields of the same names."""
+    """Hold what a kernel is compiled for; all are constants. forward/kernel.py's functions read fields of the same
+    names."""
 
     WARPGROUPS: int
     B_C: int
     KEYS: int
-    """Of a block in memory: a tile or two."""
+    """Counts the keys of a block in memory: a tile or two."""
     D: int
-    """Columns of a row in shared memory: the head size, rounded up to 64 or 128."""
+    """Counts the columns of a row in shared memory: the head size, rounded up to 64 or 128."""
     PIECES: int
-    """Of every number: 2 in fp16, or 3 in bf16."""
+    """Counts the pieces of every number: 2 in fp16, or 3 in bf16."""
     KV_STAGES: int
     Q_APART: bool
-    """Whether Q has memory of its own, so that the next tile's can come early, or that of its pieces."""
+    """Says whether Q has separate memory, so that the next tile's can come early, or that of its pieces."""
     PAIRED: bool
-    """Of three pieces: whether the first two of a key tile stand side by side in one product. An instruction reads its
+    """Says, of three pieces, whether the first two of a key tile are adjacent in one product. An instruction reads its
     rows of Q again from shared memory, which for 32 columns takes longer than it multiplies."""
     TURNS: bool
     EDGES: bool
     SPLIT: int
-    """Where the softmax lets P V of the tile before finish: as in forward/kernel.py, but 3 is behind all
-    exponentials."""
+    """Says where the softmax lets the previous P V finish: as in forward/kernel.py, but 3 is after all exponentials."""
     RAISE: int
-    """P is computed as 2^RAISE P."""
+    """Scales P: it is computed as 2^RAISE P."""
 
 
 class Shape(NamedTuple):
-    """forward.Shape, and where pieces are."""
+    """Hold the fields of forward/kernel.py's `Shape`, and where pieces are."""
 
     M: object
     N: object
@@ -85,38 +85,38 @@ class Shape(NamedTuple):
     tiles: object
     order: object
     blocks: object
-    """Blocks of keys of a head in memory."""
+    """Counts the blocks of keys of a head in memory."""
     rows: object
-    """From one piece of a key to its next."""
+    """Counts the rows from one piece of a key to its next."""
 
 
 class Keys(NamedTuple):
-    """K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
+    """Hold K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
 
     pieces: object
     undo: object
     pair: object = None
-    """Of K if it is PAIRED: a descriptor of the first two pieces, in one box."""
+    """Describes, for K if it is PAIRED, the first two pieces in one box."""
 
 
 class Shared(NamedTuple):
-    """Everything in shared memory."""
+    """Hold everything in shared memory."""
 
     q: object
-    """fp32, as it comes; `empty` is complete when its memory may be written again."""
+    """Holds Q in fp32, as it comes; `empty` is complete when its memory may be written again."""
     pieces: object
-    """Of Q."""
+    """Holds the pieces of Q."""
     k: object
     v: object
-    """Each with its pieces side by side; `empty` is one for both, as in forward/kernel.py."""
+    """Holds, as k does, its pieces one after the other; `empty` is one for both, as in forward/kernel.py."""
     drawn: object
     bits: object
-    """None: there is no dropout in fp32."""
+    """Is None: there is no dropout in fp32."""
 
 
 @gluon.jit
 def first_tile(place, k0, packed, shape, tile: gl.constexpr):
-    """The first key tile of a head, among all."""
+    """Return the first key tile of a head, among all."""
     KEYS: gl.constexpr = tile.KEYS
     h_k, H_k = place.h // shape.group, shape.H // shape.group
     return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, KEYS) * (KEYS // tile.B_C)
@@ -124,7 +124,7 @@ def first_tile(place, k0, packed, shape, tile: gl.constexpr):
 
 @gluon.jit
 def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
-    """Key tile j as use y."""
+    """Load key tile j as use y."""
     bar = expect(channel.full, y, X.pieces.block_type.nbytes * PIECES)
     PAIR: gl.constexpr = 0 if X.pair is None else 2
     if PAIR:
@@ -137,7 +137,7 @@ def load_pieces(X, channel, y, j, rows, PIECES: gl.constexpr):
 
 @gluon.jit
 def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
-    """Query tile n, as it comes."""
+    """Load query tile n, as it comes."""
     b = place.b if packed is None else 0
     wait_before(shared.q.empty, n)
     bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
@@ -147,7 +147,7 @@ def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
-    """The producer warp."""
+    """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     PIECES: gl.constexpr = tile.PIECES
     t = gl.program_id(0)
@@ -155,7 +155,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     y = 0  # tiles of keys so far
     while t < shape.tiles * shape.heads:
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
-        if place.i0 < place.M:  # packed sequences may end before
+        if place.i0 < place.M:  # packed sequences may be shorter
             hand_on(shared.drawn, t, n)
             walk = walk_of(place, m, variant, tile)
             first = first_tile(place, k0, packed, shape, tile)
@@ -189,7 +189,8 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constexpr):
-    """O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m so much too small."""
+    """Write O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m as much too
+    small."""
     if sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
@@ -205,7 +206,7 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
 
 @gluon.jit
 def next_weights(S, m, l, unit, y, shared, tile: gl.constexpr):
-    """P of the next key tile, m and l with it, and what O so far is multiplied by."""
+    """Compute P of the next key tile, m and l with it, and the factor that rescales O so far."""
     m_new, shift = row_max(S, m, unit, tile.RAISE)
     P = exponentials(S, shift, unit[:, None], y, tile.SPLIT)
     if tile.SPLIT == 3:  # passed long ago; but a basic block ends here, and ptxas moves no wait above it
@@ -216,7 +217,7 @@ def next_weights(S, m, l, unit, y, shared, tile: gl.constexpr):
 
 @gluon.jit
 def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
-    """Warpgroup W: 64 rows of every query tile."""
+    """Compute 64 rows of every query tile, in warpgroup W."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     PIECES: gl.constexpr = tile.PIECES
@@ -297,13 +298,13 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         n += 1
 
 
-# lengths, and what is counted from them
+# not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def fp32_forward(
     Q, K, K_pair, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
-    """O and L of every tile of queries. c turns logits into base 2."""
+    """Compute O and L of every tile of queries. c turns logits into base 2."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D

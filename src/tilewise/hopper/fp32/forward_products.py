@@ -1,4 +1,4 @@
-"""What the fp32 forward makes of pieces: their products, Q and P cut into them, and scales undone."""
+"""Multiply 16-bit pieces in the fp32 forward, cut Q and P into pieces, and undo scales."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from .split import largest, next_piece, power_of_two
 
 @gluon.jit
 def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
-    """A key tile's pieces in shared memory."""
+    """Return a key tile's pieces in shared memory."""
     found = ()
     for n in gl.static_range(PIECES):
         piece = stage(channel.memory, y * PIECES + n)
@@ -26,7 +26,7 @@ def pieces_of(channel, y, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr):
 
 @gluon.jit
 def product(a, b, zero, PIECES: gl.constexpr):
-    """Starts a b, in all the parts that count, the smallest first."""
+    """Start a b, in all the parts that count, the smallest first."""
     acc = zero
     for n in gl.static_range(PIECES):
         for i in gl.static_range(PIECES - n):
@@ -36,7 +36,8 @@ def product(a, b, zero, PIECES: gl.constexpr):
 
 @gluon.jit
 def paired_product(q, channel, y, zero, tile: gl.constexpr):
-    """Starts S of key tile y in two parts: smallest products, and all others with the first two pieces side by side."""
+    """Start S of key tile y in two parts: smallest products, and all others with the first two pieces in one
+    product."""
     B_C: gl.constexpr = tile.B_C
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * B_C, 16])
     pair, rest = channel.memory
@@ -50,7 +51,7 @@ def paired_product(q, channel, y, zero, tile: gl.constexpr):
 
 @gluon.jit
 def begin_logits(q, channel, y, zero, tile: gl.constexpr):
-    """Starts S of key tile y, in as many parts as it takes."""
+    """Start S of key tile y, in as many parts as it takes."""
     PIECES: gl.constexpr = tile.PIECES
     if tile.PAIRED:
         return paired_product(q, channel, y, zero, tile)
@@ -60,7 +61,7 @@ def begin_logits(q, channel, y, zero, tile: gl.constexpr):
 
 @gluon.jit
 def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
-    """S, once no more products are under way than the LATER ones."""
+    """Return S, once no more products are under way than the LATER ones."""
     if tile.PAIRED:
         S, both = warpgroup_mma_wait(LATER, parts)
         first, second = gl.split(both.reshape([64, 2, tile.B_C]).permute((0, 2, 1)))  # moves nothing
@@ -71,7 +72,7 @@ def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """64 rows of Q to their pieces in shared memory; what undoes each row's scale."""
+    """Split 64 rows of Q into pieces in shared memory; return what undoes each row's scale."""
     PIECES: gl.constexpr = tile.PIECES
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     x = whole.reshape([64, tile.D]).load(layout)
@@ -91,7 +92,7 @@ def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: g
 
 @gluon.jit
 def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
-    """A tile of Q for products with key tile y."""
+    """Return a tile of Q for products with key tile y."""
     PIECES: gl.constexpr = tile.PIECES
     found = ()
     for n in gl.static_range(PIECES):
@@ -101,7 +102,7 @@ def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """Splits the queries of tile n; what turns their logits into base 2."""
+    """Split the queries of tile n; return what turns their logits into base 2."""
     wait(shared.q.full, n)
     unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
     if tile.Q_APART:
@@ -111,7 +112,7 @@ def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.co
 
 @gluon.jit
 def unit_ahead(unit, t, c, shared, shape, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """The same of the next tile of queries, if there is one and its memory is Q_APART."""
+    """Do the same for the next tile of queries, if there is one and its memory is Q_APART."""
     if tile.Q_APART:
         if t < shape.tiles * shape.heads:
             unit = unit_of(c, shared, n, W, row_layout, tile)
@@ -120,13 +121,13 @@ def unit_ahead(unit, t, c, shared, shape, n, W: gl.constexpr, row_layout: gl.con
 
 @gluon.jit
 def slot(W: gl.constexpr, n: gl.constexpr):
-    """Where piece n of warpgroup W's rows lies: the first two in the place of the rows themselves."""
+    """Return where piece n of warpgroup W's rows lies: the first two take the place of the rows themselves."""
     return 2 * W + n if n < 2 else 4 + W
 
 
 @gluon.jit
 def undo_of(X, t, tile: gl.constexpr):
-    """What undoes the scale of key tile t."""
+    """Return what undoes the scale of key tile t."""
     if X.undo is None:
         return gl.to_tensor(1.0)
     else:
@@ -135,13 +136,13 @@ def undo_of(X, t, tile: gl.constexpr):
 
 @gluon.jit
 def to_base_2(unit, undo):
-    """What S of a key tile is multiplied by: a normal number, so that a hidden key's -inf stays that, and 0 stays 0."""
+    """Return the factor of a key tile's S: a normal number, so that a hidden key's -inf stays that, and 0 stays 0."""
     return gl.minimum(gl.maximum(unit * undo, 2.0**-126), 2.0**127)
 
 
 @gluon.jit
 def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.constexpr):
-    """P's pieces, as left sides of products."""
+    """Return P's pieces, as left operands of products."""
     pieces = ()
     for _ in gl.static_range(PIECES):
         piece, value = rounded(P, dtype)
@@ -152,7 +153,7 @@ def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.const
 
 @gluon.jit
 def joined(o, alpha, fresh, undo, RAISE: gl.constexpr):
-    """O once a tile's product has joined it: rescaled, and the product without the scales of V and P."""
+    """Add a tile's product to O: rescale O, and undo the scales of V and P in the product."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     if RAISE:
         fresh = fresh * (undo * 2.0**-RAISE)

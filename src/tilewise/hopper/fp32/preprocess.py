@@ -1,15 +1,15 @@
-"""Before the main kernel of the fp32 backward: operands in pieces (see split.py), and what it reads of each row.
+"""Preprocess for the fp32 backward: split operands into pieces (see split.py), and compute what it reads of each row.
 
-All of it lies in blocks of 64 queries or one tile of keys, padded with zeros, each sequence in blocks of its own: the
-main kernel sees no strides, ends or packed neighbours. Norms of blocks' rows bound dS, which gets its own scale there.
+All of it lies in blocks of 64 queries or one key tile, padded with zeros, each sequence in separate blocks. So the main
+kernel sees no strides, ragged tails or packed neighbours. Norms of blocks' rows bound dS, which gets a scale there.
 
-Attention does not change when one vector is taken from all keys of a head, and neither does dP - D when one is taken
-from all values. So keys and values that lie around a point far from zero are centred there first: otherwise dQ would be
-a small difference of large numbers, sum_j dS_ij K_j with sum_j dS_ij = 0.
+Attention does not change when one vector is subtracted from all keys of a head. Neither does dP - D when one is
+subtracted from all values. So keys and values that lie near a point far from zero are centred there first. Otherwise dQ
+would be a small difference of large numbers, sum_j dS_ij K_j with sum_j dS_ij = 0.
 
-Pieces of keys come from the kernel that splits them for the forward, which also finds that point (split.py). They
-stay as they are where there is none, and are written over where there is, with the same numbers by every backward that
-reads them.
+Pieces of keys come from the kernel that splits them for the forward, which also finds that point (split.py). They stay
+as they are where there is none. Where there is one, every backward that reads them writes them over, with the same
+numbers.
 """
 
 from typing import NamedTuple
@@ -23,11 +23,11 @@ from ..parts.row_blocks import first_block
 from .split import INF, largest, load_block, store_pieces
 
 BLOCK = tl.constexpr(64)
-"""Queries that share a scale."""
+"""Counts the queries that share a scale."""
 
 
 class Blocks(NamedTuple):
-    """Counts of blocks: of all queries and keys, and of those of one head."""
+    """Hold counts of blocks: of all queries and keys, and of those of one head."""
 
     queries: object
     keys: object
@@ -36,23 +36,23 @@ class Blocks(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Numbers of each block: what undoes the scales of fp16 pieces, and bounds."""
+    """Hold the numbers of each block: what undoes the scales of fp16 pieces, and bounds."""
 
     q: object
     do: object
     k: object
     v: object
     do_norm: object
-    """The largest norm of a row of dO."""
+    """Holds the largest norm of a row of dO."""
     v_norm: object
-    """The same of V."""
+    """Holds the same of V."""
     D: object
-    """The largest |D|."""
+    """Holds the largest |D|."""
 
 
 @triton.jit
 def centre_of(to, b, h, H, SIZE: tl.constexpr):
-    """What is taken from every row of head h of H: zero, or the point around which they lie."""
+    """Return what is subtracted from every row of head h of H: zero, or the point near which they lie."""
     return tl.load(to.centre + (b * H + h) * SIZE + tl.arange(0, SIZE))
 
 
@@ -60,7 +60,7 @@ def centre_of(to, b, h, H, SIZE: tl.constexpr):
 def centre_block(
     to, b, h, H, first, rows, length, block, blocks, d: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Pieces of one block of K or of V once more, if it has a centre, or else not: another backward, of a gradient of
+    """Split one block of K or of V again if it has a centre: centred, or else not. Another backward, of a gradient of
     lse or not, may have done the opposite."""
     point = centre_of(to, b, h, H, SIZE)
     if tl.max(tl.abs(point), 0) > 0.0:
@@ -75,7 +75,7 @@ def prepare_keys(
     K, V, packed, program, N, H, tiles, stride, blocks, d: tl.constexpr, d_v: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """One block of K and V."""
+    """Split one block of K and V again where it has a centre."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     _, _, k0, N = rows_of(packed, b, 0, N)
     if t * ROWS < N:
@@ -90,7 +90,7 @@ def prepare_queries(
     Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, tiles, stride, blocks,
     d, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: pieces of Q, L for centred K, and zeros in dQ and `done`. Past the last row P = exp(S - L) must
+    """Split one block of Q, compute L for centred K, and zero dQ and `done`. Past the last row P = exp(S - L) must
     vanish."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
@@ -115,7 +115,7 @@ def prepare_gradients(
     dO, O, V, dL, D_top, D, packed, program, M, H, group, tiles, stride, blocks,
     d_v, SIZE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: pieces of dO, and D = rowsum(dO * O) - dL for centred V."""
+    """Split one block of dO, and compute D = rowsum(dO * O) - dL for centred V."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
@@ -139,8 +139,9 @@ def fp32_prepare(
     query_tiles, in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     CENTRED: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """One block of Q, or one of dO and O, or one of ROWS keys: each a program of its own, so that many run side by
-    side; and zeros in rows of gradients that no sequence owns. AHEAD: as in backward/preprocess.py."""
+    """Preprocess one block of Q, or one of dO and O, or one of ROWS keys. Each has a separate program, so that many run
+    concurrently. Also zero rows of gradients that no sequence owns. AHEAD: as in backward/preprocess.py, the next
+    kernel may begin."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])

@@ -1,15 +1,15 @@
-"""fp32 operands as 16-bit pieces, whose products the matrix unit sums up to an fp32 product.
+"""Split fp32 operands into 16-bit pieces, whose products the matrix unit sums up to an fp32 product.
 
     fp16x3    two fp16 pieces hold 22 bits, and exact powers of two keep them in fp16's range; three products count
     bf16x6    three bf16 pieces hold all 24 bits in fp32's own range; six products count
 
 Each piece is the rounded rest of those before. Entries that are not finite are the exception: they go whole into the
-last piece, and the others are 0, or finite in what the backward splits in registers. The last piece only ever meets the
-first one of the other operand, which has its number's sign. So an infinity reaches the results that it reaches in fp32,
-as the same infinity.
+last piece. The others are then 0, or finite in what the backward splits in registers. The last piece is multiplied only
+with the first one of the other operand, which has its number's sign. So an infinity reaches the results that it reaches
+in fp32, as the same infinity.
 
-In memory, pieces lie in blocks: a sequence begins with a block of its own and ends in zeros, and a block has one scale.
-Blocks of K and V are the tiles of keys of the backward, and of the forward one tile or two.
+In memory, pieces lie in blocks: a sequence begins with a new block and ends in zeros, and a block has one scale. Blocks
+of K and V are the key tiles of the backward, and one or two tiles of the forward.
 """
 
 from typing import NamedTuple
@@ -26,36 +26,36 @@ SAMPLES = tl.constexpr(16)
 
 
 class Split(NamedTuple):
-    """An operand and what is made of it."""
+    """Hold an operand and what is made of it."""
 
     X: object
     pieces: object
-    """(piece, block, row of the block, column)."""
+    """Are (piece, block, row of the block, column)."""
     undo: object
-    """What undoes each block's scale."""
+    """Undoes each block's scale."""
     norm: object = None
-    """The largest norm of a row of each block, or None where nobody asks."""
+    """Holds the largest norm of a row of each block, or is None where it is not needed."""
     centre: object = None
-    """Of each head, what the backward takes from its rows, or None where nobody asks."""
+    """Holds, for each head, what the backward subtracts from its rows, or is None where it is not needed."""
 
 
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
-    """The largest finite |x| along an axis, or of all; 0 if there is none."""
+    """Return the largest finite |x| along an axis, or of all; 0 if there is none."""
     return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), AXIS)
 
 
 @triton.jit
 def power_of_two(top):
-    """The scale 2^n that brings a finite number into [2^14, 2^15), where fp16 has most room, and 2^-n; n is at most
-    126, for the sake of 2^-n."""
+    """Return the scale 2^n that brings a finite number into [2^14, 2^15), where fp16 has most room. Return 2^-n, too,
+    for the sake of which n is at most 126."""
     n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
     return ((127 + n) << 23).to(tl.float32, bitcast=True), ((127 - n) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def longest(x):
-    """The largest finite norm of a row; scaled, so that no square leaves fp32's range."""
+    """Return the largest finite norm of a row; rows are scaled, so that no square leaves fp32's range."""
     scale, undo = power_of_two(largest(x, None))
     x *= scale
     return largest(tl.sqrt(tl.sum(x * x, 1)), 0) * undo
@@ -63,7 +63,7 @@ def longest(x):
 
 @triton.jit
 def next_piece(rest, TYPE: tl.constexpr, LAST: tl.constexpr):
-    """The next piece of what is left of numbers, and what is left then."""
+    """Return the next piece of what is left of numbers, and what is left then."""
     whole = rest
     if not LAST:
         whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
@@ -75,7 +75,7 @@ def next_piece(rest, TYPE: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr):
-    """Rows of a head, zero past the length and the head size."""
+    """Load rows of a head, zero past the length and the head size."""
     entries = tl.arange(0, SIZE)
     inside = (rows < length)[:, None] & (entries < d)[None, :]
     at = origin(X, b, h, first) + rows.to(tl.int64)[:, None] * X.row + entries[None, :]
@@ -84,7 +84,7 @@ def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def store_pieces(to, x, block, blocks):
-    """Numbers as block `block` of `blocks`: their pieces, what undoes the scale of fp16's, and their norm."""
+    """Store numbers as block `block` of `blocks`: their pieces, what undoes the scale of fp16's, and their norm."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     TYPE: tl.constexpr = to.pieces.dtype.element_ty
@@ -103,7 +103,7 @@ def store_pieces(to, x, block, blocks):
 
 @triton.jit
 def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
-    """The mean of a sample of rows if all of them are nearer to it than it is to zero, else zero.
+    """Return the mean of a sample of rows if all of them are nearer to it than it is to zero, else zero.
 
     Garbage behind a mask may be in the sample: then some real row is far from the mean.
     """
@@ -120,9 +120,9 @@ def split(
     operands, packed, unowned, M, N, H, tiles, stride, blocks,
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """A block of one of the operands, which share their rows: those of the keys, or of the queries; with the first of a
-    head, its centre. Before a forward it also fills the rows of its outputs that no sequence owns. AHEAD: the next
-    kernel may begin, and waits for this one where it reads pieces."""
+    """Split a block of one of the operands, which share their rows: those of the keys, or of the queries. With the
+    first block of a head, compute its centre. Before a forward, also fill the rows of its outputs that no sequence
+    owns. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
     fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
@@ -132,7 +132,7 @@ def split(
     first, length, k0, N = rows_of(packed, b, M, N)
     if KEYS:
         first, length = k0, N
-    if t * ROWS < length or t == 0:  # the first exists even where there are no rows: kernels visit it, masked
+    if t * ROWS < length or t == 0:  # the first exists even where there are no rows: kernels read it, masked
         block = first_block(packed, b, h, H, first, stride, ROWS).to(tl.int64) + t
         rows = t * ROWS + tl.arange(0, ROWS)
         for n in tl.static_range(COUNT):

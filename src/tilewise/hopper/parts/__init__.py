@@ -1,1 +1,1 @@
-"""Device code that the forward and the backward share: channels, the queue of tiles, scores, dropout's bits."""
+"""Share device code between forward and backward: channels, the queue of tiles, scores, dropout bits."""

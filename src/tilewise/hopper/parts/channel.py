@@ -1,6 +1,6 @@
-"""Hand-over between warps: barriers in shared memory that count how often a buffer was filled or emptied.
+"""Hand buffers from warp to warp: barriers in shared memory count how often each was filled or emptied.
 
-Use n of a channel happens in stage n % stages; the barrier's phase is the parity of how often the stage came round.
+Use n of a channel takes stage n % stages. The barrier's phase is the parity of how often that stage was used.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Channel(NamedTuple):
-    """Stages of shared memory, with one barrier each for "full" and for "empty"."""
+    """Hold stages of shared memory, with one barrier each for "full" and for "empty"."""
 
     memory: object
     full: object
@@ -20,7 +20,7 @@ class Channel(NamedTuple):
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """One barrier a stage, complete after COUNT arrivals."""
+    """Allocate one barrier per stage, complete after COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), COUNT)
@@ -29,28 +29,28 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def wait(bars, n):
-    """Until use n is complete."""
+    """Wait until use n is complete."""
     STAGES: gl.constexpr = bars.shape[0]
     mbarrier.wait(bars.index(n % STAGES), n // STAGES & 1)
 
 
 @gluon.jit
 def wait_before(bars, n):
-    """Until the use before n of the same stage is complete; at once if there was none."""
+    """Wait until the previous use of n's stage is complete; return at once if there was none."""
     STAGES: gl.constexpr = bars.shape[0]
     mbarrier.wait(bars.index(n % STAGES), (n // STAGES & 1) ^ 1)
 
 
 @gluon.jit
 def arrive(bars, n):
-    """This warpgroup's arrival at use n."""
+    """Arrive at use n with this warpgroup."""
     STAGES: gl.constexpr = bars.shape[0]
     mbarrier.arrive(bars.index(n % STAGES))
 
 
 @gluon.jit
 def expect(bars, n, BYTES: gl.constexpr):
-    """Use n is complete once that many bytes have come; gives the stage's barrier for them."""
+    """Complete use n once BYTES bytes have come, and return the stage's barrier for them."""
     STAGES: gl.constexpr = bars.shape[0]
     bar = bars.index(n % STAGES)
     mbarrier.expect(bar, BYTES)
@@ -59,47 +59,47 @@ def expect(bars, n, BYTES: gl.constexpr):
 
 @gluon.jit
 def stage(memory, n):
-    """The stage of use n."""
+    """Return the stage of use n."""
     STAGES: gl.constexpr = memory.shape[0]
     return memory.index(n % STAGES)
 
 
 @gluon.jit
 def held(memory, n, y):
-    """The stage of use n, which lasts for a whole loop of uses y of others. y >> 31 is 0, but ptxas cannot know that:
-    it would keep every address that a product of it takes from loop to loop, in registers that it does not have."""
+    """Return the stage of use n, which lasts for a whole loop over other uses y. y >> 31 is 0, but ptxas cannot know
+    that. Otherwise it would keep every address that a product takes from the stage in registers, which are short."""
     STAGES: gl.constexpr = memory.shape[0]
     return memory.index(n % STAGES + (y >> 31))
 
 
 @gluon.jit
 def instruct(PTX: gl.constexpr):
-    """One instruction that gives nothing; Triton wants a result of every one."""
+    """Run one instruction that has no result; Triton wants a result of every one."""
     gl.inline_asm_elementwise(PTX + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def until(at, value):
-    """Until a number in memory is `value`: then what its writer wrote before can be read."""
+    """Wait until a number in memory is `value`: then what its writer wrote before can be read."""
     while gl.atomic_add(at, 0, sem="acquire") != value:
         pass
 
 
 @gluon.jit
 def wait_added():
-    """Until what TMA added for this warp is there for others; `tma.store_wait` waits until it is read."""
+    """Wait until what TMA added for this warp is visible to others; `tma.store_wait` waits only until it is read."""
     instruct("cp.async.bulk.wait_group 0")
 
 
 @gluon.jit
 def fence_async_global():
-    """Between plain accesses of memory and those of TMA."""
+    """Order plain accesses of global memory and those of TMA."""
     instruct("fence.proxy.async.global")
 
 
 @gluon.jit
 def end_block(y):
-    """Ends a basic block: ptxas moves no wait over its end. No use y is negative, but that it cannot know."""
+    """End a basic block: ptxas moves no wait over its end. No use y is negative, but ptxas cannot know that."""
     PTX: gl.constexpr = (
         "{.reg .pred used; setp.ge.s32 used, $1, 0; @used bra L${:uid}; nanosleep.u32 1; bar.warp.sync 0xffffffff;"
         "L${:uid}: mov.u32 $0, 0;}"
@@ -109,20 +109,21 @@ def end_block(y):
 
 @gluon.jit
 def wait_kernels():
-    """Until the kernels launched before this one are complete, and the threads that wait can read what those wrote.
-    Only a launch with `launch_pdl` begins earlier."""
+    """Wait until the kernels launched before this one are complete, so that the threads that wait can read what those
+    wrote. Only a launch with `launch_pdl` begins earlier."""
     instruct("griddepcontrol.wait")
 
 
 @gluon.jit
 def let_next_begin():
-    """Once every program has come by, a kernel launched behind this one with `launch_pdl` may begin."""
+    """Let a kernel launched after this one with `launch_pdl` begin, once every program has called this."""
     instruct("griddepcontrol.launch_dependents")
 
 
 @gluon.jit
 def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
-    """Named barrier of warpgroup WHO and one other: "sync" waits for its turn, "arrive" gives it."""
+    """Use the named barrier of warpgroup WHO and one other (ping-pong): "sync" waits until WHO may run, "arrive" lets
+    it."""
     # ids 9 to 11: Triton itself uses those from 0 on
     if WHO == 0:
         instruct("bar." + OP + " 9, 256")

@@ -1,12 +1,18 @@
-"""Dropout's decisions as bits in shared memory: a role of its own rolls them, ahead of those that multiply.
+"""Generate dropout mask bits in shared memory, in separate warps, ahead of the warps that multiply.
 
-Ten rounds of Philox are 20 wide multiplications, for sixteen entries of a tile. Between two waits of a warpgroup
-nothing runs beside them; in other warps they run beside everything.
+Ten rounds of Philox take 20 wide multiplications, for sixteen entries of a tile. In a warpgroup that multiplies,
+nothing would run between two waits to hide them. In other warps they overlap with everything.
 
-A thread of a warpgroup holds two rows of a tile, 8 apart, and a pair of neighbours in every 8 columns. A word has the
-bits of 64 columns. Of its bytes one is for the upper row's even blocks of 8 columns, one for its odd ones, and two for
-the lower row's; of a byte's bits, from the topmost on, two are for each 16 columns. In shared memory words come by half
-of the columns; halves of 64 columns lie in two words, half empty, which the reader puts together.
+A thread of a warpgroup holds two rows of a tile, 8 apart, and two adjacent columns in every 8. A 32-bit word has its
+bits of 64 columns:
+
+    byte 0    upper row, even blocks of 8 columns    two bits for each 16 columns, from the topmost bit on
+    byte 1    upper row, odd blocks
+    byte 2    lower row, even blocks
+    byte 3    lower row, odd blocks
+
+In shared memory, words are ordered by half of the columns. The halves of 64 columns lie in two words, half empty, which
+the reader joins.
 """
 
 from triton.experimental import gluon
@@ -16,12 +22,12 @@ from .channel import Channel, arrive, barriers, stage, wait
 from .threads import as_tile
 
 AHEAD = gl.constexpr(4)
-"""Tiles by which the dice may be ahead."""
+"""Limits by how many tiles dropout bits may be ahead."""
 
 
 @gluon.jit
 def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
-    """Their channel: so many uses for each tile, each of so many rows and read by so many warpgroups."""
+    """Allocate the channel of dropout bits: USES uses per tile, each of ROWS rows and read by READERS warpgroups."""
     STAGES: gl.constexpr = AHEAD * USES
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     memory = gl.allocate_shared_memory(gl.uint32, [STAGES, 2, ROWS // 16, 8, 4], layout)
@@ -30,7 +36,7 @@ def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def philox(seed, c0, c1, c2, c3):
-    """Philox-4x32-10 (Salmon et al. 2011): four words from a 64-bit key and four counters, all uint32.
+    """Compute Philox-4x32-10 (Salmon et al. 2011): four words from a 64-bit key and four counters, all uint32.
 
     Triton's own multiplies once for each half of a product; here one wide multiplication gives both.
     """
@@ -45,7 +51,7 @@ def philox(seed, c0, c1, c2, c3):
 
 @gluon.jit
 def add(a, b):
-    """Modulo 2^32."""
+    """Add modulo 2^32."""
     return gl.add(a, b, sanitize_overflow=False)
 
 
@@ -54,12 +60,13 @@ def rolled(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The words of score matrix `matrix` = b H + h, bit for bit reference.dropout_keep: rows are queries from i0 on and
-    columns keys from j0 on, or TRANSPOSED the other way round. By (half of the columns, 16 rows, row of 8, thread).
+    """Generate the words of score matrix `matrix` = b H + h, bit for bit as reference.dropout_keep. Rows are queries
+    from i0 on and columns keys from j0 on, or TRANSPOSED the other way round. The result is (half of the columns, 16
+    rows, row of 8, thread).
 
-    A counter decides two queries, 8 apart, of eight keys, 8 apart: a word of four bytes for each 16 keys. Counters lie
-    such that a thread has all that decide the entries of one thread of the tile, and TRANSPOSED of those 16, 32 and 48
-    rows below it. i0 is a multiple of 16, j0 of 64.
+    A counter decides two queries, 8 apart, of eight keys, 8 apart: a word of four bytes for each 16 keys. A thread has
+    all counters that decide the entries of one thread of the tile, and TRANSPOSED of those 16, 32 and 48 rows below. i0
+    is a multiple of 16, j0 of 64.
     """
     if TRANSPOSED:
         # one step after the other: ptxas would begin with every counter at once, and two warps have few registers
@@ -76,7 +83,7 @@ def rolled(
 def of_queries(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """The words of `rolled` where rows are queries: of 128 columns each half has its own counters."""
+    """Generate the words of `rolled` where rows are queries: of 128 columns each half has its own counters."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
     row = gl.arange(0, ROWS // 2, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, layout))[None, :]
@@ -93,14 +100,15 @@ def of_queries(
 def of_keys(
     seed, threshold, matrix, i0, j0, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """What 16 columns of each half add to the words of `rolled` where rows are keys, in front of the next step's."""
+    """Generate what 16 columns of each half add to the words of `rolled` where rows are keys, in front of the next
+    step's bits."""
     ABOVE: gl.constexpr = min(WARPS, ROWS // 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [ABOVE, WARPS // ABOVE], [1, 0])
     row = gl.arange(0, ROWS // 8, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
     c_i = (i0 >> 1) + 8 * step + (column >> 3) * (COLUMNS // 4) + (column & 7)
     w0, w1, w2, w3 = decided(seed, threshold, matrix, c_i, (j0 >> 3) + row, column & 1)
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # each of other 16 rows
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # each has other 16 rows
     words = gl.sum(words.reshape([ROWS // 64, 8, 2, 4, 2, 2, 2]), 4)
     words = words.permute((2, 0, 4, 5, 1, 3)).reshape([2, ROWS // 16, 8, 4])
     return words & 0xFF0000FF | words << 8 & 0xFF0000 | words >> 8 & 0xFF00  # bytes by query come by row
@@ -108,8 +116,8 @@ def of_keys(
 
 @gluon.jit
 def decided(seed, threshold, matrix, c_i, c_j, entry):
-    """What counters decide, four words each: the topmost bit of a byte, or of a pair's second `entry` the one below
-    it, is set where the entry is kept."""
+    """Decide the entries of each counter, in four words. Where an entry is kept, the topmost bit of a byte is set, or
+    the bit below for a pair's second `entry`."""
     zero = 0 * (c_i + c_j)
     c_i, c_j, c_row = (c_i + zero).to(gl.uint32), (c_j + zero).to(gl.uint32), (matrix + zero).to(gl.uint32)
     w0, w1, w2, w3 = philox(seed, c_j, c_i, c_row, zero.to(gl.uint32))
@@ -124,15 +132,15 @@ def decided(seed, threshold, matrix, c_i, c_j, entry):
 
 @gluon.jit
 def at_least(x, y, borrow):
-    """Of four bytes each: x >= y + borrow, as the topmost bit. The lower seven bits are compared by subtracting, which
-    the topmost bit of x, set, keeps inside the byte."""
+    """Compare four bytes each: x >= y + borrow, as the topmost bit. Subtraction compares the lower seven bits; the
+    topmost bit of x, set, keeps it inside the byte."""
     low = (x | 0x80808080) - ((y & 0x7F7F7F7F) + borrow)
     return (x & ~y | ~(x ^ y) & low) & 0x80808080
 
 
 @gluon.jit
 def taken(bits, u, ROW: gl.constexpr, S):
-    """Of use u, the words of a tile that lies as S does, from row ROW on; 0 without dropout."""
+    """Read use u's words of a tile that lies as S does, from row ROW on; return 0 without dropout."""
     if bits is None:
         return 0
     else:
@@ -148,8 +156,8 @@ def taken(bits, u, ROW: gl.constexpr, S):
 
 @gluon.jit
 def by_word(S):
-    """A tile of S as (64 columns, 16 rows, row of 8, thread, entry). A word's 32 entries are counted by upper or lower
-    row, 16 columns, even or odd 8 of them, and place in a pair."""
+    """Reshape a tile of S into (64 columns, 16 rows, row of 8, thread, entry). A word's 32 entries are counted by upper
+    or lower row, 16 columns, even or odd 8 of them, and place in a pair."""
     ROWS: gl.constexpr = S.shape[0] // 16
     WORDS: gl.constexpr = S.shape[1] // 64
     S = S.reshape([ROWS, 2, 8, WORDS, 4, 2, 4, 2]).permute((3, 0, 2, 6, 1, 4, 5, 7))
@@ -158,14 +166,14 @@ def by_word(S):
 
 @gluon.jit
 def from_words(x, S):
-    """Undoes `by_word`."""
+    """Undo `by_word`."""
     x = x.reshape([S.shape[1] // 64, S.shape[0] // 16, 8, 4, 2, 4, 2, 2]).permute((1, 4, 2, 0, 5, 6, 3, 7))
     return as_tile(x, S)
 
 
 @gluon.jit
 def dropped(x, words, variant):
-    """x after dropout, before its factor."""
+    """Return x after dropout, before its factor."""
     if variant.dropout is None:
         return x
     else:
@@ -174,8 +182,8 @@ def dropped(x, words, variant):
 
 @gluon.jit
 def kept(x, words):
-    """x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two words' bytes over the mask
-    of a pair of 16-bit numbers, or that of one over the mask of a 32-bit number."""
+    """Return x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two words' bytes over
+    the mask of a pair of 16-bit numbers. For a 32-bit number it spreads that of one."""
     tile = by_word(x)
     layout: gl.constexpr = tile.type.layout
     entries: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))

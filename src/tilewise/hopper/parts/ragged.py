@@ -1,5 +1,8 @@
-"""Where a packed sequence ends, a box of TMA goes on into the next one: what was read from there becomes zeros, and
-nothing is written there."""
+"""Handle the ragged tails of packed sequences. TMA loads whole boxes, so a sequence's last box also reads rows of the
+next.
+
+Zero those rows after the load; never store them.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +15,7 @@ from .channel import stage, wait
 
 @gluon.jit
 def zero_from(memory, row):
-    """Zeros in a tile from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
+    """Zero a tile's rows from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
     ROWS: gl.constexpr = memory.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for r in gl.static_range(ROWS // 16):
@@ -26,7 +29,7 @@ def zero_from(memory, row):
 
 @gluon.jit
 def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
-    """The keys past the end of a packed sequence are another's."""
+    """Zero the keys and values past the end of a packed sequence."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     if packed is not None:
@@ -37,7 +40,7 @@ def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
 
 @gluon.jit
 def zero_queries(place, packed, shared, y, tile: gl.constexpr):
-    """The queries past the end of a packed sequence are another's."""
+    """Zero the rows of Q and dO past the end of a packed sequence."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
     if packed is not None:
@@ -50,7 +53,7 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 @gluon.jit
 def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
-    """The values of the forward's key tile j, use y, past the end of a packed sequence."""
+    """Zero the values past the end of a packed sequence, in the forward's key tile j, use y."""
     B_C: gl.constexpr = tile.B_C
     if packed is not None:
         if (j + 1) * B_C > place.N:
@@ -60,7 +63,7 @@ def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
 
 @gluon.jit
 def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
-    """Rows of which M exist, from registers: behind a packed sequence a box of TMA would write over the next."""
+    """Store the rows below M from registers: past a packed sequence, a box of TMA would write over the next."""
     layout: gl.constexpr = o.type.layout
     rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
     columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -70,7 +73,7 @@ def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
 
 @gluon.jit
 def fill_between(unowned, packed):
-    """What a forward leaves in rows that no sequence owns, by four warps."""
+    """Fill a forward's outputs in rows that no sequence owns, by four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     fill_unowned(unowned, packed, rows, gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])

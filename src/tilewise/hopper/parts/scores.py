@@ -1,4 +1,4 @@
-"""Scores that Hopper computes in its own way, under their names in tile/scores.py."""
+"""Compute scores in Hopper's own way, under their names in tile/scores.py."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ from ...tile.scores import alibi_grad
 
 @gluon.jit
 def saturated(x, cap):
-    """cap tanh(x ln 2 / 2) = cap - 2 cap / (1 + 2^x). Four numbers share a reciprocal, as two could by 1 / a =
-    b / (a b): the special unit, which also computes the exponentials of the softmax, is slow. From 2^30 on tanh is as
-    good as 1, and four such factors still fit. It cancels near 0: cap 2^-23 is lost, far below what 16-bit inputs
-    carry."""
+    """Compute cap tanh(x ln 2 / 2) = cap - 2 cap / (1 + 2^x). Four numbers share a reciprocal, as two could by 1 / a =
+    b / (a b). The special function unit, which also computes the exponentials of the softmax, is slow. From 2^30 on
+    tanh is as good as 1, and four such factors still fit. The formula cancels near 0: it loses cap 2^-23, far below
+    what 16-bit inputs carry."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 a, b, c, d, ab, cd, r, twice;
@@ -48,27 +48,29 @@ def saturated(x, cap):
 
 @gluon.jit
 def softcap_fn(S, unit, at, cap):
-    """cap tanh(S unit / cap)."""
+    """Return cap tanh(S unit / cap)."""
     return saturated(S * (2.8853900817779268 * unit / cap), cap)
 
 
 @gluon.jit
 def softcap_grad(dS, S, T, unit, at, cap):
-    """1 - tanh^2. T, which comes from P, may be a little above cap."""
+    """Multiply dS by 1 - tanh^2. T, which comes from P, may be a little above cap."""
     t = T * (1.0 / cap)
     return dS * tl.maximum(1.0 - t * t, 0.0)
 
 
 @triton.jit
 def alibi_fn(S, unit, at, slopes, batch, head):
-    """S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32 once."""
+    """Return S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32
+    once."""
     slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
     return S * unit - slope * tl.abs((at.i0 - at.j0).to(tl.float32) + (at.i - at.j).to(tl.float32))
 
 
 @triton.jit
 def alibi_past_fn(S, unit, at, slopes, batch, head):
-    """The same where the mask hides every key after its query: i - j needs no sign taken off, and a multiply-add."""
+    """Return the same where the mask hides every key after its query: i - j needs no absolute value, and takes a
+    multiply-add."""
     slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
     return S * unit - (slope * (at.i0 - at.j0).to(tl.float32) + slope * (at.i - at.j).to(tl.float32))
 

@@ -1,1 +1,1 @@
-"""Layers of the flash_attn package that models import by name."""
+"""The layers of the flash_attn package that models import by name."""

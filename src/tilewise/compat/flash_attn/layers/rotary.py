@@ -1,4 +1,4 @@
-"""Rotary embedding as the flash_attn package spells it, over `tilewise.rotary`."""
+"""Rotary position embedding with the interface of the flash_attn package, implemented by `tilewise.rotary`."""
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turns the first R dimensions of x (B, S, H, D), with cu_seqlens (T, H, D); cos and sin (positions, R / 2).
+    """Rotate the first R dimensions of x (B, S, H, D), with cu_seqlens (T, H, D). cos and sin: (positions, R / 2).
 
-    With `inplace` x itself is written and returned; torch's rules for writing to a tensor that needs a gradient hold.
-    max_seqlen is not needed here. Otherwise as `tilewise.rotary`.
+    With `inplace`, write to x and return it. Then torch's rules for in-place writes to a tensor that needs a gradient
+    apply. max_seqlen is ignored. The rest is as in `tilewise.rotary`.
     """
     if not inplace:
         return rotary(x, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens)
@@ -49,16 +49,17 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turns q and k in place within qkv, and returns it.
+    """Rotate q and k in place within qkv, and return it.
 
     Args:
         qkv: (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q.
-        cos, sin: (positions, R / 2), for q, and for k unless it has cos_k, sin_k of its own.
+        cos, sin: (positions, R / 2), for q, and for k unless cos_k and sin_k are given.
         interleaved, seqlen_offsets: as for `apply_rotary_emb`.
         num_heads_q: H_q.
 
     Raises:
-        ValueError: a shape does not fit; TypeError, ValueError, RuntimeError as `tilewise.rotary`.
+        ValueError: a shape does not fit.
+        TypeError, ValueError, RuntimeError: as `tilewise.rotary`.
     """
     q, k = (part[..., : 2 * cos.shape[-1]] for part in _queries_keys(qkv, num_heads_q))
     if cos_k is None and sin_k is None:
@@ -77,7 +78,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Turns k in place within kv (B, S, 2, H_k, D), and returns it."""
+    """Rotate k in place within kv (B, S, 2, H_k, D), and return it."""
     if kv.ndim != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (B, S, 2, H_k, D), got {tuple(kv.shape)}")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
@@ -85,7 +86,7 @@ def apply_rotary_emb_kv_(
 
 
 def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
-    """Views of q and k."""
+    """Return views of q and k in qkv."""
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         return qkv[:, :, 0], qkv[:, :, 1]
     if qkv.ndim != 4:
@@ -102,11 +103,11 @@ def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Keeps the tables for head size `dim` and turns qkv, or q and kv, in place (RoFormer, Su et al. 2021).
+    """Rotate the first `dim` dimensions of each head of q and k in place (RoFormer, Su et al. 2021).
 
-    Position p turns pair n by p * base ** (-2 n / dim). With `scale_base` (512 is usual), q is also scaled by
-    zeta ** ((p - middle) / scale_base) and k by its inverse, zeta_n = (2 n + 0.4 dim) / (1.4 dim): XPos (Sun et al.
-    2022). The tables are fp32 whatever the model's type, and grow when a longer sequence comes.
+    At position p, pair n is rotated by p * base ** (-2 n / dim). With `scale_base` (512 is usual) this is XPos (Sun et
+    al. 2022): q is also scaled by zeta ** ((p - middle) / scale_base), and k by its inverse, where zeta_n is
+    (2 n + 0.4 dim) / (1.4 dim). The tables are fp32 whatever the model's type, and grow for a longer sequence.
     """
 
     inv_freq: Tensor
@@ -132,13 +133,13 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turns in place, and returns what it was given.
+        """Rotate in place, and return the tensors given.
 
         Args:
             qkv: as for `apply_rotary_emb_qkv_`; with kv, q alone (B, S, H, D).
             kv: (B, S, 2, H_k, D), or None.
             seqlen_offset: an int or a tensor (B,), added to positions; a tensor needs max_seqlen.
-            max_seqlen: how many positions there can be, offsets included.
+            max_seqlen: the largest number of positions, with offsets.
             num_heads_q: as for `apply_rotary_emb_qkv_`.
         """
         if max_seqlen is None:
@@ -156,12 +157,12 @@ class RotaryEmbedding(torch.nn.Module):
         return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _tables_for(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """cos and sin for q, then for k; built anew for another device or more positions."""
+        """Return cos and sin for q, then for k. They are rebuilt for another device or more positions."""
         kept = None if self._tables is None else self._tables[0]
-        # what inference mode made cannot be saved for a backward
+        # a backward cannot save tensors made in inference mode
         stale = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
         if self._tables is None or kept is None or stale or kept.shape[0] < positions or kept.device != device:
-            # recomputed, as a model converted to half precision has rounded the buffer
+            # recompute frequencies, because converting a model to half precision rounds the buffer
             angles = torch.outer(torch.arange(positions, device=device).float(), self._frequencies(device))
             scale = self._scale(positions, device)
             cos, sin = angles.cos(), angles.sin()

@@ -1,0 +1,222 @@
+"""Ablations: a back end's own forward with one thing changed, to see what that thing is worth.
+
+A change takes the launch that tilewise would make and gives another. A change that finds nothing to change gives the
+same launch back.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backend import load
+from tilewise.describe import describe_fake
+from tilewise.problem import Operands, Problem, Recipe, Saved, target_of
+
+if TYPE_CHECKING:  # Triton need not be installed
+    from tilewise.host.launch import Launch
+
+
+class Change(NamedTuple):
+    """One thing that is different, and in which back end."""
+
+    backend: str
+    apply: Callable[["Launch"], "Launch"]
+
+    @property
+    def peer(self) -> str:
+        """Whom it is compared with."""
+        return "tilewise" if self.backend == "hopper" else f"tilewise {self.backend}"
+
+
+def problem(change: Change, x: Operands, causal: bool, target: str) -> Problem:
+    """Of the forward to change, on a chip."""
+    recipe = Recipe(mask=(("Causal",),) if causal else (), backend=change.backend)
+    return describe_fake(x, recipe, (0, 0), target)
+
+
+def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
+    """The launch that tilewise would make, and what it writes; with meta tensors nothing can run."""
+    from tilewise.host.launch import current_stream, empty_saved
+
+    saved, device = empty_saved(p, x, None), x.q.device
+    if p.recipe.backend == "hopper":
+        from tilewise.hopper import launch as hopper
+        from tilewise.hopper.plan import plan as hopper_plan
+
+        counter = (
+            hopper.counter(device, current_stream(device))
+            if x.q.is_cuda
+            else torch.zeros(2, dtype=torch.int32, device=device)
+        )
+        (launch,) = hopper.forward_launches(p, hopper_plan(p), x, saved, counter)
+    else:
+        from tilewise.triton import launch as portable
+
+        (launch,) = portable.forward_launches(p, portable.plan(p), x, saved)
+    return launch, saved
+
+
+def attention(change: Change, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The changed forward as a function of q, k and v."""
+    compiled: dict[Any, Any] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = Operands(q, k, v, ())
+        launch, saved = forward(problem(change, x, causal, target_of(q.device)), x)
+        change.apply(launch)._replace(compiled=compiled).run()
+        return saved.o
+
+    return attend
+
+
+def why_not(change: Change, shape: tuple[int, ...], dtype: torch.dtype, causal: bool, target: str) -> str | None:
+    """What is against a change for self-attention of this shape: its back end's reasons, or nothing to change."""
+    q = torch.empty(shape, dtype=dtype, device="meta")
+    x = Operands(q, q, q, ())
+    p = problem(change, x, causal, target)
+    if reasons := load(change.backend).why_not(p):
+        return "; ".join(reasons)
+    launch, _ = forward(p, x)
+    return f"would change nothing, {change.peer} does so itself" if change.apply(launch) is launch else None
+
+
+# Hopper's forward
+
+
+def without_warp_roles(launch: "Launch") -> "Launch":
+    """One tile of queries a program, whose warps load for themselves. Three warpgroups cannot share a tensor (Triton's
+    counts of warps are powers of two): there it has two."""
+    from .kernels import one_role
+
+    given = by_name(launch)
+    tile = launch.constants["tile"]._replace(WARPGROUPS=2)
+    B_r = 64 * tile.WARPGROUPS
+    if given["variant"].mask and tile.B_C % B_r:  # the diagonal of all rows crosses several tiles of keys
+        tile = tile._replace(EDGES=True)
+    shape = given["shape"]._replace(tiles=-(-given["shape"].M // B_r))
+    Q, O = (replace(given[name], block_shape=[1, 1, B_r, tile.D]) for name in "QO")
+    arguments = Q, given["K"], given["V"], O, given["L"], given["variant"], given["c"], shape
+    constants = {"tile": tile, "num_warps": 4 * tile.WARPGROUPS}
+    return launch._replace(
+        kernel=one_role, programs=shape.heads * shape.tiles, arguments=arguments, constants=constants
+    )
+
+
+def without_overlap(launch: "Launch") -> "Launch":
+    """O += P V is over before the next softmax begins."""
+    return with_tile(launch, SPLIT=3)
+
+
+def without_turns(launch: "Launch") -> "Launch":
+    """No named barriers between warpgroups."""
+    return with_tile(launch, TURNS=False)
+
+
+def with_turns(launch: "Launch") -> "Launch":
+    """Named barriers order the warpgroups' products."""
+    return with_tile(launch, TURNS=True)
+
+
+def without_persistence(launch: "Launch") -> "Launch":
+    """A program for every tile: what the counter gives is past the end, so that each draws once and leaves."""
+    shape = by_name(launch)["shape"]
+    return launch._replace(programs=shape.heads * shape.tiles)
+
+
+def shortest_first(launch: "Launch") -> "Launch":
+    """The other way round; without a mask all tiles are equally long."""
+    from .kernels import shortest_first as order
+
+    given = by_name(launch)
+    return with_arguments(launch, shape=given["shape"]._replace(order=order)) if given["variant"].mask else launch
+
+
+def whole_corners(launch: "Launch") -> "Launch":
+    """Warpgroup 0 computes the half of its first tile that its rows do not see, too."""
+    return with_tile(launch, CORNER=False)
+
+
+def masks_everywhere(launch: "Launch") -> "Launch":
+    """No tile counts as wholly seen."""
+    from .kernels import NO_TILE_FULL
+
+    variant = by_name(launch)["variant"]
+    variant = variant._replace(mask=(*variant.mask, NO_TILE_FULL))
+    return with_tile(with_arguments(launch, variant=variant), EDGES=True)
+
+
+# The portable forward
+
+
+def four_warps(launch: "Launch") -> "Launch":
+    """A program of four warps."""
+    return with_warps(launch, 4)
+
+
+def eight_warps(launch: "Launch") -> "Launch":
+    """A program of eight warps."""
+    return with_warps(launch, 8)
+
+
+def keys_outside(launch: "Launch") -> "Launch":
+    """FlashAttention-1's order: a program for every head. Each key tile is a pass over O: they are as large as fit."""
+    from tilewise.tile.rows import Rows
+
+    from .kernels import keys_outside as kernel
+
+    given = by_name(launch)
+    o, L = given["O"].ptr, given["L"]
+    sums = torch.zeros(o.shape, dtype=torch.float32, device=o.device)
+    batch, row, head, _ = sums.stride()
+    running = Rows(sums, batch, row, head), torch.full_like(L, -torch.inf), torch.zeros_like(L)
+    arguments = *(given[name] for name in "QKVOL"), *running, *(given[name] for name in ("variant", "c", *"MNH"))
+    constants = {name: launch.constants[name] for name in ("G", "d", "d_v", "PRECISION")}
+    constants |= {"B_R": 64, "B_C": 128 if constants["d"] <= 128 else 64, "num_warps": 8, "num_stages": 2}
+    return launch._replace(kernel=kernel, programs=given["heads"], arguments=arguments, constants=constants)
+
+
+CHANGES = {
+    "without warp roles": Change("hopper", without_warp_roles),
+    "without overlap": Change("hopper", without_overlap),
+    "without ping-pong": Change("hopper", without_turns),
+    "with ping-pong": Change("hopper", with_turns),
+    "without persistence": Change("hopper", without_persistence),
+    "shortest tiles first": Change("hopper", shortest_first),
+    "whole corners": Change("hopper", whole_corners),
+    "masks on every tile": Change("hopper", masks_everywhere),
+    "triton, 4 warps": Change("triton", four_warps),
+    "triton, 8 warps": Change("triton", eight_warps),
+    "triton, keys outside": Change("triton", keys_outside),
+}
+"""Every change, by name."""
+
+
+# Changing a launch
+
+
+def by_name(launch: "Launch") -> dict[str, Any]:
+    """A launch's arguments by the kernel's own names."""
+    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+
+
+def with_arguments(launch: "Launch", **changed: Any) -> "Launch":
+    """Other values for some arguments."""
+    return launch._replace(arguments=tuple((by_name(launch) | changed).values()))
+
+
+def with_tile(launch: "Launch", **changed: Any) -> "Launch":
+    """Other constants of Hopper's tile."""
+    tile = launch.constants["tile"]
+    other = tile._replace(**changed)
+    return launch if other == tile else launch._replace(constants=launch.constants | {"tile": other})
+
+
+def with_warps(launch: "Launch", warps: int) -> "Launch":
+    """Another number of warps; a cap on registers goes with the old one."""
+    if launch.constants["num_warps"] == warps:
+        return launch
+    constants = {name: value for name, value in launch.constants.items() if name != "maxnreg"}
+    return launch._replace(constants=constants | {"num_warps": warps})

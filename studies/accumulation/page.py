@@ -1,0 +1,316 @@
+"""The accumulation study for people: tables, sentences, and docs/accumulation.md."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewise.bench.results import OK
+from tilewise.bench.tables import folded, geometric_mean, length_label, markdown
+
+from .measure import COMBINATIONS, HEAD_SIZE, HEADS, IN_LOOP, PART, PLAIN, QUERIES, SWEEPS, Combination, Finding, Point
+from .plots import SHOWN, TITLES, picture, ratios_of, speed_picture, value
+from .speed import Kernel, Time
+
+BASE = Point()
+HEADER = f"""# Accumulating in fp16
+
+Written by `python benchmarks/report.py` from the files in `benchmarks/results`; edit nothing here by hand.
+`python -m studies accumulation --results benchmarks/results` measures.
+
+[A discussion of flash-attention](https://github.com/Dao-AILab/flash-attention/issues/543) asks whether attention must
+sum in fp32. Q K^T could be summed in fp16, if no logit leaves its range, or at least P V, as P is at most 1. It names
+two ways to divide by the row sum: delayed, once at the end, where every exponent is lowered by log(length) so that
+the unnormalised sums stay in range; or in the loop, at every tile. `studies.accumulation.attention` does all of
+this, in one Triton kernel and in an emulation in torch:
+
+    from studies.accumulation import Accumulate, attention
+
+    o = attention(q, k, v, accumulate=Accumulate(scores="fp32", values="fp16", stability=True))
+
+## What the factor guarantees
+
+Let N be the number of keys and X the largest |v|, so X is at most 65504, the largest number of fp16. With
+`stability=True` each exponent is lowered by s, the least whole number with 2^s >= 2 N. Then **no entry of the sum P V
+ever exceeds X, at any step, for any q and k whose logits are finite, any finite v, any tiles, any order of the keys
+and any number of steps**; so it never overflows:
+
+1. A logit is at most its row's maximum so far, so no exponent exceeds -s. The kernel lowers exponents by 2^-22 of the
+   maximum more, which covers the rounding of their own arithmetic; what is left is lost when P is rounded to fp16, as
+   2^-s is a number of fp16. So P <= 2^-s. (P also has to be one: 2^-s is at least 2^-24 up to 8M keys.)
+2. A step adds t, an exact or a truncated sum of some P v, to a sum a and rounds. Rounding to nearest or towards zero
+   moves a + t by no more than |t|, because a itself is a number of fp16. So a step adds at most 2 |t|.
+3. Rescaling by a factor <= 1 never makes |a| larger, rounded or not.
+4. So |a| <= 2 (the sum of all P |v|) <= 2 N 2^-s X <= X.
+
+The 2 is what the discussion leaves out. Lowered by ceil(log(N)), its proposal, the sum is at most X in exact
+arithmetic, but sums of rounded numbers exceed that where rounding log(N) up leaves little room: 1096 keys with equal
+logits, whose v are all 65504, overflow if exponents are lowered by 7 (`tests/studies` holds both to account).
+Packed exp2 may err upwards by 2^-9.9, which costs one more power of two where N is a power of two. The division at the
+end can round above X, too, so a finite o beyond 65504 becomes 65504.
+
+What it does not guarantee:
+
+- **Accuracy.** fp16 has no number below 2^-24. Lowered by s, a weight below 2^(s - 25) of the row's largest is
+  dropped from P V, but counted in the row sum, and larger ones lose bits.
+- **Q K^T.** Its sums are of unscaled logits and nothing lowers them: they overflow where |q k| exceeds 65504. Rows
+  normalised to a root mean square of 1 have |q k| <= D times the scales, by Cauchy and Schwarz, and cannot.
+- **More than is needed.** If all |v| are at most X, 2 N 2^-s X <= 65504 is enough: `stability=X` lowers by that much,
+  which is nothing at all where 2 N X <= 65504.
+
+Division in the loop keeps O an average of the rows of V, so |O| <= X up to roundings, which add up from tile to tile.
+That is no guarantee: 100 keys with equal logits, whose v are all 65504, overflow (the same tests). Without factor or
+division in the loop, |P V| is at most the row sum times X, up to N X.
+
+## How it is measured
+
+{QUERIES} queries of {HEADS} heads of size {HEAD_SIZE} against {BASE.length} keys, without a mask, fp16, standard
+normal unless said otherwise. A sweep changes one thing: the number of keys; the scale of the logits (q is multiplied
+by it); one channel of q and k (multiplied by it, as some models' are); the same with every row of q and k divided by
+its root mean square, as QK-normalised models do; the mean of v (its standard deviation is a tenth of it, at least 1).
+The truth is fp64 on the same inputs. An error is the norm of the difference over the norm of the truth; *overflow* is
+the share of o's entries that are inf or NaN, and no error is given where there are any. *fp32, fp32, delayed, fp32* is
+what `tilewise.attention` does. *Log factor* is `stability=True`, *log factor, this V* is `stability=X`.
+
+On a GPU the kernel is examined. On a CPU the emulation is: it computes in fp32 and rounds the sums to fp16 every 16
+terms, as the matrix instructions do; those may add in another order and truncate what the emulation rounds. Its exp2
+in halves is rounded rightly, the chip's errs by up to 2^-9.9. The time of an emulation says nothing, so none is
+given. Kernels are compiled without a GPU, for every target named; spills are bytes of local memory a thread.
+"""
+CHANGES = {
+    "Q K^T in fp16": Combination(scores="fp16"),
+    "P V in fp16": Combination(values="fp16"),
+    "both in fp16": Combination(scores="fp16", values="fp16"),
+    "P V in fp16, in-loop": Combination(values="fp16", way=IN_LOOP),
+    "exp2 in halves": Combination(exp2="halves"),
+    "both in fp16, and exp2 in halves": Combination(scores="fp16", values="fp16", exp2="halves"),
+}
+"""What sentences compare with fp32 sums."""
+HALVES = ("exp2 in halves", "both in fp16, and exp2 in halves")
+PAYS = 0.97
+"""A kernel that takes more of the time is called no faster."""
+
+
+def cell(finding: Finding | None) -> str:
+    """An error, or the share of what overflowed."""
+    if finding is None or finding.status != OK:
+        return "-"
+    if finding.relative is not None:
+        return f"{finding.relative:.1e}"
+    return f"overflow {100 * (finding.overflow or 0.0):.3g}%"
+
+
+COLUMNS = ["QK", "PV", "division", "exp2"]
+"""A combination, in tables."""
+Grid = tuple[list[str], list[list[str]]]
+"""A head, and lines."""
+
+
+def table(sweep: str, findings: Sequence[Finding]) -> Grid:
+    """Errors of every combination at every point."""
+    points = list(dict.fromkeys(f.at for f in findings))
+    at = {(f.of, f.at): f for f in findings}
+    lines = [[*c.words, *(cell(at.get((c, p))) for p in points)] for c in dict.fromkeys(f.of for f in findings)]
+    return [*COLUMNS, *(value(sweep, p) for p in points)], lines
+
+
+def error_sentences(findings: dict[str, list[Finding]]) -> list[str]:
+    """What each way costs in accuracy from the fewest to the most keys, and where it overflows."""
+    at = {(f.of, f.at): f for f in findings.get("length", ())}
+    points = [point for of, point in at if of == PLAIN]
+    lines = []
+    for combination, (label, _, _) in SHOWN.items():
+        ends = [p for p in (points[:1] + points[1:][-1:]) if combination != PLAIN and (combination, p) in at]
+        ratios = [(at[combination, p].relative or math.nan) / (at[PLAIN, p].relative or math.nan) for p in ends]
+        if ends:
+            each = ", ".join(f"{r:.1f} at {value('length', p)}" for r, p in zip(ratios, ends, strict=True))
+            broken = "; ".join(overflows(findings, combination)) or "nowhere"
+            lines.append(f"{label}: errors over those of fp32 sums, by keys: {each}. Overflow: {broken}.")
+    return lines
+
+
+def overflows(findings: dict[str, list[Finding]], combination: Combination) -> list[str]:
+    """The points where a combination gave something infinite or NaN."""
+    places = {
+        sweep: [value(sweep, f.at) for f in found if f.of == combination and f.overflow]
+        for sweep, found in findings.items()
+    }
+    return [f"{TITLES[sweep]} {', '.join(values)}" for sweep, values in places.items() if values]
+
+
+def verdicts(findings: dict[str, list[Finding]]) -> Grid:
+    """For each combination, its error over that of fp32 sums, and where it overflowed."""
+    plain = {f.at: f.relative for found in findings.values() for f in found if f.of == PLAIN}
+    lines = []
+    for combination in COMBINATIONS:
+        ratios: dict[Point, tuple[float, str]] = {}
+        broken = overflows(findings, combination)
+        for sweep, found in findings.items():
+            for f in found:
+                if f.of == combination and f.relative is not None and (base := plain.get(f.at)):
+                    ratios.setdefault(f.at, (f.relative / base, f"{TITLES[sweep]} {value(sweep, f.at)}"))
+        if ratios or broken:
+            mean = f"{geometric_mean([r for r, _ in ratios.values()]):.2f}" if ratios else "-"
+            worst = "{:.1f}, {}".format(*max(ratios.values(), key=lambda r: r[0])) if ratios else "-"
+            lines.append([*combination.words, mean, worst, "; ".join(broken) or "nowhere"])
+    return [*COLUMNS, "error over fp32 sums'", "at worst", "overflows at"], lines
+
+
+def kernel_table(kernels: Sequence[Kernel]) -> Grid:
+    """Registers of every kernel of one target, and spills where there are any: a column for each head size and tile."""
+    columns = list(dict.fromkeys((k.head_size, *k.tiles) for k in kernels))
+    at = {(k.of, (k.head_size, *k.tiles)): k for k in kernels}
+    head = [f"D{size}: {r} x {c}, {warps} warps" for size, r, c, warps, _ in columns]
+    lines = [[*c.words, *(_resources(at.get((c, x))) for x in columns)] for c in dict.fromkeys(k.of for k in kernels)]
+    return [*COLUMNS, *head], lines
+
+
+def _resources(kernel: Kernel | None) -> str:
+    if kernel is None or kernel.registers is None:
+        return "-"
+    return f"{kernel.registers} + {kernel.spills} B" if kernel.spills else str(kernel.registers)
+
+
+def by_target(kernels: Sequence[Kernel]) -> dict[str, list[Kernel]]:
+    """Kernels of each chip."""
+    return {target: [k for k in kernels if k.target == target] for target in dict.fromkeys(k.target for k in kernels)}
+
+
+def kernel_sentences(kernels: Sequence[Kernel]) -> list[str]:
+    """How many registers fp16 sums save."""
+    lines = []
+    for target, every in by_target(kernels).items():
+        made = [k for k in every if k.registers]
+        registers = {(k.of, (k.head_size, *k.tiles)): k.registers or 0 for k in made}
+        places = [at for of, at in registers if of == PLAIN]
+        saved = {
+            name: [registers[PLAIN, at] - registers[changed, at] for at in places if (changed, at) in registers]
+            for name, changed in CHANGES.items()
+        }
+        each = "; ".join(f"{name} {_span(numbers)}" for name, numbers in saved.items() if numbers)
+        whole = _span([registers[PLAIN, at] for at in places])
+        spilled = f"{len([k for k in made if k.spills])} of {len(made)} kernels spill"
+        lines.append(f"{target}: registers saved a thread, of {whole} with fp32 sums: {each}. {spilled}.")
+    return lines
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def speed_sentences(times: Sequence[Time]) -> list[str]:
+    """Whether fp16 sums pay, and how much of the time of fp32 sums the kernels take."""
+    lines = []
+    for size in dict.fromkeys(t.on.head_size for t in times):
+        ratios = ratios_of(times, size)
+        found = {name: ratios[str(c)] for name, c in CHANGES.items() if str(c) in ratios}
+        if not found:
+            continue
+        best = {
+            what: min(geometric_mean(found[name]) for name in found if (name in HALVES) == (what in HALVES))
+            for what in ("fp16 sums", "exp2 in halves")
+        }
+        verdict = ", ".join(f"{what} {_pays(what, ratio)}" for what, ratio in best.items())
+        each = (f"{name} {geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for name, r in found.items())
+        lines.append(
+            f"Head size {size}: {verdict}. Times over those of fp32 sums in the same kernel, each with its best tiles, "
+            f"in the geometric mean (and from, to): {'; '.join(each)}."
+        )
+    return lines
+
+
+def _pays(what: str, ratio: float) -> str:
+    singular = what in HALVES
+    if ratio < PAYS:
+        return "pays" if singular else "pay"
+    return "does not pay" if singular else "do not pay"
+
+
+def speed_table(times: Sequence[Time], head_size: int) -> Grid:
+    """TFLOP/s by length, the tiles chosen, and the time over that of fp32 sums."""
+    mine = [t for t in times if t.on.head_size == head_size]
+    lengths, ratios, lines = list(dict.fromkeys(t.on.length for t in mine)), ratios_of(times, head_size), []
+    for name in dict.fromkeys(t.implementation for t in mine):
+        at = {t.on.length: t for t in mine if t.implementation == name}
+        first = next(iter(at.values()))
+        words = Combination(**first.combination).words if first.combination else ["", "", name, ""]
+        tiles = "{} x {}, {} warps, {} stages".format(*first.tiles) if first.tiles else ""
+        rates = [f"{at[n].tflops:.0f}" if n in at and at[n].tflops else "-" for n in lengths]
+        lines.append([*words, tiles, *rates, f"{geometric_mean(ratios[name]):.3f}" if name in ratios else "-"])
+    return [*COLUMNS, "tiles", *map(length_label, lengths), "time over fp32 sums'"], lines
+
+
+def reasons(rows: Sequence[Any]) -> list[str]:
+    """What has no number, and why."""
+    absent: dict[str, int] = {}
+    for row in rows:
+        if row.why:
+            name = row.implementation if isinstance(row, Time) else str(row.of)
+            absent[f"{name}: {row.why}"] = absent.get(f"{name}: {row.why}", 0) + 1
+    return [f"{note} ({count} times)" for note, count in absent.items()]
+
+
+def show(found: dict[str, list[Any]], say: Callable[[str], None], print_table: Callable[..., None]) -> None:
+    """Everything found, by part, on a terminal."""
+    sweeps = {name: rows for name, rows in found.items() if name in SWEEPS}
+    for sweep, rows in sweeps.items():
+        print_table(f"Errors by {TITLES[sweep]}", *table(sweep, rows))
+    if sweeps:
+        print_table("Against fp32 sums", *verdicts(sweeps))
+    kernels = found.get("kernels", [])
+    for target, made in by_target(kernels).items():
+        print_table(f"Registers, and bytes spilled, {target}", *kernel_table(made))
+    times = found.get("speed", [])
+    for size in dict.fromkeys(t.on.head_size for t in times):
+        print_table(f"TFLOP/s, head size {size}", *speed_table(times, size))
+    for line in (*error_sentences(sweeps), *kernel_sentences(kernels), *speed_sentences(times)):
+        say(line)
+    for note in reasons([row for rows in found.values() for row in rows]):
+        say(f"not measured: {note}")
+
+
+# The page
+
+
+def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
+    """One device's part of the page; draws its pictures as <stem>-errors.png and <stem>-speed.png."""
+    runs = content[PART]
+    findings = {sweep: [Finding(**row) for row in runs[sweep]["rows"]] for sweep in SWEEPS if sweep in runs}
+    kernels = [Kernel(**row) for row in runs.get("kernels", {"rows": ()})["rows"]]
+    times = [Time(**row) for row in runs.get("speed", {"rows": ()})["rows"]]
+    lines = [f"## {content['device']}\n"]
+    lines += [origin(run["environment"], run["partial"]) + "\n" for run in _origins(runs.values())]
+    lines += ["### Does it pay?\n", *_speed_part(times, stem.with_name(f"{stem.name}-speed.png"))]
+    if kernels:
+        lines += [*(f"- {line}" for line in kernel_sentences(kernels)), ""]
+        for target, made in by_target(kernels).items():
+            lines.append(folded(f"Registers, and bytes spilled, {target}", *kernel_table(made)))
+    if findings:
+        path = stem.with_name(f"{stem.name}-errors.png")
+        picture(findings, path)
+        lines += ["### When does it break?\n", f"![Errors and overflow](images/{path.name})\n"]
+        lines += [*(f"- {line}" for line in error_sentences(findings)), ""]
+        lines += ["Over all points where it does not overflow, in the geometric mean, and at worst:\n"]
+        lines += [markdown(*verdicts(findings)), ""]
+        lines += [folded(f"Errors by {TITLES[sweep]}", *table(sweep, found)) for sweep, found in findings.items()]
+    if notes := reasons([*(f for found in findings.values() for f in found), *kernels, *times]):
+        lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
+    return lines
+
+
+def _origins(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of the parts that were measured together."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        first.setdefault(repr({**run["environment"], "when": run["partial"]}), run)
+    return list(first.values())
+
+
+def _speed_part(times: Sequence[Time], path: Path) -> list[str]:
+    if not any(t.milliseconds for t in times):
+        return ["Not timed on this device.\n"]
+    speed_picture(times, path)
+    lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](images/{path.name})\n"]
+    sizes = dict.fromkeys(t.on.head_size for t in times)
+    return [*lines, *(folded(f"TFLOP/s, head size {size}", *speed_table(times, size)) for size in sizes)]

@@ -1,0 +1,218 @@
+"""docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilewise.bench import state, tuned
+from tilewise.bench.costs import OURS
+from tilewise.bench.results import OK, changed, kernels_of, load, rows_of
+from tilewise.bench.suites import SUITES
+from tilewise.bench.tables import (
+    COST,
+    ERROR,
+    HOST,
+    MEMORY,
+    METRICS,
+    OF_MATMUL,
+    SPREAD,
+    Grid,
+    Metric,
+    folded,
+    grids,
+    headlines,
+    in_its_unit,
+    is_ours,
+    markdown,
+    prices,
+    reasons,
+    slowdown,
+    worth,
+)
+
+from .. import ablation  # noqa: F401, adds its suite
+from ..accumulation import measure as accumulation
+from ..accumulation.page import HEADER as ACCUMULATION_HEADER
+from ..accumulation.page import section as accumulation_section
+from ..accuracy import measure as study
+from ..accuracy.page import HEADER as ACCURACY_HEADER
+from ..accuracy.page import section as accuracy_section
+from ..training import contests as trainings
+from ..training import contexts
+from . import field, plots
+from . import fp32 as fp32_page
+from . import variants as variants_page
+
+HEADER = """# Performance
+
+Written by `python benchmarks/report.py` from the files in `benchmarks/results`; edit nothing here by hand.
+
+Times are medians over rounds in which all implementations take turns, because a power-limited card changes its rate
+from minute to minute; only ratios inside one table mean something. On a GPU they are device times of queued calls; a
+backward is whole: as `torch.autograd.grad` takes it, with pre- and postprocessing. Arithmetic is counted as 4 B H M N D
+for a forward, half of it if causal, and 2.5 times that for a backward. The matrix product beside each case is a large
+square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
+whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed; the fp32
+precisions that promise less, bf16x3 and tf32, may err by 2e-5 and 2e-3 of the largest entry.
+
+fp32 in the shape of llm.c, and whole trainings, have [a page of their own](fp32.md).
+"""
+TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
+neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
+this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
+kernel.
+"""
+PRICES = """Speed is the plain call's time over the variant's, in the same rounds; the plain call is the row tilewise. A
+window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how many times fewer, and per tile is speed
+over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
+1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
+"""
+ACCURACY = ("hopper fp32", "triton fp32", "mask causal", "cpu")
+TRAINING = ("hopper fp32 forward D64", "hopper fp32 backward D64", "mask causal", "cpu")
+SUMS = ("fp16 sums",)
+"""Beginnings of the names of the kernels that studies and trainings depend on."""
+DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
+
+
+class Origin(NamedTuple):
+    """Tells when, where and of which kernels a file's results were measured, and what has changed since."""
+
+    content: dict[str, Any]
+    carried: dict[str, str]
+    """States whose kernels were only renamed, and their heirs."""
+    names: Iterable[str] = ()
+    """Beginnings of the names of the kernels that the results depend on."""
+
+    def __call__(self, env: dict[str, Any], partial: bool) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+        text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
+        if partial:
+            text += " Not the whole suite."
+        known = self.content.get("kernels", {}).get(env["kernels"])
+        if known is None:
+            return f"{text} **Which kernels these were is not known.**"
+        if old := changed(known, self.names, self.carried):
+            have, their = ("have", "their") if len(old) > 1 else ("has", "its")
+            text += f" **{', '.join(old)} {have} changed since: {their} rows are of older kernels.**"
+        return text
+
+
+def write(results: Path, docs: Path) -> Path:
+    """Draws the pictures under docs/images and writes docs/performance.md, fp32.md, and the pages of what was studied.
+
+    Raises ValueError if there is no results file.
+    """
+    measured = sorted(results.glob("tune-*.json"))
+    files = sorted(set(results.glob("*.json")) - {*measured, results / state.CARRIED})
+    if not files and not measured:
+        raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
+    contents = {file: load(file) for file in files}
+    carried = state.carried(results)
+    sections, fp32, studied, summed = [HEADER], [], [], []
+    for file, content in contents.items():
+        stem, heading = docs / "images" / file.stem, [f"## {content['device']}\n"]
+        if study.PART in content:
+            studied += accuracy_section(
+                content, stem.with_name(f"{stem.name}-accuracy"), Origin(content, carried, ACCURACY)
+            )
+        if accumulation.PART in content:
+            of_sums = stem.with_name(f"{stem.name}-accumulation")
+            summed += accumulation_section(content, of_sums, Origin(content, carried, SUMS))
+        if of_suites := _sections(content, carried, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
+            sections += heading + of_suites + field.section(file, content) + variants_page.section(file, content)
+        of_fp32 = _sections(content, carried, [fp32_page.SUITE], stem)
+        if trainings.PART in content:
+            of_trainings = stem.with_name(f"{stem.name}-training")
+            of_fp32 += trainings.section(content, of_trainings, Origin(content, carried, TRAINING))
+            of_fp32 += contexts.section(trainings.contests_of(content), of_trainings)
+        if of_fp32:
+            fp32 += heading + of_fp32
+    for file in measured:
+        sections += _tiles(tuned.load(file), carried)
+    docs.mkdir(parents=True, exist_ok=True)
+    page = docs / "performance.md"
+    page.write_text("\n".join(sections))
+    (docs / "fp32.md").write_text("\n".join([fp32_page.HEADER, *fp32_page.absent(contents.values()), *fp32]))
+    if studied:
+        (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
+    if summed:
+        (docs / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
+    return page
+
+
+def _sections(content: dict[str, Any], carried: dict[str, str], suites: Sequence[str], stem: Path) -> list[str]:
+    """Of those suites that were run."""
+    ran = [suite for suite in suites if suite in content["suites"]]
+    origins = {suite: Origin(content, carried, kernels_of_run(content, suite)) for suite in ran}
+    return [
+        line
+        for suite in ran
+        for line in _section(content, suite, stem.with_name(f"{stem.name}-{suite}"), origins[suite])
+    ]
+
+
+def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) -> list[str]:
+    rows, run = rows_of(content, suite), content["suites"][suite]
+    lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
+    lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
+    lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
+    if changes := worth(rows):
+        lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
+        lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
+    if found := prices(rows):
+        packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))
+        lines += [PRICES.format(lengths=packed), markdown(*_table(found, COST)) + "\n"]
+    first = [METRICS[name] for name in SUITES[suite].tables]
+    for metric in (in_its_unit(metric, rows) for metric in first):
+        if found := grids(rows, metric):
+            lines.append(markdown(*_table(found, metric)) + "\n")
+    for metric in DETAILS:
+        if metric not in first and (found := grids(rows, metric)):
+            lines.append(folded(metric.title[0].upper() + metric.title[1:], *_table(found, metric)))
+    if notes := reasons(rows):
+        lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
+    return lines
+
+
+def _tiles(content: dict[str, Any], carried: dict[str, str]) -> list[str]:
+    """A card's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
+    slots: list[tuned.Tuned] = content["slots"]
+    lines = [f"## Tiles of {content['device']}\n", TILES]
+    for environment, of in groupby(slots, key=lambda slot: slot.environment):
+        names = {f"{slot.backend} {slot.pass_}" for slot in of}
+        lines.append(Origin(content, carried, names)(environment, False) + "\n")
+    head = ["row", "in use", "candidates", "timed", "verdict"]
+    table = []
+    for slot in slots:
+        counts = str(len(slot.candidates)), str(len(slot.timed))
+        table.append([slot.title, tuned.row_text(slot.present.row), *counts, slot.verdict()])
+    lines.append(markdown(head, table))
+    for slot in slots:
+        columns, cells = tuned.grid(slot)
+        drawn = [*([markdown(columns, cells)] if cells else ()), "", *(f"- {reason}" for reason in tuned.reasons(slot))]
+        lines += [f"\n<details><summary>{slot.title}</summary>\n", *drawn, "\n</details>"]
+    return [*lines, ""]
+
+
+def kernels_of_run(content: dict[str, Any], suite: str) -> set[str]:
+    """Those on which a suite's rows depend."""
+    known = content.get("kernels", {}).get(content["suites"][suite]["environment"]["kernels"], {})
+    rows = [row for row in rows_of(content, suite) if row.status == OK]
+    return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, known)}
+
+
+def _table(found: Sequence[Grid], metric: Metric) -> tuple[list[str], list[list[str]]]:
+    """All grids of one metric, a head and lines; ours in bold."""
+    columns = list(dict.fromkeys(column for grid in found for column in grid.columns))
+    lines = []
+    for grid in found:
+        title = grid.title
+        for name, cells in grid.lines.items():
+            at = dict(zip(grid.columns, cells, strict=True))
+            shown = [at.get(column, "") for column in columns]
+            bold = "**" if name == OURS or (OURS not in grid.lines and is_ours(name)) else ""
+            lines.append([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))])
+            title = ""
+    return [metric.title, "implementation", *columns], lines

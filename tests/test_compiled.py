@@ -1,0 +1,57 @@
+"""When a test of compiled kernels is repeated: when code that it reads has changed, and not for a comment."""
+
+import shutil
+from pathlib import Path
+
+import compiled
+import pytest
+
+TESTS = Path(__file__).parent / "triton"
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The package and the tests in a folder where they may be edited."""
+    shutil.copytree(compiled.PACKAGE, tmp_path / "tilewise")
+    shutil.copytree(TESTS, tmp_path / "triton", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiled, "PACKAGE", tmp_path / "tilewise")
+    return tmp_path
+
+
+def key(folder):
+    return compiled.key(folder / "triton" / "test_compile.py")
+
+
+@pytest.mark.parametrize("file", ["tilewise/tile/softmax.py", "tilewise/problem.py", "triton/offline.py"])
+def test_code_counts_and_comments_do_not(copy, file):
+    before, path = key(copy), copy / file
+    path.write_text("# a comment\n" + path.read_text())
+    assert key(copy) == before
+    path.write_text(path.read_text() + "\nNEW = 1\n")
+    assert key(copy) != before
+
+
+def test_what_is_allowed_counts(copy):
+    before = key(copy)
+    (copy / "triton" / "spills.json").write_text("{}\n")
+    assert key(copy) != before
+
+
+def test_commands_and_benchmarks_do_not_count(copy):
+    before = key(copy)
+    (copy / "tilewise" / "cli" / "info.py").write_text("")
+    assert key(copy) == before
+
+
+def test_another_triton_counts(copy, monkeypatch, tmp_path):
+    before = key(copy)
+    (tmp_path / "newest" / "triton-9.9.0.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("TILEWISE_TRITON_NEWEST", str(tmp_path / "newest"))
+    assert key(copy) != before
+
+
+def test_tests_that_passed_are_added(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
+    compiled.keep({"b": "1", "a": "2"})
+    compiled.keep({"b": "3"})
+    assert compiled.read() == {"a": "2", "b": "3"}
