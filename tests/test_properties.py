@@ -118,4 +118,5 @@ def test_permuting_the_batch_permutes_the_result(case):
     order = torch.arange(case.B - 1, -1, -1)
     flipped = [t.index_select(0, order) for t in (call.q, call.k, call.v)]
     plain = tw.attention(call.q, call.k, call.v, scale=case.scale)
-    assert torch.equal(tw.attention(*flipped, scale=case.scale), plain.index_select(0, order))
+    # not bit by bit: on some CPUs a product adds up in another order where its operands begin at another address
+    torch.testing.assert_close(tw.attention(*flipped, scale=case.scale), plain.index_select(0, order))

@@ -146,7 +146,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             lse = -inf adds nothing. Pass the sink to one part only.
 
     Returns:
-        o (in the parts' type) and lse, as if attention had seen all keys at once: lse = log(sum(exp(lse_p)))
+        o (in the parts' type) and lse, as if attention had seen all keys at once. They are lse = log(sum(exp(lse_p)))
         and o = sum(exp(lse_p - lse) * o_p).
 
     Raises:
