@@ -1,7 +1,6 @@
-"""What was compiled, from which source and by which Triton: a test of compiled kernels that passed is not repeated
-before something that it reads has changed.
+"""Skip a test of compiled kernels that passed, until something that it reads has changed.
 
-    make test ARGS=--compile     runs them all, and keeps in compiled.json which passed
+make test ARGS=--compile     runs them all, and keeps in compiled.json which passed
 """
 
 import ast
@@ -23,8 +22,8 @@ SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
 
 
 def key(test: Path) -> str:
-    """Of the package's kernels and launches, of a test with the scripts and the record in its folder, and of the
-    Tritons that are here."""
+    """Hash what a test of compiled kernels reads: the package's kernels and launches, the test, the scripts and the
+    record in its folder, and the versions of Triton."""
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _elsewhere(file)]
     scripts = [file for name in SCRIPTS if (file := test.parent / name).exists()]
     texts = [*_code([*files, test, *scripts]), (test.parent / "spills.json").read_text()]
@@ -32,12 +31,12 @@ def key(test: Path) -> str:
 
 
 def read() -> dict[str, str]:
-    """The key with which each test passed last, by its name."""
+    """Return the key with which each test passed last, by its name."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def keep(passed: dict[str, str]) -> None:
-    """Adds tests that passed to the record."""
+    """Add tests that passed to the record."""
     RECORD.write_text(json.dumps(dict(sorted({**read(), **passed}.items())), indent=1) + "\n")
 
 
@@ -52,13 +51,13 @@ def _tritons() -> Iterator[str]:
 
 
 def _code(files: list[Path]) -> Iterator[str]:
-    """Syntax trees without docstrings, so that neither they nor comments count."""
+    """Yield syntax trees without docstrings, so that neither they nor comments count."""
     for file in files:
         tree: Any = ast.parse(file.read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list):
-                node.body = [line for line in body if not _is_text(line)] or body[:0]
+                node.body = [line for line in body if not _is_text(line)]
         yield ast.dump(tree)
 
 
