@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from tilewise.bench.tables import geometric_mean, length_label
 
-from ..pages.plots import OUR_RED, STYLE
+from ..pages.plots import OUR_RED, STYLE, legend_below, save
 from .measure import FACTOR, FITTED, IN_LOOP, PLAIN, SWEEPS, Combination, Finding, Point
 from .speed import Time
 
@@ -88,10 +88,8 @@ def picture(findings: dict[str, list[Finding]], path: Path) -> None:
         low, high = panels[0][0].get_ylim()
         panels[0][0].set_ylim(low, high * (high / low) ** 0.45)
         panels[0][0].set_ylabel("error against fp64; crosses: overflow")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.tight_layout()
-        figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, ncols=4)
-        _save(figure, path)
+        legend_below(figure, panels[0][0], 4)
+        save(figure, path)
 
 
 def speed_picture(times: Sequence[Time], path: Path) -> None:
@@ -123,10 +121,4 @@ def speed_picture(times: Sequence[Time], path: Path) -> None:
             axes.set_title(f"head size {size}")
             axes.set_xlabel("time over that of fp32 sums")
         figure.tight_layout()
-        _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+        save(figure, path)

@@ -14,7 +14,7 @@ from tilewise.bench.accuracy import ENTRIES, NAMES
 from tilewise.bench.results import OK
 from tilewise.bench.tables import STANDARD, folded, geometric_mean, is_ours, length_label
 
-from ..pages.plots import COLOURS, STYLE
+from ..pages.plots import COLOURS, STYLE, legend_below, save
 from .measure import OUTLIERS, PART, SWEEPS, Finding, Point
 
 TITLES = {
@@ -114,14 +114,8 @@ def picture(sweep: str, findings: Sequence[Finding], path: Path) -> None:
             axes.set_title(tensor)
             axes.set_xlabel(TITLES[sweep])
         panels[0].set_ylabel("error against fp64")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.tight_layout()
-        figure.legend(
-            handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, ncols=min(6, len(labels))
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
-        plt.close(figure)
+        legend_below(figure, panels[0], 6)
+        save(figure, path)
 
 
 def findings_of(content: dict[str, Any], sweep: str) -> list[Finding]:

@@ -128,7 +128,7 @@ def against_standard(rows: Sequence[Row], path: Path, read: Callable[[Row], floa
         axes.margins(y=0.12)
         axes.set_title(f"{BOTH}, against standard attention")
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-        _save(figure, path)
+        save(figure, path)
 
 
 def worth(rows: Sequence[Row], path: Path) -> None:
@@ -165,7 +165,7 @@ def worth(rows: Sequence[Row], path: Path) -> None:
         figure.legend(
             list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=len(handles)
         )
-        _save(figure, path)
+        save(figure, path)
 
 
 def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ def prices(rows: Sequence[Row], path: Path) -> None:
             axes.set_title(pass_)
             axes.set_xlabel("speed per visited tile, in the plain call's")
         figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=2)
-        _save(figure, path)
+        save(figure, path)
 
 
 def _variant_label(cost: Cost) -> str:
@@ -295,7 +295,7 @@ def _panels(
             list(handles.values()), list(handles), loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False,
             ncols=min(6, 2 * columns, len(handles)),
         )  # fmt: skip
-        _save(figure, path)
+        save(figure, path)
 
 
 def _pairs(settings: Sequence[Case]) -> list[list[Case]]:
@@ -306,10 +306,19 @@ def _pairs(settings: Sequence[Case]) -> list[list[Case]]:
     return list(pairs.values())
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure to a file, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
+
+
+def legend_below(figure: Any, panel: Any, columns: int) -> None:
+    """Put one panel's legend below all panels, in that many columns at most."""
+    handles, labels = panel.get_legend_handles_labels()
+    figure.tight_layout()
+    ncols = min(columns, len(labels))
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, ncols=ncols)
 
 
 PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]], ...]] = {

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 from tilewise.bench.tables import length_label, markdown
 
-from ..pages.plots import COLOURS, STYLE
+from ..pages.plots import COLOURS, STYLE, legend_below, save
 from .contests import COLUMNS, Contest
 
 SAME = ("batch", "layers", "heads", "width", "vocabulary", "matmul", "deterministic")
@@ -70,14 +70,8 @@ def picture(group: ByContext, path: Path) -> None:
             else:  # a straight line of slope one is linear growth
                 axes.set_yscale("log", base=2)
                 axes.yaxis.set_major_formatter("{x:g}")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.tight_layout()
-        figure.legend(
-            handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, ncols=min(6, len(labels))
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
-        plt.close(figure)
+        legend_below(figure, panels[0], 6)
+        save(figure, path)
 
 
 def section(contests: Sequence[Contest], stem: Path) -> list[str]:
