@@ -17,7 +17,7 @@ from .mask import Full, Mask
 from .operator import attend
 from .options import Everything, Options, refuse_mask, refuse_score, refuse_unknown, spell_out
 from .problem import PRECISIONS, Operands, Problem, Recipe, matmul_setting, target_of
-from .score import Alibi, Score
+from .score import Score
 
 FULL = Full()
 
@@ -330,10 +330,11 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
     for change in score:
         if not isinstance(change, Score):
             refuse_score(change)
-        if isinstance(change, Alibi) and change.slopes.requires_grad and torch.is_grad_enabled():
+        if not change.learns and any([t.requires_grad for t in change.tensors]) and torch.is_grad_enabled():
+            name, tensors = change.public_name(), " and ".join(change.captures)
             raise ValueError(
-                "Alibi: slopes require a gradient, which Alibi does not have; detach them, or write the slopes as a "
-                "Bias, which has one"
+                f"{name}: {tensors} requires a gradient, which {name} does not have; detach it, or write it as a Bias, "
+                "which has one"
             )
     return tuple(score)
 

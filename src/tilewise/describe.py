@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import mask as masks
-from . import score as scores
-from .mask import Value
+from .mask import OPEN, Value, constant
 from .problem import (
     FLOATING_TYPES,
     KINDS,
@@ -109,9 +107,9 @@ def _check_recipe(p: Problem) -> None:
         )
     if r.varlen:
         for kind in p.kinds:
-            if not (kind.varlen and getattr(kind, "interval", True)):
+            if not (kind.varlen and kind.interval):
                 raise Unsupported(
-                    f"{_public_name(kind)} has no meaning for packed sequences (layout=Varlen); "
+                    f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
                     "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
                 )
 
@@ -122,30 +120,27 @@ def _check_lengths(p: Problem) -> None:
     Symbolic lengths are not compared, because an exported graph would then carry the bound.
     """
     for name, length in (("q", p.M), ("k and v", p.N)):
-        if length >= masks.OPEN:
+        if length >= OPEN:
             raise ValueError(
-                f"{name} must have fewer than 2^30 = {masks.OPEN} rows in a sequence, got {length}; split the sequence"
+                f"{name} must have fewer than 2^30 = {OPEN} rows in a sequence, got {length}; split the sequence"
             )
 
 
 def _check_extra(p: Problem) -> None:
     specs = iter(p.extra)
-    full = (p.B, p.H, p.M, p.N)
     for kind in p.kinds:
-        name = _public_name(kind)
-        for capture in kind.captures:
-            spec = next(specs)
-            _same_device(p, f"{name}: {capture}", spec)
-            if kind in (masks.Dense, scores.Bias):
-                if not _broadcasts(spec.shape, full):
+        for capture, letters, whole in zip(kind.captures, kind.shapes, kind.whole_shapes(p.sizes), strict=True):
+            spec, name = next(specs), f"{kind.public_name()}: {capture}"
+            _same_device(p, name, spec)
+            if kind.broadcasts:
+                if not _broadcasts(spec.shape, whole):
                     raise ValueError(
-                        f"{name}: {capture} must broadcast to (B, H, M, N) = {full}, got {tuple(spec.shape)}"
+                        f"{name} must broadcast to ({', '.join(letters)}) = {whole}, got {tuple(spec.shape)}"
                     )
                 continue
-            allowed = captured_shapes(p, kind, capture)
+            allowed = (whole[1:], whole) if kind.unbatched else (whole,)
             if tuple(spec.shape) not in allowed:
-                shapes = " or ".join(str(shape) for shape in allowed)
-                raise ValueError(f"{name}: {capture} must have shape {shapes}, got {tuple(spec.shape)}")
+                raise ValueError(f"{name} must have shape {' or '.join(map(str, allowed))}, got {tuple(spec.shape)}")
     if p.recipe.sink:
         spec = next(specs)
         _same_device(p, "sink", spec)
@@ -157,17 +152,6 @@ def _check_extra(p: Problem) -> None:
         _same_device(p, name, spec)
 
 
-def captured_shapes(p: Problem, kind: type[Value], capture: str) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes a captured tensor may have. Dense and Bias also take any that broadcasts to theirs."""
-    return {
-        masks.Prefix: ((p.B,),),
-        masks.PaddingLengths: ((p.B,),),
-        masks.PaddingKeys: ((p.B, p.N),),
-        masks.Documents: ((p.B, p.M if capture == "q_ids" else p.N),),
-        scores.Alibi: ((p.H,), (p.B, p.H)),
-    }.get(kind, ((p.B, p.H, p.M, p.N),))
-
-
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= 4 and all(s in (1, f) for s, f in zip(reversed(shape), reversed(full), strict=False))
 
@@ -175,10 +159,6 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 def _same_device(p: Problem, name: str, spec: Spec) -> None:
     if spec.device != p.q.device:
         raise ValueError(f"{name} must be on q's device {p.q.device}, got {spec.device}; move it with .to(...)")
-
-
-def _public_name(kind: type[Value]) -> str:
-    return {masks.PaddingLengths: "Padding", masks.PaddingKeys: "Padding (bool)"}.get(kind, kind.__name__)
 
 
 def check_contents(problem: Problem, x: Operands) -> None:
@@ -189,11 +169,9 @@ def check_contents(problem: Problem, x: Operands) -> None:
         _check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
         _check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
         N = cu_k.diff()
-    for part in problem.values(x.extra)[0]:
-        for lengths in part.tensors if isinstance(part, masks.Prefix | masks.PaddingLengths) else ():
-            if bool(((lengths < 0) | (lengths > N)).any()):
-                name = _public_name(type(part))
-                raise ValueError(f"{name}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}")
+    for values in problem.values(x.extra)[:2]:
+        for value in values:
+            value.check_contents(N)
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
@@ -213,7 +191,7 @@ def check_number(name: str, number: Any, allowed: str, low: float, high: float) 
     """Return a finite float in [low, high), or raise an error that names the argument."""
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number {allowed}, got {number!r}")
-    number = masks.constant(float(number))
+    number = constant(float(number))
     if not (math.isfinite(number) and low <= number < high):
         raise ValueError(f"{name} must be {allowed}, got {number}")
     return number

@@ -1,15 +1,15 @@
 """Attention masks: which keys each query sees. Combine them with `&`.
 
 A mask has a PyTorch form and a kernel form. `keep` is the PyTorch form, for the reference and the CPU. `device` names
-the kernel functions in tile/masks.py, and `captures` names the tensors that they read. Row indices i are shifted by
-N - M, so that the last query is aligned with the last key.
+the kernel functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments`
+returns their arguments. Row indices i are shifted by N - M, so that the last query is aligned with the last key.
 
 In an interval mask, each row sees one interval of keys, given by `keys(i)`. From it follow the tiles to compute.
 """
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,15 @@ class Frozen:
         return hash((type(self), *[id(field) if isinstance(field, Tensor) else field for field in self._fields]))
 
 
+class Sizes(NamedTuple):
+    """The sizes in which masks and scores declare shapes: batch entries, query heads, queries, keys."""
+
+    B: int
+    H: int
+    M: int
+    N: int
+
+
 V = TypeVar("V", bound="Value")
 
 
@@ -61,11 +70,29 @@ class Value(Frozen):
     """Masks and scores derive from this class: they hold plain numbers, and captured tensors that kernels read."""
 
     device: ClassVar[str]
+    """The prefix of the value's kernel functions."""
     captures: ClassVar[tuple[str, ...]] = ()
-    batched: ClassVar[int] = 0
-    """How many dimensions a captured tensor has if its first is the batch."""
+    """The names of the captured tensors."""
+    shapes: ClassVar[tuple[str, ...]] = ()
+    """The shape of each captured tensor, in letters of Sizes: "BN" is (B, N)."""
+    broadcasts: ClassVar[bool] = False
+    """Whether captured tensors may also have any shape that broadcasts to theirs."""
+    unbatched: ClassVar[bool] = False
+    """Whether captured tensors may leave out their first dimension, the batch."""
+    interval: ClassVar[bool] = True
+    """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
     varlen: ClassVar[bool] = True
     """Whether the value works with packed sequences."""
+
+    @classmethod
+    def public_name(cls) -> str:
+        """Return the name by which users know the class."""
+        return cls.__name__
+
+    @classmethod
+    def whole_shapes(cls, sizes: Sizes) -> list[tuple[int, ...]]:
+        """Return the shape of each captured tensor with all its dimensions."""
+        return [tuple([getattr(sizes, letter) for letter in shape]) for shape in cls.shapes]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -96,22 +123,33 @@ class Value(Frozen):
         """Return the value for `count` batch entries from b on; its tensors keep their batch dimension."""
         if not self.captures:
             return self
-        return self.rebuild(self.plain[1:], tuple(self._slice(t, slice(b, b + count)) for t in self.tensors))
+        pairs = zip(self.tensors, self.shapes, strict=True)
+        entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
+        return self.rebuild(self.plain[1:], tuple(entries))
 
-    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
-        return tensor[entries] if tensor.shape[0] > 1 else tensor
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides."""
+        return self.plain[1:]
+
+    def check_contents(self, N: Any) -> None:
+        """Raise ValueError if the captured tensors hold wrong numbers. This synchronises with a GPU.
+
+        N: the number of keys, or a tensor of one number per batch entry.
+        """
 
 
 class Mask(Value):
     """Every mask derives from this class. `mask & other` shows the keys that both show."""
 
-    interval: ClassVar[bool] = True
-    """Whether each row sees one interval of keys, whose bounds never decrease as i grows."""
-
     @property
     def parts(self) -> tuple["Mask", ...]:
         """Return the masks whose intersection this one is; none for Full."""
         return (self,)
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """Tell whether the mask hides every key after its query, whatever its tensors hold."""
+        return False
 
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
@@ -147,8 +185,6 @@ class Mask(Value):
 class Full(Mask):
     """Show every key to every query."""
 
-    device = "full"
-
     @property
     def parts(self) -> tuple[Mask, ...]:
         return ()
@@ -182,6 +218,10 @@ class Causal(Mask):
 
     device = "causal"
 
+    @property
+    def hides_later_keys(self) -> bool:
+        return True
+
     def keys(self, i: Any) -> Ends:
         return -OPEN, i + 1
 
@@ -211,6 +251,13 @@ class Window(Mask):
         lo = -OPEN if self.left is None else i - min(self.left, OPEN)
         return lo, OPEN if self.right is None else i + min(self.right, OPEN) + 1
 
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.right == 0
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return tuple([OPEN if side is None else min(side, OPEN) for side in (self.left, self.right)])
+
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
@@ -222,13 +269,19 @@ class Prefix(Mask):
     lengths: Tensor
     device = "prefix"
     captures = ("lengths",)
-    batched = 1
+    shapes = ("B",)
 
     def __post_init__(self) -> None:
         _check_lengths(self, self.lengths)
 
     def keys(self, i: Any) -> Ends:
         return -OPEN, torch.maximum(_per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.lengths.contiguous(),)
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
 
 
 class Padding(Mask):
@@ -259,13 +312,23 @@ class PaddingLengths(Padding):
     lengths: Tensor
     device = "padding"
     captures = ("lengths",)
-    batched = 1
+    shapes = ("B",)
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding"
 
     def check(self, keys: Tensor) -> None:
-        _check_lengths(self, keys, name="Padding")
+        _check_lengths(self, keys)
 
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.lengths.contiguous(),)
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -275,9 +338,13 @@ class PaddingKeys(Padding):
     real: Tensor
     device = "padding_keys"
     captures = ("real",)
-    batched = 2
+    shapes = ("BN",)
     interval = False
     varlen = False
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding (bool)"
 
     def check(self, keys: Tensor) -> None:
         check_strided("Padding", keys)
@@ -286,6 +353,9 @@ class PaddingKeys(Padding):
 
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return self.real[:, None, None, :][..., j[0]]
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.real, *self.real.stride(), sizes.N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +369,7 @@ class Documents(Mask):
     k_ids: Tensor
     device = "documents"
     captures = ("q_ids", "k_ids")
-    batched = 2
+    shapes = ("BM", "BN")
     interval = False
     varlen = False
 
@@ -314,6 +384,9 @@ class Documents(Mask):
         rows, columns = self.q_ids[:, i[:, 0] - shift], self.k_ids[:, j[0]]
         return (rows[:, :, None] == columns[:, None, :])[:, None]
 
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), sizes.M, sizes.N)
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
@@ -325,7 +398,8 @@ class Dense(Mask):
     seen: Tensor
     device = "dense"
     captures = ("seen",)
-    batched = 4
+    shapes = ("BHMN",)
+    broadcasts = True
     interval = False
     varlen = False
 
@@ -337,8 +411,8 @@ class Dense(Mask):
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return tile_of(self.seen, i[:, 0] - shift, j[0])
 
-    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
-        return slice_batch(tensor, entries)
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.seen, *self.seen.expand(sizes).stride(), sizes.M, sizes.N)
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -349,20 +423,22 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return tensor[:, :, rows[:, None], columns[None, :]]
 
 
-def slice_batch(tensor: Tensor, entries: slice) -> Tensor:
-    """Return some batch entries of a tensor that broadcasts to (B, H, M, N)."""
-    return tensor[entries] if tensor.ndim == 4 and tensor.shape[0] > 1 else tensor
-
-
 def _per_batch(lengths: Tensor) -> Tensor:
     return lengths[:, None, None, None]  # (B, 1, 1, 1)
 
 
-def _check_lengths(mask: Mask, lengths: Tensor, name: str | None = None) -> None:
-    name = name or type(mask).__name__
+def _check_lengths(mask: Mask, lengths: Tensor) -> None:
+    name = mask.public_name()
     _check_tensor(f"{name}: lengths", lengths, INTEGER_TYPES, "int32 or int64")
     if lengths.ndim != 1:
         raise ValueError(f"{name}: lengths must have shape (B,), got {tuple(lengths.shape)}")
+
+
+def _check_range(mask: Mask, lengths: Tensor, N: Any) -> None:
+    if bool(((lengths < 0) | (lengths > N)).any()):
+        raise ValueError(
+            f"{mask.public_name()}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}"
+        )
 
 
 def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allowed: str) -> None:

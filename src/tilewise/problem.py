@@ -14,25 +14,15 @@ from torch import Tensor
 from . import mask as masks
 from . import score as scores
 from .layout import Varlen
-from .mask import Mask, Value
-from .score import Score
+from .mask import Mask, Sizes, Value
+from .score import Bias, Score
 
 KINDS: dict[str, type[Value]] = {
-    kind.__name__: kind
-    for kind in (
-        masks.Causal,
-        masks.Window,
-        masks.Prefix,
-        masks.PaddingLengths,
-        masks.PaddingKeys,
-        masks.Documents,
-        masks.Dense,
-        scores.SoftCap,
-        scores.Alibi,
-        scores.Bias,
-    )
+    name: kind
+    for name, kind in (*vars(masks).items(), *vars(scores).items())
+    if isinstance(kind, type) and issubclass(kind, Value) and hasattr(kind, "device")
 }
-"""Every class of mask or score that a recipe can name."""
+"""Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
 torch.serialization.add_safe_globals([masks.Full, masks.And, *KINDS.values(), Varlen])  # for torch.load
 
@@ -186,6 +176,11 @@ class Problem(NamedTuple):
         return self.v.shape[-1]
 
     @property
+    def sizes(self) -> Sizes:
+        """Return the sizes in which masks and scores declare shapes."""
+        return Sizes(self.B, self.H, self.M, self.N)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the type of q, k and v."""
         return self.q.dtype
@@ -203,17 +198,17 @@ class Problem(NamedTuple):
     @property
     def past(self) -> bool:
         """Tell whether the mask hides every key after its query, as a causal mask does."""
-        return any(hides_later_keys(part) for part in self.recipe.mask)
+        return any(map(hides_later_keys, self.recipe.mask))
 
     @property
     def listed(self) -> bool:
         """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
-        return not all(getattr(kind, "interval", True) for kind in self.kinds)
+        return not all([kind.interval for kind in self.kinds])
 
     @property
     def biased(self) -> bool:
         """Tell whether there is a bias, so that logits may be as large as its entries."""
-        return any(plain[0] == "Bias" for plain in self.recipe.score)
+        return any([issubclass(kind, Bias) for kind in self.kinds])
 
     def precision(self, available: tuple[str, ...]) -> str | None:
         """Return the best of `available` that is accurate enough for the request; None if none is. Only for fp32."""
@@ -232,8 +227,9 @@ class Problem(NamedTuple):
 
 
 def hides_later_keys(part: tuple[Any, ...]) -> bool:
-    """Tell whether a part of a recipe's mask hides every key after its query."""
-    return part[0] == "Causal" or (part[0] == "Window" and part[2] == 0)
+    """Tell whether a part of a recipe's mask hides every key after its query, whatever its tensors hold."""
+    kind: Any = KINDS[part[0]]
+    return not kind.captures and kind.rebuild(part[1:], ()).hides_later_keys
 
 
 def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
@@ -264,8 +260,5 @@ def target_of(device: torch.device) -> str:
 
 def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
     """Return for every extra operand of a padded batch its number of dimensions if the first is the batch."""
-    ranks: list[int] = []
-    for name, *_ in recipe.mask + recipe.score:
-        kind = KINDS[name]
-        ranks += [kind.batched] * len(kind.captures)
+    ranks = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
     return (*ranks, *[2] * recipe.sink)  # a sink (H,) has no batch

@@ -1,23 +1,24 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
 A score is a pair of functions, so that nobody can forget the gradient: `apply` maps input logits S to output logits,
-and `pull` maps the gradient of the output back to the input. `device` names the kernels' pair in tile/scores.py.
+and `pull` maps the gradient of the output back to the input. `device` names the kernels' pair in tile/scores.py, and
+`arguments` returns its arguments.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .mask import Value, check_strided, constant, slice_batch, tile_of
+from .mask import Sizes, Value, check_strided, constant, tile_of
 
 
 class Score(Value):
     """Every score derives from this class."""
 
     learns: ClassVar[bool] = False
-    """Whether the captured tensor gets a gradient."""
+    """Whether the captured tensor gets a gradient; if not, one that requires a gradient is refused."""
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
         """Return the output logits for S (B, H, rows, columns), row indices i shifted by `shift` = N - M, columns j."""
@@ -69,7 +70,8 @@ class Alibi(Score):
     slopes: Tensor
     device = "alibi"
     captures = ("slopes",)
-    batched = 2
+    shapes = ("BH",)
+    unbatched = True
 
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
@@ -80,8 +82,9 @@ class Alibi(Score):
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
         return S - slopes * (i - j).abs()
 
-    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
-        return tensor[entries] if tensor.ndim == 2 and tensor.shape[0] > 1 else tensor
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
+        return self.slopes, batch, self.slopes.stride(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +98,8 @@ class Bias(Score):
     bias: Tensor
     device = "bias"
     captures = ("bias",)
-    batched = 4
+    shapes = ("BHMN",)
+    broadcasts = True
     varlen = False
     learns = True
 
@@ -110,8 +114,8 @@ class Bias(Score):
     def reduce(self, dS: Tensor) -> Tensor:
         return dS.sum_to_size(self.bias.shape)
 
-    def _slice(self, tensor: Tensor, entries: slice) -> Tensor:
-        return slice_batch(tensor, entries)
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (self.bias, *self.bias.expand(sizes).stride(), sizes.M, sizes.N)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

@@ -15,7 +15,6 @@ from typing_extensions import Unpack  # in typing from Python 3.11 on; PyTorch b
 
 from .api import SIGNATURE, _gather, _hypothetical, _options
 from .backend import select
-from .describe import captured_shapes
 from .options import Everything, spell_out
 from .problem import Problem, Spec, target_of
 
@@ -90,10 +89,8 @@ def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
     q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip(p[1:4], (rows[0], rows[1], rows[1]), strict=True))
     ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
     made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*p.extra[: len(p.extra) - len(ends)], *ends))
-    names = [(kind, capture) for kind in p.kinds for capture in kind.captures]
     extra = list(made.extra)
-    for at, (kind, capture) in enumerate(names):
-        whole = next(shape for shape in captured_shapes(made, kind, capture) if len(shape) >= len(extra[at].shape))
+    for at, whole in enumerate(shape for kind in p.kinds for shape in kind.whole_shapes(made.sizes)):
         pairs = zip(extra[at].shape, whole[len(whole) - len(extra[at].shape) :], strict=True)
         extra[at] = _shaped(extra[at], tuple(1 if size == 1 else new for size, new in pairs))
     return made._replace(extra=tuple(extra))

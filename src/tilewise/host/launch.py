@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from ..mask import OPEN, Value
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_rescale, dropout_threshold
 from ..score import Bias
@@ -132,16 +131,12 @@ def visits(
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
     """Return for how many batch entries and heads the mask differs."""
-    batch, heads, index = 1, 1, 0
-    for kind in p.kinds[: len(p.recipe.mask)]:
-        if kind.device == "dense":
-            shape = p.extra[index].shape
-            shape = (1,) * (4 - len(shape)) + tuple(shape)
-            batch, heads = (known if size == 1 else size for known, size in zip((batch, heads), shape, strict=False))
-        elif kind.captures:
-            batch = p.B
-        index += len(kind.captures)
-    return batch, heads
+    differs = {"B": 1, "H": 1}
+    wholes = [whole for kind in p.kinds[: len(p.recipe.mask)] for whole in kind.shapes]
+    for whole, spec in zip(wholes, p.extra, strict=False):
+        sizes = zip(reversed(whole), reversed(spec.shape), strict=False)
+        differs |= {letter: size for letter, size in sizes if letter in differs and size != 1}
+    return differs["B"], differs["H"]
 
 
 def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
@@ -158,9 +153,9 @@ def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tup
 def _mask_part(p: Problem, mask: Any) -> masks.Part:
     keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
     if not mask.interval:
-        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, _captured(p, mask))
+        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p.sizes))
     keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
-    return masks.Part(keep, keys, queries, _captured(p, mask))
+    return masks.Part(keep, keys, queries, mask.arguments(p.sizes))
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
@@ -168,30 +163,7 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
     device = past if p.past and hasattr(own, f"{past}_fn") else score.device
     names = f"{device}_fn", f"{device}_grad"
     fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-    return scores.Part(fn, grad, unit, _captured(p, score))
-
-
-def _captured(p: Problem, value: Value) -> tuple[Any, ...]:
-    """Return what a value's device functions read, in their order: numbers, or tensors with strides."""
-    sizes = (p.M, p.N)
-    match value.device:
-        case "window":
-            return tuple([OPEN if side is None else min(side, OPEN) for side in value.plain[1:]])
-        case "prefix" | "padding":
-            return (value.tensors[0].contiguous(),)
-        case "padding_keys":
-            return (value.tensors[0], *value.tensors[0].stride(), p.N)
-        case "documents":
-            q_ids, k_ids = value.tensors
-            return (q_ids, *q_ids.stride(), k_ids, *k_ids.stride(), *sizes)
-        case "dense" | "bias":
-            (tensor,) = value.tensors
-            return (tensor, *tensor.expand(p.B, p.H, *sizes).stride(), *sizes)
-        case "alibi":
-            (slopes,) = value.tensors
-            return (slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1))
-        case _:
-            return value.plain[1:]
+    return scores.Part(fn, grad, unit, score.arguments(p.sizes))
 
 
 def packed(p: Problem, x: Operands) -> Packed | None:
