@@ -85,7 +85,10 @@ def gradients(
     dS = dS * (q.shape[-1] ** -0.5 if scale is None else scale)
     dq = torch.einsum("bhmn,bnhd->bmhd", dS, _repeat(k, q))
     dk = torch.einsum("bhmn,bmhd->bnhd", dS, q)
-    d_sink = None if sink is None else sink_gradient(sink, L, delta)
+    d_sink = None
+    if sink is not None:  # a key with value 0, so dS = P_sink * (0 - delta); a row whose keys and sink are -inf adds 0
+        P_sink = torch.exp(sink.to(L.dtype)[:, None] - L).masked_fill(L == -torch.inf, 0.0)  # (B, H, M)
+        d_sink = (P_sink * -delta).sum((0, 2))
     return Gradients(dq, _sum_groups(dk, k), _sum_groups(dv, v), tuple(d_scores), d_sink)
 
 
