@@ -25,9 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import tilewise as tw
-from tilewise.api import _gather, _options
+from tilewise.api import _options
 from tilewise.backend import select
-from tilewise.describe import describe
+from tilewise.check import _gather, describe
 from tilewise.host import ahead, once
 from tilewise.host.elsewhere import Elsewhere, gpu_target
 from tilewise.host.launch import Launch

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.api import _gather
 from tilewise.backend import load
+from tilewise.check import _gather
 from tilewise.problem import Recipe
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward

@@ -1,8 +1,10 @@
 """tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
 
-from .api import Explanation, attention, attention_qkvpacked, explain, merge
+from .api import attention, attention_qkvpacked
+from .explain import Explanation, explain
 from .layout import Varlen
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
+from .merge import merge
 from .problem import Unsupported
 from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap

@@ -1,22 +1,17 @@
-"""The public functions for attention: attention(), attention_qkvpacked(), merge() and explain()."""
+"""The public functions for attention: attention() and attention_qkvpacked()."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .backend import ORDER, candidates, load, refusals
-from .describe import check_number, check_values, describe, describe_fake
+from .check import _autocast_type, _cast, _gather, _seed
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
-from .options import Everything, Options, refuse_mask, refuse_score, refuse_unknown, spell_out
-from .problem import PRECISIONS, Operands, Problem, Recipe, matmul_setting, target_of
+from .options import Everything, Options, refuse_unknown, spell_out
 from .score import Score
 
 FULL = Full()
@@ -138,99 +133,7 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     return (o, lse) if return_lse else o
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint sets of keys into one; differentiable in every o and lse.
-
-    Args:
-        parts: (o, lse) pairs as `attention(..., return_lse=True)` returns them, all of one shape. A row with
-            lse = -inf adds nothing. Pass the sink to one part only.
-
-    Returns:
-        o (in the parts' type) and lse, as if attention had seen all keys at once. They are lse = log(sum(exp(lse_p)))
-        and o = sum(exp(lse_p - lse) * o_p).
-
-    Raises:
-        TypeError, ValueError: there is no part, or the parts differ in shape, type or device.
-    """
-    parts = [tuple(part) for part in parts]  # type: ignore[misc]
-    if not parts:
-        raise ValueError("merge: parts is empty; give at least one (o, lse) pair")
-    for index, part in enumerate(parts):
-        if len(part) != 2 or not all(isinstance(t, Tensor) for t in part):
-            raise TypeError(
-                f"merge: part {index} must be a pair of tensors (o, lse); call attention with return_lse=True"
-            )
-        o, lse = part
-        packed = o.ndim == 3
-        rows = tuple(o.shape[:-1]) if packed else (o.shape[0], o.shape[1], o.shape[2]) if o.ndim == 4 else None
-        if rows is None or tuple(lse.shape) != ((rows[1], rows[0]) if packed else (rows[0], rows[2], rows[1])):
-            raise ValueError(
-                f"merge: part {index} has o {tuple(o.shape)} and lse {tuple(lse.shape)}; they must be (B, M, H, D) and "
-                "(B, H, M), or packed (T, H, D) and (H, T)"
-            )
-        if o.shape != parts[0][0].shape or o.dtype != parts[0][0].dtype or o.device != parts[0][0].device:
-            raise ValueError(f"merge: part {index} differs from part 0 in shape, type or device; make them equal")
-    lses = torch.stack([lse for _, lse in parts])  # (parts, B, H, M)
-    m = lses.detach().amax(0)
-    m = m.masked_fill(m == -torch.inf, 0.0)
-    weights = torch.exp(lses - m)
-    l = weights.sum(0)
-    empty = l == 0.0
-    # both calls of where keep the gradient of an empty row at zero; without them it is inf * 0
-    lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1.0, l)))
-    weights = (weights / torch.where(empty, 1.0, l)).transpose(-1, -2).unsqueeze(-1)  # (parts, B, M, H, 1)
-    o = reduce(torch.add, (w * o.to(w.dtype) for w, (o, _) in zip(weights, parts, strict=True)))
-    return o.to(parts[0][0].dtype), lse
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
-
-    `backend` is None if every back end refuses. `refusals` holds the reasons against each one.
-    """
-
-    backend: str | None
-    tiles: str
-    refusals: dict[str, list[str]]
-
-    def __str__(self) -> str:
-        lines = [f"{'back end':<10}{'verdict'}"]
-        for name, reasons in self.refusals.items():
-            if name == self.backend:
-                lines.append(f"{name:<10}runs this: {self.tiles}")
-            elif reasons:
-                lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
-            else:
-                lines.append(f"{name:<10}also able, lower priority")
-        return "\n".join(lines)
-
-
-def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
-) -> Explanation:
-    """Explain which kernels `attention` would run for these arguments, without running them.
-
-    Args:
-        q, k, v, options: as for `attention`; the tensors may be on the meta device.
-        device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
-
-    Returns:
-        An Explanation with .backend (None if all refuse), .tiles and .refusals. Print it to see a table.
-
-    Raises:
-        TypeError, ValueError: as for `attention`.
-    """
-    chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
-    x, recipe, longest = _gather(q, k, v, **chosen)
-    problem = _hypothetical(x, recipe, longest, device)
-    against = refusals(problem)
-    chosen = next((name for name in candidates(problem) if not against[name]), None)
-    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
-
-
 spell_out(attention_qkvpacked, SIGNATURE)
-spell_out(explain, SIGNATURE)
 
 
 def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,143 +141,3 @@ def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := set(given) - set(DEFAULTS):
         refuse_unknown(function, unknown)
     return {**DEFAULTS, **given}
-
-
-def _autocast_type(q: Tensor) -> torch.dtype | None:
-    """Return autocast's type for q's device; None if autocast is off."""
-    if q.is_meta:
-        return None
-    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # device.type is slower to read
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """Cast a tensor as torch's autocast does for attention: every floating type except fp64."""
-    return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-
-def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
-    matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
-    target = device or target_of(x.q.device)
-    if target == "meta":
-        raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
-    addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
-    return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)
-
-
-def _gather(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    score: Score | Sequence[Score],
-    scale: float | None,
-    sink: Tensor | None,
-    dropout: float,
-    layout: Varlen | None,
-    precision: str | None,
-    deterministic: bool,
-    backend: str | None,
-) -> tuple[Operands, Recipe, tuple[int, int]]:
-    """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
-    whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not whole or not q.layout is k.layout is v.layout is torch.strided:
-        _refuse_operands(q=q, k=k, v=v)
-    if not isinstance(mask, Mask):
-        refuse_mask(mask)
-    changes = _scores(score)
-    if layout is not None and not isinstance(layout, Varlen):
-        raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
-    if scale is not None:
-        scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
-    left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
-    dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if backend is not None and backend not in ORDER:
-        raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
-    if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
-        got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
-    if (kind := _autocast_type(q)) is not None:
-        q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
-        if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
-            sink = _cast(sink, kind)
-    parts = mask.parts
-    values = (*parts, *changes)
-    if values:
-        check_values(values)
-    extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [] if sink is None else [sink]
-    extra += [] if layout is None else [layout.cu_q, layout.cu_k]
-    recipe = Recipe(
-        tuple([part.plain for part in parts]),
-        tuple([change.plain for change in changes]),
-        sink is not None,
-        layout is not None,
-        scale,
-        dropout,
-        precision,
-        bool(deterministic) or _asks_for_determinism(),
-        backend,
-    )
-    return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
-
-
-def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
-    """Check one score or several, and return them as a tuple."""
-    if isinstance(score, Score):
-        score = (score,)
-    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last check is slow
-        refuse_score(score)
-    for change in score:
-        if not isinstance(change, Score):
-            refuse_score(change)
-        if not change.learns and any([t.requires_grad for t in change.tensors]) and torch.is_grad_enabled():
-            name, tensors = change.public_name(), " and ".join(change.captures)
-            raise ValueError(
-                f"{name}: {tensors} requires a gradient, which {name} does not have; detach it, or write it as a Bias, "
-                "which has one"
-            )
-    return tuple(score)
-
-
-def _asks_for_determinism() -> bool:
-    """Tell whether torch.use_deterministic_algorithms(True) is in force with errors, not only with warnings."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-# Dynamo cannot trace this function, and compiles again when the setting changes. We set the attribute that
-# torch.compiler.assume_constant_result sets, because calling that would import all of torch._dynamo.
-_asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _refuse_operands(**operands: Any) -> None:
-    for name, tensor in operands.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"q, k and v must be strided tensors, got {name} with layout {tensor.layout}; convert it with "
-                ".to_dense(), and pass sequences of several lengths packed, with layout=Varlen(...)"
-            )
-
-
-def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
-    """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
-    if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise TypeError(
-                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
-            )
-        if seed.device != q.device:
-            raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
-    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}")
-    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit 64 bits, got {seed}")
-    if dropout == 0.0:
-        return None
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=q.device)

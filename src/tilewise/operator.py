@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from .backend import select
-from .describe import check_contents, describe, describe_fake
+from .check import check_contents, describe, describe_fake
 from .late import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .api import SIGNATURE, _gather, _hypothetical, _options
+from .api import SIGNATURE, _options
 from .backend import select
+from .check import _gather
+from .explain import _hypothetical
 from .options import Everything, spell_out
 from .problem import Problem, Spec, target_of
 

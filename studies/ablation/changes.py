@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backend import load
-from tilewise.describe import describe_fake
+from tilewise.check import describe_fake
 from tilewise.problem import Operands, Problem, Recipe, Saved, target_of
 
 if TYPE_CHECKING:  # Triton need not be installed

@@ -9,9 +9,9 @@ o = attention(q, k, v, accumulate=Accumulate(values="fp16", stability=True))
 import torch
 from torch import Tensor
 
-from tilewise.api import DEFAULTS, FULL, _gather
+from tilewise.api import DEFAULTS, FULL
 from tilewise.backend import check_triton, needs
-from tilewise.describe import describe
+from tilewise.check import _gather, describe
 from tilewise.mask import Mask
 from tilewise.problem import Operands, Problem, Unsupported
 

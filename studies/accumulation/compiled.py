@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.describe import describe_fake
+from tilewise.check import describe_fake
 from tilewise.host.elsewhere import use_target
 from tilewise.problem import Operands, Recipe
 

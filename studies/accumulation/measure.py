@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.bench.engine import excuse
 from tilewise.bench.results import OK
-from tilewise.describe import describe
+from tilewise.check import describe
 from tilewise.problem import Operands, Problem, Recipe
 
 from . import LARGEST, Accumulate, rounded

@@ -16,7 +16,7 @@ from tilewise.bench.engine import excuse
 from tilewise.bench.measure import Pace, pace, sample, spread
 from tilewise.bench.peers import PEERS
 from tilewise.bench.suites import FORWARD, Case
-from tilewise.describe import describe
+from tilewise.check import describe
 from tilewise.problem import Operands, Problem, Recipe
 
 from .. import environment

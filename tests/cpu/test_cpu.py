@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.backend import load
-from tilewise.describe import describe
+from tilewise.check import describe
 from tilewise.problem import Operands, Recipe, matmul_setting
 
 

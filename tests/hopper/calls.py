@@ -2,7 +2,9 @@
 
 import torch
 
-from tilewise.api import _gather, _hypothetical, attention
+from tilewise.api import attention
+from tilewise.check import _gather
+from tilewise.explain import _hypothetical
 from tilewise.problem import Operands, Problem
 
 

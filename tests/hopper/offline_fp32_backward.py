@@ -13,7 +13,8 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.api import _gather, _hypothetical
+from tilewise.check import _gather
+from tilewise.explain import _hypothetical
 from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
 from tilewise.hopper.tiles import KINDS
 from tilewise.problem import Grads, Saved

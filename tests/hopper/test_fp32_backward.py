@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.api import _gather
-from tilewise.describe import describe
+from tilewise.check import _gather, describe
 from tilewise.hopper import fp32_backward_launch as backward
 from tilewise.hopper import fp32_launch
 from tilewise.hopper.fp32.split import split

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.api import _gather
-from tilewise.describe import describe
+from tilewise.check import _gather, describe
 from tilewise.tile.blocks import block, store_rows
 from tilewise.tile.factors import load_left, load_passing, load_right, load_still, load_values, meet, product, weights
 from tilewise.tile.rows import Rows

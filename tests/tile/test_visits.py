@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.api import _gather, _hypothetical
+from tilewise.check import _gather
+from tilewise.explain import _hypothetical
 from tilewise.tile.masks import key_range_of, query_range_of
 from tilewise.tile.visits import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton import launch

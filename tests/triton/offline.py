@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.api import _gather, _hypothetical
+from tilewise.check import _gather
+from tilewise.explain import _hypothetical
 from tilewise.host.elsewhere import use_target
 from tilewise.triton import launch
 from tilewise.triton.tiles import SPECIAL

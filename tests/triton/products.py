@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 
 import tilewise as tw
-from tilewise.describe import describe_fake
+from tilewise.check import describe_fake
 from tilewise.problem import Operands, Recipe
 from tilewise.triton.tiles import current
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.api import _gather, _hypothetical
+from tilewise.check import _gather
+from tilewise.explain import _hypothetical
 from tilewise.problem import Grads, Saved
 from tilewise.tile.blocks import width
 from tilewise.tile.rows import Packed, Rows, rows_of

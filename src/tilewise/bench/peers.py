@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
 
+from ..check import describe
 from ..cpu import Cpu
-from ..describe import describe
 from ..problem import PRECISIONS, Operands, Recipe, Saved, target_of
 from .suites import Case
 from .variants import VARIANTS, Variant

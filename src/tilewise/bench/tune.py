@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backend import load
-from ..describe import describe, describe_fake
+from ..check import describe, describe_fake
 from ..host.tables import label
 from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
 from .accuracy import NAMES, Inputs, Truth

@@ -11,7 +11,7 @@ import tilewise as tw
 
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
-from ..describe import describe
+from ..check import describe
 from ..host.tables import whose
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dropout import dropout_rescale, dropout_threshold, philox
+from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
-from ..reference import dropout_rescale, dropout_threshold, philox, sink_gradient
 from ..score import Bias, Score
 from .sequences import (
     COLUMNS,

@@ -19,8 +19,8 @@ from ..host.launch import (
     rows,
     visits,
 )
+from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..reference import sink_gradient
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant

@@ -25,8 +25,8 @@ from ..host.launch import (
     unowned,
     visits,
 )
+from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..reference import sink_gradient
 from ..tile.rows import Packed
 from ..tile.visits import Variant
 from .backward import kernel as backward_kernel

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from ..dropout import dropout_rescale, dropout_threshold
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
-from ..reference import dropout_rescale, dropout_threshold
 from ..score import Bias
 from ..tile import masks, scores
 from ..tile.bias import dbias

@@ -26,8 +26,8 @@ from ..host.launch import (
     visits,
     with_adjacent_rows,
 )
+from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..reference import sink_gradient
 from ..tile.softmax import LOG2E
 from ..tile.visits import Variant
 from . import backward as kernels

@@ -162,7 +162,7 @@ def test_with_the_factor_no_sum_ever_exceeds_the_largest_value(v, scale, depth, 
         return acc
 
     x, accumulate = tw.problem.Operands(q, k, v, ()), Accumulate("fp32", "fp16", stability=True, exp2=exp2)
-    p = tw.describe.describe(x, tw.problem.Recipe(), (0, 0))
+    p = tw.check.describe(x, tw.problem.Recipe(), (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounded, "dot", watched)
         o = rounded.forward(p, x, accumulate, depth, columns)
@@ -308,7 +308,7 @@ def test_chips_without_fp16_accumulators_refuse():
     from studies.accumulation import launch
 
     x = tw.problem.Operands(*normal(4, 5), ())
-    p = tw.describe.describe(x, tw.problem.Recipe(), (0, 0))
+    p = tw.check.describe(x, tw.problem.Recipe(), (0, 0))
     for target in ("gfx942", "gfx1100", "sm_75", "sm_100"):
         (reason,) = launch.why_not(p._replace(target=target), BOTH)
         assert target in reason

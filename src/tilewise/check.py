@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import OPEN, Value, constant
+from .backend import ORDER
+from .layout import Varlen
+from .mask import OPEN, Mask, Value, constant
+from .options import refuse_mask, refuse_score
 from .problem import (
     FLOATING_TYPES,
     KINDS,
     MAX_HEAD_SIZE,
+    PRECISIONS,
     Operands,
     Problem,
     Recipe,
@@ -21,6 +25,138 @@ from .problem import (
     matmul_setting,
     target_of,
 )
+from .score import Score
+
+
+def _autocast_type(q: Tensor) -> torch.dtype | None:
+    """Return autocast's type for q's device; None if autocast is off."""
+    if q.is_meta:
+        return None
+    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # device.type is slower to read
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """Cast a tensor as torch's autocast does for attention: every floating type except fp64."""
+    return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _gather(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    score: Score | Sequence[Score],
+    scale: float | None,
+    sink: Tensor | None,
+    dropout: float,
+    layout: Varlen | None,
+    precision: str | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Operands, Recipe, tuple[int, int]]:
+    """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
+    whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not whole or not q.layout is k.layout is v.layout is torch.strided:
+        _refuse_operands(q=q, k=k, v=v)
+    if not isinstance(mask, Mask):
+        refuse_mask(mask)
+    changes = _scores(score)
+    if layout is not None and not isinstance(layout, Varlen):
+        raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
+    if scale is not None:
+        scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
+    left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
+    dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if backend is not None and backend not in ORDER:
+        raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
+    if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
+        got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
+    if (kind := _autocast_type(q)) is not None:
+        q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
+        if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
+            sink = _cast(sink, kind)
+    parts = mask.parts
+    values = (*parts, *changes)
+    if values:
+        check_values(values)
+    extra = [t for value in values if value.captures for t in value.tensors]
+    extra += [] if sink is None else [sink]
+    extra += [] if layout is None else [layout.cu_q, layout.cu_k]
+    recipe = Recipe(
+        tuple([part.plain for part in parts]),
+        tuple([change.plain for change in changes]),
+        sink is not None,
+        layout is not None,
+        scale,
+        dropout,
+        precision,
+        bool(deterministic) or _asks_for_determinism(),
+        backend,
+    )
+    return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
+    """Check one score or several, and return them as a tuple."""
+    if isinstance(score, Score):
+        score = (score,)
+    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last check is slow
+        refuse_score(score)
+    for change in score:
+        if not isinstance(change, Score):
+            refuse_score(change)
+        if not change.learns and any([t.requires_grad for t in change.tensors]) and torch.is_grad_enabled():
+            name, tensors = change.public_name(), " and ".join(change.captures)
+            raise ValueError(
+                f"{name}: {tensors} requires a gradient, which {name} does not have; detach it, or write it as a Bias, "
+                "which has one"
+            )
+    return tuple(score)
+
+
+def _asks_for_determinism() -> bool:
+    """Tell whether torch.use_deterministic_algorithms(True) is in force with errors, not only with warnings."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Dynamo cannot trace this function, and compiles again when the setting changes. We set the attribute that
+# torch.compiler.assume_constant_result sets, because calling that would import all of torch._dynamo.
+_asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refuse_operands(**operands: Any) -> None:
+    for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"q, k and v must be strided tensors, got {name} with layout {tensor.layout}; convert it with "
+                ".to_dense(), and pass sequences of several lengths packed, with layout=Varlen(...)"
+            )
+
+
+def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
+    """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
+            )
+        if seed.device != q.device:
+            raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}")
+    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit 64 bits, got {seed}")
+    if dropout == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=q.device)
 
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:

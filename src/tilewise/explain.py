@@ -1,0 +1,71 @@
+"""Explain which back end would run a call, with which tiles, and why others refuse."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from .api import SIGNATURE, _options
+from .backend import candidates, load, refusals
+from .check import _gather, describe, describe_fake
+from .options import Everything, spell_out
+from .problem import Operands, Problem, Recipe, matmul_setting, target_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
+
+    `backend` is None if every back end refuses. `refusals` holds the reasons against each one.
+    """
+
+    backend: str | None
+    tiles: str
+    refusals: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"{'back end':<10}{'verdict'}"]
+        for name, reasons in self.refusals.items():
+            if name == self.backend:
+                lines.append(f"{name:<10}runs this: {self.tiles}")
+            elif reasons:
+                lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
+            else:
+                lines.append(f"{name:<10}also able, lower priority")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
+) -> Explanation:
+    """Explain which kernels `attention` would run for these arguments, without running them.
+
+    Args:
+        q, k, v, options: as for `attention`; the tensors may be on the meta device.
+        device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
+
+    Returns:
+        An Explanation with .backend (None if all refuse), .tiles and .refusals. Print it to see a table.
+
+    Raises:
+        TypeError, ValueError: as for `attention`.
+    """
+    chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
+    x, recipe, longest = _gather(q, k, v, **chosen)
+    problem = _hypothetical(x, recipe, longest, device)
+    against = refusals(problem)
+    chosen = next((name for name in candidates(problem) if not against[name]), None)
+    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
+
+
+spell_out(explain, SIGNATURE)
+
+
+def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
+    matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
+    target = device or target_of(x.q.device)
+    if target == "meta":
+        raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
+    addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
+    return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)
