@@ -7,7 +7,7 @@ import torch
 from conformance.test_conformance import BACKENDS, chosen
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.dropout import dropout_keep, dropout_number, dropout_rescale, dropout_threshold, philox
 
 KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-10: counter, key, output
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -22,13 +22,13 @@ KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-10: counter, key, ou
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers(counter, key, expected):
-    words = reference.philox(tuple(torch.tensor(word) for word in counter), key[0] | key[1] << 32)
+    words = philox(tuple(torch.tensor(word) for word in counter), key[0] | key[1] << 32)
     assert [int(word) for word in words] == expected
 
 
 def test_philox_takes_negative_seeds_as_their_64_bits():
     zero = (torch.tensor(0),) * 4
-    assert reference.philox(zero, -1) == reference.philox(zero, 2**64 - 1)
+    assert philox(zero, -1) == philox(zero, 2**64 - 1)
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,25 @@ def test_philox_takes_negative_seeds_as_their_64_bits():
     ],
 )
 def test_the_decision_is_written_down_bit_for_bit(i, j, counter, word, byte):
-    words = reference.philox(tuple(torch.tensor(c) for c in (*counter, 6, 0)), 11)
+    words = philox(tuple(torch.tensor(c) for c in (*counter, 6, 0)), 11)
     of_words = [int(w) >> 8 * byte & 0xFF for w in words]
     number = of_words[word] << 8 | of_words[0] ^ of_words[1] ^ of_words[2] ^ of_words[3]
     at = 11, torch.tensor(6), torch.tensor(i), torch.tensor(j)
-    assert int(reference.dropout_number(*at)) == number
+    assert int(dropout_number(*at)) == number
     for t in (number - 1, number, number + 1):
-        assert bool(reference.dropout_keep(*at, t / 2**16)) == (number >= t)
+        assert bool(dropout_keep(*at, t / 2**16)) == (number >= t)
 
 
 def test_a_counter_decides_sixteen_entries_and_no_two_share_their_upper_bits():
     i, j, zero = torch.arange(64)[:, None], torch.arange(256), torch.tensor(0)
-    words = torch.stack(reference.philox((j[:32], i[:32], zero, zero), 11))
+    words = torch.stack(philox((j[:32], i[:32], zero, zero), 11))
     own = torch.stack([words >> byte & 0xFF for byte in (0, 8, 16, 24)])
-    numbers = reference.dropout_number(11, zero, i, j)
+    numbers = dropout_number(11, zero, i, j)
     assert torch.equal((numbers >> 8).flatten().sort().values, own.flatten().sort().values)
 
 
 def test_the_lower_bits_are_independent_of_the_upper_ones():
-    numbers = reference.dropout_number(12, torch.tensor(0), torch.arange(1024)[:, None], torch.arange(2048))
+    numbers = dropout_number(12, torch.tensor(0), torch.arange(1024)[:, None], torch.arange(2048))
     seen = torch.bincount(numbers.flatten(), minlength=2**16).double()
     expected = numbers.numel() / 2**16
     chi_square = ((seen - expected) ** 2 / expected).sum()
@@ -85,14 +85,14 @@ def test_the_lower_bits_are_independent_of_the_upper_ones():
     ],
 )
 def test_p_is_rounded_to_sixteen_bits(p, threshold):
-    assert reference.dropout_threshold(p) == threshold
-    assert reference.dropout_rescale(p) * (1 - threshold / 2**16) == 1.0
+    assert dropout_threshold(p) == threshold
+    assert dropout_rescale(p) * (1 - threshold / 2**16) == 1.0
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.3, 0.9, 0.9999, 1 - 1e-9])
 def test_the_mean_of_the_factor_is_one_over_all_that_sixteen_bits_can_hold(p):
-    kept = int((torch.arange(2**16) >= reference.dropout_threshold(p)).sum())
-    assert kept * reference.dropout_rescale(p) == pytest.approx(2**16, rel=1e-15)
+    kept = int((torch.arange(2**16) >= dropout_threshold(p)).sum())
+    assert kept * dropout_rescale(p) == pytest.approx(2**16, rel=1e-15)
 
 
 def decisions(backend, M, N, seed, dropout=0.3, B=2, H=3, causal=False):
@@ -107,7 +107,7 @@ def decisions(backend, M, N, seed, dropout=0.3, B=2, H=3, causal=False):
 
 def expected(M, N, seed, dropout=0.3, B=2, H=3):
     row = torch.arange(B * H).view(B, H, 1, 1)
-    return reference.dropout_keep(seed, row, torch.arange(M)[:, None], torch.arange(N), dropout)
+    return dropout_keep(seed, row, torch.arange(M)[:, None], torch.arange(N), dropout)
 
 
 def skip_unless_there(backend):
@@ -155,7 +155,7 @@ def test_what_is_kept_is_multiplied_by_the_reciprocal_of_what_sixteen_bits_keep(
     keep = expected(M, N, 8, dropout, B=1, H=1)[0, 0]
     assert bool(keep.any())
     assert bool(keep.all()) == (dropout < 0.1)
-    torch.testing.assert_close(o, keep.sum(-1) * reference.dropout_rescale(dropout) / N)
+    torch.testing.assert_close(o, keep.sum(-1) * dropout_rescale(dropout) / N)
 
 
 def test_decisions_differ_by_seed_head_and_batch_and_are_uncorrelated():

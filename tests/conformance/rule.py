@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
 from tilewise import reference
+from tilewise.dropout import dropout_keep, dropout_rescale
 from tilewise.mask import intersect
 
 from .cases import Call, Case
@@ -252,8 +253,8 @@ def _attention_written_out(case: Case, call: Call, order: int) -> tuple[Tensor, 
     kept: Tensor | float = 1.0
     if call.seed is not None:
         row = torch.arange(q.shape[0] * case.H, device=q.device).view(q.shape[0], case.H, 1, 1)
-        kept = reference.dropout_keep(int(call.seed), row, i, j, case.dropout).to(S.dtype)
-        kept = kept * reference.dropout_rescale(case.dropout)
+        kept = dropout_keep(int(call.seed), row, i, j, case.dropout).to(S.dtype)
+        kept = kept * dropout_rescale(case.dropout)
     o = P[..., :N] * kept @ v
     do = torch.zeros_like(o) if call.do is None else call.do.transpose(1, 2)[:, :, rows][..., size_v]
     delta = (o * do).detach().sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import reference
+from tilewise.dropout import dropout_keep, dropout_threshold
 
 dice = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
 
@@ -63,7 +63,7 @@ def read(words, columns):
 )
 def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, warps, p):
     i0, j0, matrix = 192, 384, 5
-    threshold = tile(reference.dropout_threshold(p), np.uint32)
+    threshold = tile(dropout_threshold(p), np.uint32)
     with np.errstate(over="ignore"):  # the keys' steps are modulo 2^32
         words = in_numpy().rolled(
             tile(SEED, np.int64), threshold, matrix, i0, j0, rows, columns, transposed, warps
@@ -72,7 +72,7 @@ def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, 
     found = read(words, columns)
     M, N = (columns, rows) if transposed else (rows, columns)
     i, j = torch.arange(i0, i0 + M)[:, None], torch.arange(j0, j0 + N)
-    keep = reference.dropout_keep(SEED, torch.tensor(matrix), i, j, p)
+    keep = dropout_keep(SEED, torch.tensor(matrix), i, j, p)
     assert torch.equal(found.T if transposed else found, keep)
     assert bool(keep.any())
     assert not bool(keep.all())

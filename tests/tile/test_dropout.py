@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import reference
+from tilewise.dropout import dropout_keep, dropout_rescale, dropout_threshold
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -27,11 +27,11 @@ def factors(Z, dice, row, i0, j0, B_R: tl.constexpr, B_C: tl.constexpr, TRANSPOS
 def test_tiles_decide_as_the_reference(B_r, B_c, transposed):
     seed = torch.tensor(SEED, device=DEVICE)
     for p in (2.0**-18, 2.0**-16, 0.3, 0.8, 1 - 2.0**-18):
-        threshold, rescale = reference.dropout_threshold(p), reference.dropout_rescale(p)
+        threshold, rescale = dropout_threshold(p), dropout_rescale(p)
         for m, n in ((0, 0), (3, 5), (4, 6), (1, 7)):
             Z = torch.empty(B_r, B_c, device=DEVICE)
             dice = dropout.Dropout(seed, threshold, rescale)
             factors[(1,)](Z, dice, 7, m * B_r, n * B_c, B_r, B_c, transposed)
             i, j = m * B_r + torch.arange(B_r)[:, None], n * B_c + torch.arange(B_c)
-            keep = reference.dropout_keep(SEED, torch.tensor(7), i, j, p)
+            keep = dropout_keep(SEED, torch.tensor(7), i, j, p)
             torch.testing.assert_close(Z.cpu(), keep * rescale)

@@ -305,7 +305,7 @@ def _range(s: Sequence, start: int, stop: int) -> Tensor:
 
 
 def _dropout_factor(p, s, tile, seed):
-    """Return Z (H, rows, columns): 0 where dropped, `dropout_rescale` where kept; bitwise as `reference.dropout_keep`.
+    """Return Z (H, rows, columns): 0 where dropped, `dropout_rescale` where kept; bitwise as `dropout.dropout_keep`.
 
     Each counter is computed only once, for all blocks of 16 rows and 64 columns that overlap the tile.
     """

@@ -1,4 +1,4 @@
-"""Decide which entries dropout keeps, bit for bit as reference.dropout_keep."""
+"""Decide which entries dropout keeps, bit for bit as dropout.dropout_keep."""
 
 from typing import NamedTuple
 

@@ -37,8 +37,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ... import reference
 from ...api import attention, attention_qkvpacked
+from ...dropout import dropout_keep
 from ...layout import Varlen
 from ...mask import Causal, Full, Mask, Window
 from ...problem import Unsupported
@@ -315,4 +315,4 @@ class _Whole(NamedTuple):
         hidden = ~self.options.mask.dense(M, N).to(q.device)
         P = torch.exp(S[0] - lse[:, :, None]).masked_fill(hidden, 0.0)
         row = b * H + torch.arange(H, device=q.device)[:, None, None]
-        return torch.where(reference.dropout_keep(self.seed, row, i, j, self.dropout), P, -P).to(q.dtype)
+        return torch.where(dropout_keep(self.seed, row, i, j, self.dropout), P, -P).to(q.dtype)

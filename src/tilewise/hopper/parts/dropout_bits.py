@@ -60,7 +60,7 @@ def rolled(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Generate the words of score matrix `matrix` = b H + h, bit for bit as reference.dropout_keep. Rows are queries
+    """Generate the words of score matrix `matrix` = b H + h, bit for bit as dropout.dropout_keep. Rows are queries
     from i0 on and columns keys from j0 on, or TRANSPOSED the other way round. The result is (half of the columns, 16
     rows, row of 8, thread).
 
