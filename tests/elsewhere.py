@@ -25,9 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import tilewise as tw
-from tilewise.api import _options
+from tilewise.api import with_defaults
 from tilewise.backend import select
-from tilewise.check import _gather, describe
+from tilewise.check import check_arguments, describe
 from tilewise.host import ahead, once
 from tilewise.host.elsewhere import Elsewhere, gpu_target
 from tilewise.host.launch import Launch
@@ -91,9 +91,9 @@ def calls(device: str) -> dict[str, dict[str, Any]]:
 
 def run(target: str, given: dict[str, Any], backward: bool = True) -> None:
     """A call as `attention` and autograd make it on a GPU."""
-    options = _options("run", {name: value for name, value in given.items() if name not in "qkv"})
+    options = with_defaults("run", {name: value for name, value in given.items() if name not in "qkv"})
     lse, _ = options.pop("return_lse"), options.pop("seed")
-    x, recipe, longest = _gather(given["q"], given["k"], given["v"], **options)
+    x, recipe, longest = check_arguments(given["q"], given["k"], given["v"], **options)
     p = describe(x, recipe, longest)._replace(target=target)
     saved = select(p).forward(p, x, torch.zeros((), dtype=torch.int64) if recipe.dropout else None)
     for dlse in (None, saved.lse)[: (1 + lse) * backward]:

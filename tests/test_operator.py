@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.backend import load
-from tilewise.check import _gather
+from tilewise.check import check_arguments
 from tilewise.problem import Recipe
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
@@ -65,7 +65,7 @@ def operator_arguments(x, options, layout=None):
     given = {"mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "precision": None} | options
     seed = given.pop("seed", None)
     deterministic = given.pop("deterministic", False)
-    operands, recipe, longest = _gather(*x, **given, layout=layout, deterministic=deterministic, backend=None)
+    operands, recipe, longest = check_arguments(*x, **given, layout=layout, deterministic=deterministic, backend=None)
     return *operands[:3], list(operands.extra), seed, recipe.encode(), *longest
 
 

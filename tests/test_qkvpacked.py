@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.backend import load
-from tilewise.check import _gather
+from tilewise.check import check_arguments
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
 COPIES = ("copy", "clone", "cat", "stack", "contiguous")
@@ -186,7 +186,7 @@ def operator_arguments(qkv, options):
     given = {"mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "deterministic": False}
     given |= {"layout": None, "precision": None, "backend": None} | options
     seed = given.pop("seed", None)
-    x, recipe, longest = _gather(*qkv.unbind(-3), **given)
+    x, recipe, longest = check_arguments(*qkv.unbind(-3), **given)
     return qkv, None, None, list(x.extra), seed, recipe._replace(packed=True).encode(), *longest
 
 

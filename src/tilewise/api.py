@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .check import _autocast_type, _cast, _gather, _seed
+from .check import autocast_type, cast, check_arguments, dropout_seed
 from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend
@@ -78,8 +78,10 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
-    x, recipe, longest = _gather(q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend)
-    drawn = _seed(seed, x.q, recipe.dropout)
+    x, recipe, longest = check_arguments(
+        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend
+    )
+    drawn = dropout_seed(seed, x.q, recipe.dropout)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
     return (o, lse) if return_lse else o
 
@@ -116,7 +118,7 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     Raises:
         TypeError, ValueError, Unsupported, RuntimeError: as `attention`.
     """
-    chosen = _options("attention_qkvpacked", options)
+    chosen = with_defaults("attention_qkvpacked", options)
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
@@ -124,11 +126,11 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
         hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
         raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
-    if (kind := _autocast_type(qkv)) is not None:
-        qkv = _cast(qkv, kind)
+    if (kind := autocast_type(qkv)) is not None:
+        qkv = cast(qkv, kind)
     q, k, v = qkv.unbind(-3)
-    x, recipe, longest = _gather(q, k, v, **chosen)
-    drawn = _seed(seed, qkv, recipe.dropout)
+    x, recipe, longest = check_arguments(q, k, v, **chosen)
+    drawn = dropout_seed(seed, qkv, recipe.dropout)
     o, lse = attend((qkv, None, None, *x.extra), drawn, recipe._replace(packed=True), longest)
     return (o, lse) if return_lse else o
 
@@ -136,7 +138,7 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
 spell_out(attention_qkvpacked, SIGNATURE)
 
 
-def _options(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option of `attention`, as given or by default."""
     if unknown := set(given) - set(DEFAULTS):
         refuse_unknown(function, unknown)

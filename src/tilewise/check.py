@@ -1,4 +1,7 @@
-"""Validation: turn the tensors of a call into a checked Problem. Errors name the argument, its value and the remedy."""
+"""Validation: turn the arguments of a call into a checked Problem.
+
+Errors name the argument, its value, what is allowed and the remedy.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +23,7 @@ from .problem import (
     Operands,
     Problem,
     Recipe,
-    Spec,
+    TensorSpec,
     Unsupported,
     matmul_setting,
     target_of,
@@ -28,7 +31,7 @@ from .problem import (
 from .score import Score
 
 
-def _autocast_type(q: Tensor) -> torch.dtype | None:
+def autocast_type(q: Tensor) -> torch.dtype | None:
     """Return autocast's type for q's device; None if autocast is off."""
     if q.is_meta:
         return None
@@ -36,12 +39,12 @@ def _autocast_type(q: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
     """Cast a tensor as torch's autocast does for attention: every floating type except fp64."""
     return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _gather(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,10 +78,10 @@ def _gather(
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
-    if (kind := _autocast_type(q)) is not None:
-        q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
+    if (kind := autocast_type(q)) is not None:
+        q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
-            sink = _cast(sink, kind)
+            sink = cast(sink, kind)
     parts = mask.parts
     values = (*parts, *changes)
     if values:
@@ -139,7 +142,7 @@ def _refuse_operands(**operands: Any) -> None:
             )
 
 
-def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
+def dropout_seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
     """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
@@ -170,8 +173,8 @@ def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tupl
 def _described(
     recipe: Recipe, seen: tuple[Any, ...], longest: tuple[int, int], matmul: str | None, wanted: tuple[bool, ...]
 ) -> Problem:
-    """Build the Problem from plain tuples, which are cheaper to make and hash in every call than Specs."""
-    q, k, v, *extra = (Spec(tuple(shape), *rest) for shape, *rest in seen)
+    """Build the Problem from plain tuples, which are cheaper to make and hash in every call than TensorSpecs."""
+    q, k, v, *extra = (TensorSpec(tuple(shape), *rest) for shape, *rest in seen)
     problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
     _check_lengths(problem)
     return problem
@@ -179,8 +182,8 @@ def _described(
 
 def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target: str = "meta") -> Problem:
     """Return the checked Problem for fake or meta tensors. Sizes may be symbolic, so nothing is hashed."""
-    extra = tuple(Spec.of(t, real=False) for t in x.extra)
-    q, k, v = (Spec.of(t, real=False) for t in x[:3])
+    extra = tuple(TensorSpec.of(t, real=False) for t in x.extra)
+    q, k, v = (TensorSpec.of(t, real=False) for t in x[:3])
     return checked(Problem(recipe, q, k, v, extra, *longest, target, None))
 
 
@@ -292,7 +295,7 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= 4 and all(s in (1, f) for s, f in zip(reversed(shape), reversed(full), strict=False))
 
 
-def _same_device(p: Problem, name: str, spec: Spec) -> None:
+def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
     if spec.device != p.q.device:
         raise ValueError(f"{name} must be on q's device {p.q.device}, got {spec.device}; move it with .to(...)")
 

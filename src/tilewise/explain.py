@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .api import SIGNATURE, _options
+from .api import SIGNATURE, with_defaults
 from .backend import candidates, load, refusals
-from .check import _gather, describe, describe_fake
+from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
 
@@ -51,9 +51,11 @@ def explain(
     Raises:
         TypeError, ValueError: as for `attention`.
     """
-    chosen = {name: value for name, value in _options("explain", options).items() if name not in ("seed", "return_lse")}
-    x, recipe, longest = _gather(q, k, v, **chosen)
-    problem = _hypothetical(x, recipe, longest, device)
+    chosen = {
+        name: value for name, value in with_defaults("explain", options).items() if name not in ("seed", "return_lse")
+    }
+    x, recipe, longest = check_arguments(q, k, v, **chosen)
+    problem = problem_on(x, recipe, longest, device)
     against = refusals(problem)
     chosen = next((name for name in candidates(problem) if not against[name]), None)
     return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
@@ -62,7 +64,8 @@ def explain(
 spell_out(explain, SIGNATURE)
 
 
-def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
+def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
+    """Return the checked Problem on a device, or on a chip that this machine need not have."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = device or target_of(x.q.device)
     if target == "meta":

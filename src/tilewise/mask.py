@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 OPEN = 1 << 30
-"""It means "no bound" at either end of an interval; describe.py refuses sequences as long as this."""
+"""It means "no bound" at either end of an interval; check.py refuses sequences as long as this."""
 
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)

@@ -106,7 +106,7 @@ class Recipe(NamedTuple):
         return Recipe(*ast.literal_eval(text))
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """The properties of one tensor on which the choice of a kernel may depend."""
 
     shape: tuple[int, ...]
@@ -117,20 +117,20 @@ class Spec(NamedTuple):
     """Whether the first element is on a 16-byte boundary."""
 
     @staticmethod
-    def of(tensor: Tensor, real: bool = True) -> "Spec":
+    def of(tensor: Tensor, real: bool = True) -> "TensorSpec":
         """Return a tensor's spec; fake and meta tensors (`real` false) have no address and count as aligned."""
         aligned = tensor.data_ptr() % 16 == 0 if real else True
-        return Spec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
 class Problem(NamedTuple):
     """A call: hashable, without tensors."""
 
     recipe: Recipe
-    q: Spec
-    k: Spec
-    v: Spec
-    extra: tuple[Spec, ...]
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    extra: tuple[TensorSpec, ...]
     max_q: int
     max_k: int
     target: str

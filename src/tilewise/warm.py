@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .api import SIGNATURE, _options
+from .api import SIGNATURE, with_defaults
 from .backend import select
-from .check import _gather
-from .explain import _hypothetical
+from .check import check_arguments
+from .explain import problem_on
 from .options import Everything, spell_out
-from .problem import Problem, Spec, target_of
+from .problem import Problem, TensorSpec, target_of
 
 Watch = Callable[[int, int, str], Any]
 """A progress callback: it gets the number of kernels done, their total, and the last one's name."""
@@ -98,12 +98,12 @@ def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
     return made._replace(extra=tuple(extra))
 
 
-def _shaped(spec: Spec, shape: tuple[int, ...]) -> Spec:
+def _shaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     """Return the spec of a contiguous tensor of another shape."""
     return spec._replace(shape=shape, stride=torch.empty(shape, device=META).stride())
 
 
-def _strided(spec: Spec, times: int) -> Spec:
+def _strided(spec: TensorSpec, times: int) -> TensorSpec:
     """Return the spec with all but the last two strides multiplied by `times`, as in a view of a larger tensor."""
     *outer, head, entry = spec.stride
     return spec._replace(stride=(*(times * stride for stride in outer), head, entry))
@@ -152,15 +152,15 @@ spell_out(warm, SIGNATURE)
 
 def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
     """Check the arguments, and return them as a Call."""
-    chosen = _options("warm", options)
+    chosen = with_defaults("warm", options)
     lse = chosen.pop("return_lse")
     chosen.pop("seed")
-    x, recipe, longest = _gather(q, k, v, **chosen)
+    x, recipe, longest = check_arguments(q, k, v, **chosen)
     if device is None and x.q.is_meta:
         if not torch.cuda.is_available():
             raise ValueError('warm: no GPU is here; name the one to compile for, with device="sm_90", …')
         device = target_of(torch.device("cuda", torch.cuda.current_device()))
-    problem = _hypothetical(x, recipe, longest, device)
+    problem = problem_on(x, recipe, longest, device)
     card = _card(problem.target, x.q.device)
     q_, k_, v_, *extra = (spec._replace(device=card) for spec in (*problem[1:4], *problem.extra))
     wanted = tuple(t.requires_grad for t in x.extra) if backward else None

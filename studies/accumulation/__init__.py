@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.api import DEFAULTS, FULL
 from tilewise.backend import check_triton, needs
-from tilewise.check import _gather, describe
+from tilewise.check import check_arguments, describe
 from tilewise.mask import Mask
 from tilewise.problem import Operands, Problem, Unsupported
 
@@ -61,7 +61,9 @@ def attention(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
     options = {**DEFAULTS, "mask": mask, "scale": scale}
-    x, recipe, longest = _gather(q, k, v, **{n: o for n, o in options.items() if n not in ("seed", "return_lse")})
+    x, recipe, longest = check_arguments(
+        q, k, v, **{n: o for n, o in options.items() if n not in ("seed", "return_lse")}
+    )
     if torch.is_grad_enabled() and any(t.requires_grad for t in x[:3]):
         raise RuntimeError(
             "experimental.attention has no gradient; call it under torch.no_grad(), or use tilewise.attention"

@@ -3,8 +3,8 @@
 import torch
 
 from tilewise.api import attention
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.problem import Operands, Problem
 
 
@@ -13,8 +13,8 @@ def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), **given) -> tupl
     q, k = (torch.empty(*batch, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
-    x, *rest = _gather(q, k, k, **options)
-    return _hypothetical(x, *rest, "sm_90"), x
+    x, *rest = check_arguments(q, k, k, **options)
+    return problem_on(x, *rest, "sm_90"), x
 
 
 def problem(*sizes, **given) -> Problem:

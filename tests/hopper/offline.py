@@ -16,8 +16,8 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.hopper import backend, fp32_backward_launch, fp32_launch, launch
 from tilewise.problem import Grads, Saved
 
@@ -77,8 +77,8 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": "hopper",
     }  # fmt: skip
-    x, recipe, longest = _gather(q, k, k, *{**defaults, **options}.values())
-    p = _hypothetical(x, recipe, longest, "sm_90")
+    x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
+    p = problem_on(x, recipe, longest, "sm_90")
     assert not backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((heads, batch * length) if recipe.varlen else (batch, heads, length)), dtype=torch.float32)

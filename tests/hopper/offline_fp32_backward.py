@@ -13,8 +13,8 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
 from tilewise.hopper.tiles import KINDS
 from tilewise.problem import Grads, Saved
@@ -51,8 +51,8 @@ def launches(D: int, precision: str, call: str) -> list[Any]:
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
         "precision": precision, "deterministic": False, "backend": "hopper",
     }  # fmt: skip
-    x, recipe, longest = _gather(q, k, k, *{**defaults, **options(call)}.values())
-    p = _hypothetical(x, recipe, longest, "sm_90")
+    x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options(call)}.values())
+    p = problem_on(x, recipe, longest, "sm_90")
     assert not backend.why_not(p)
     lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))

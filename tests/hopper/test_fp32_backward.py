@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.check import _gather, describe
+from tilewise.check import check_arguments, describe
 from tilewise.hopper import fp32_backward_launch as backward
 from tilewise.hopper import fp32_launch
 from tilewise.hopper.fp32.split import split
@@ -30,7 +30,7 @@ def randn(*shape):
 
 def described(q, k, v, **options):
     """The problem and its operands."""
-    x, recipe, longest = _gather(q, k, v, *{**DEFAULTS, **options}.values())
+    x, recipe, longest = check_arguments(q, k, v, *{**DEFAULTS, **options}.values())
     return describe(x, recipe, longest), x
 
 

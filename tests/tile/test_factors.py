@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import _gather, describe
+from tilewise.check import check_arguments, describe
 from tilewise.tile.blocks import block, store_rows
 from tilewise.tile.factors import load_left, load_passing, load_right, load_still, load_values, meet, product, weights
 from tilewise.tile.rows import Rows
@@ -76,7 +76,7 @@ def test_the_tile_that_stays_is_the_right_factor_on_fma_units(precision):
 def test_the_rows_for_fma_units_attend_right(D):
     """Those of Hopper, whose tiles are larger than the interpreter's own."""
     q, k, v, do = (random(1, 150, 2, D) for _ in range(4))
-    x, recipe, longest = _gather(q, k, v, tw.Causal(), (), None, None, 0.0, None, "ieee", False, "triton")
+    x, recipe, longest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, None, "ieee", False, "triton")
     p = describe(x, recipe, longest)
     chosen = {name: t["hopper", 4, D, "ieee"] for name, t in (("forward", FORWARD), ("dkdv", DKDV), ("dq", DQ))}
     plan = launch.planned(p, current(p)._replace(**chosen))

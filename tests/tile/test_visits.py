@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.tile.masks import key_range_of, query_range_of
 from tilewise.tile.visits import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton import launch
@@ -63,8 +63,8 @@ def intervals(of_rows, of_keys, mask, M, N, ROWS: tl.constexpr, KEYS: tl.constex
 def describe(mask, B, H, M, N):
     """The problem and the operands of a call with this mask."""
     q, k = torch.zeros(B, M, H, 16), torch.zeros(B, N, H, 16)
-    x, recipe, longest = _gather(q, k, k, mask, (), None, None, 0.0, None, None, False, "triton")
-    return _hypothetical(x, recipe, longest, "cpu"), x
+    x, recipe, longest = check_arguments(q, k, k, mask, (), None, None, 0.0, None, None, False, "triton")
+    return problem_on(x, recipe, longest, "cpu"), x
 
 
 def visited(mask, B, H, M, N, tiles, by_key=False):

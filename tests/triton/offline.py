@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.host.elsewhere import use_target
 from tilewise.triton import launch
 from tilewise.triton.tiles import SPECIAL
@@ -40,8 +40,8 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": None,
     }  # fmt: skip
-    x, recipe, longest = _gather(q, k, v, *{**defaults, **options}.values())
-    p = _hypothetical(x, recipe, longest, target)
+    x, recipe, longest = check_arguments(q, k, v, *{**defaults, **options}.values())
+    p = problem_on(x, recipe, longest, target)
     p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim == 4 for t in x.extra))
     seed = torch.empty((), dtype=torch.int64, device="meta") if recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)

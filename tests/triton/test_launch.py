@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import _gather
-from tilewise.explain import _hypothetical
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 from tilewise.problem import Grads, Saved
 from tilewise.tile.blocks import width
 from tilewise.tile.rows import Packed, Rows, rows_of
@@ -215,10 +215,10 @@ def test_a_longest_length_that_is_too_short_cuts_sequences_off():
     """As on a GPU, where nobody reads cu_seqlens: the rest of a sequence is nobody's; gradients are those of this."""
     cu, cut = torch.tensor([0, 3, 17], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
     q, k, v, do = (torch.randn(20, 2, 16) for _ in range(4))
-    x, recipe, longest = _gather(
+    x, recipe, longest = check_arguments(
         q, k, v, tw.Causal(), (), None, None, 0.0, tw.Varlen(cu, cu, 5, 5), None, False, "triton"
     )
-    p = _hypothetical(x, recipe, longest, "cpu")
+    p = problem_on(x, recipe, longest, "cpu")
     pl = launch.plan(p)
     saved = launch.forward(p, pl, x, None)
     found = saved.o, saved.lse.T, *launch.backward(p, pl, x, saved, do, torch.zeros_like(saved.lse))[:3]
@@ -243,8 +243,8 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     cu = torch.tensor(WRONG[wrong], dtype=torch.int32)
     (q, _), (k, _), (v, _), (do, _) = (guarded((total, H, D), torch.randn(total, H, D)) for _ in range(4))
     layout = tw.Varlen(cu, cu, 20, 20)
-    x, recipe, longest = _gather(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, "triton")
-    p = _hypothetical(x, recipe, longest, "cpu")
+    x, recipe, longest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, "triton")
+    p = problem_on(x, recipe, longest, "cpu")
     o, around_o = guarded((total, H, D), torch.zeros(total, H, D))
     lse, around_lse = guarded((1, H, total), torch.zeros(1, H, total))
     scratch = launch.empty_row_values(p, x).shape

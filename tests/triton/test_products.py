@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 ALLOWED = {
-    "a row or a key of a sequence; describe.py refuses lengths from 2^30 on": {
+    "a row or a key of a sequence; check.py refuses lengths from 2^30 on": {
         "studies/accumulation/forward.py": ("t * B_R", "j * B_C"),
         "hopper/backward/postprocess.py": ("t // PIECES * 64",),
         "hopper/backward/preprocess.py": ("t * ROWS",),

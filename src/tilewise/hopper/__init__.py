@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..host.launch import on_device
 from ..host.tables import whose
-from ..problem import Grads, Operands, Problem, Saved, Spec
+from ..problem import Grads, Operands, Problem, Saved, TensorSpec
 from . import fp32_launch, launch
 from .tiles import KINDS, current, current_fp32, precision
 
@@ -80,7 +80,7 @@ def _against_fp32(p: Problem) -> list[str]:
     return against
 
 
-def _unaddressable(spec: Spec) -> str | None:
+def _unaddressable(spec: TensorSpec) -> str | None:
     """Return why TMA cannot read a tensor where it lies, or None if it can."""
     if not spec.aligned:
         return "does not start on a 16-byte boundary"

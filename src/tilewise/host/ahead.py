@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime._async_compile import active_mode
 
 from ..backend import select
-from ..problem import Operands, Spec, Unsupported
+from ..problem import Operands, TensorSpec, Unsupported
 from ..warm import Call, Kernel
 from .elsewhere import use_target
 from .launch import FORESEEN, Launch
@@ -48,7 +48,7 @@ def launches(call: Call) -> list[Launch]:
         saved = backend.forward(p, x, seed)
         if call.wanted is not None:
             p = p._replace(wanted=call.wanted)
-            do = stand_in(Spec.of(saved.o)._replace(aligned=call.aligned))
+            do = stand_in(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
             for dlse in (None, saved.lse)[: 1 + call.lse]:
                 backend.backward(p, x, saved, do, dlse)
     finally:
@@ -56,7 +56,7 @@ def launches(call: Call) -> list[Launch]:
     return found
 
 
-def stand_in(spec: Spec) -> Tensor:
+def stand_in(spec: TensorSpec) -> Tensor:
     """Return a meta tensor of this shape, these strides and this alignment."""
     reach = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
     memory = torch.empty(max(0, reach) + 2, dtype=spec.dtype, device="meta")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..host.launch import on_device
 from ..host.tables import whose
-from ..problem import Grads, Operands, Problem, Saved, Spec, empty_parts
+from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
 
@@ -63,7 +63,9 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
-    return p._replace(q=Spec.of(q), k=Spec.of(k), v=Spec.of(v), recipe=recipe), Operands(q, k, v, x.extra)
+    return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
+        q, k, v, x.extra
+    )
 
 
 def _against_target(problem: Problem) -> list[str]:
