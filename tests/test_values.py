@@ -1,8 +1,10 @@
 """Masks, scores and layouts as values: they compare, move between devices, and are saved and loaded."""
 
+import inspect
 import io
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import tilewise as tw
 from tilewise.mask import PaddingKeys, PaddingLengths
+from tilewise.problem import KINDS
 
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
 """What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
@@ -127,6 +130,29 @@ def test_padding_is_a_class_of_two_kinds():
     assert not isinstance(tw.Causal(), tw.Padding)
     with pytest.raises(AttributeError):
         by_length.lengths = TENSORS["more lengths"]
+
+
+def test_every_kind_is_found_by_its_name():
+    shown = {type(value) for value in values().values()} - {tw.Full, tw.Varlen, type(tw.Causal() & tw.Causal())}
+    assert set(KINDS.values()) == shown
+    assert all(name == kind.__name__ for name, kind in KINDS.items())
+
+
+@pytest.mark.parametrize("name", [name for name, value in values().items() if type(value) in KINDS.values()])
+def test_a_value_declares_what_its_device_functions_read(name):
+    masks, scores = pytest.importorskip("tilewise.tile.masks"), pytest.importorskip("tilewise.tile.scores")
+    value = values()[name]
+    sizes = SimpleNamespace(B=2, H=2, M=2, N=value.tensors[-1].shape[-1] if value.captures else 3)
+    if isinstance(value, tw.Mask):
+        function, given = getattr(masks, f"{value.device}_keep"), ["b", "h", "i", "j"]
+    else:
+        function, given = getattr(scores, f"{value.device}_fn"), ["S", "unit", "at"]
+    parameters = list(inspect.signature(function.fn).parameters)
+    assert parameters[: len(given)] == given
+    assert len(value.arguments(sizes)) == len(parameters) - len(given)
+    assert [len(shape) for shape in value.shapes] == [len(shape) for shape in value.whole_shapes(sizes)]
+    for tensor, whole in zip(value.tensors, value.shapes, strict=True):
+        assert tensor.ndim == len(whole) or value.broadcasts or (value.unbatched and tensor.ndim == len(whole) - 1)
 
 
 def test_numpys_integers_are_integers():

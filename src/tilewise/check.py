@@ -112,7 +112,8 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
     for change in score:
         if not isinstance(change, Score):
             refuse_score(change)
-        if not change.learns and any([t.requires_grad for t in change.tensors]) and torch.is_grad_enabled():
+        fixed = () if change.learns else change.tensors
+        if fixed and any([t.requires_grad for t in fixed]) and torch.is_grad_enabled():
             name, tensors = change.public_name(), " and ".join(change.captures)
             raise ValueError(
                 f"{name}: {tensors} requires a gradient, which {name} does not have; detach it, or write it as a Bias, "
@@ -268,7 +269,7 @@ def _check_lengths(p: Problem) -> None:
 def _check_extra(p: Problem) -> None:
     specs = iter(p.extra)
     for kind in p.kinds:
-        for capture, letters, whole in zip(kind.captures, kind.shapes, kind.whole_shapes(p.sizes), strict=True):
+        for capture, letters, whole in zip(kind.captures, kind.shapes, kind.whole_shapes(p), strict=True):
             spec, name = next(specs), f"{kind.public_name()}: {capture}"
             _same_device(p, name, spec)
             if kind.broadcasts:

@@ -9,7 +9,7 @@ In an interval mask, each row sees one interval of keys, given by `keys(i)`. Fro
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,15 +54,6 @@ class Frozen:
         return hash((type(self), *[id(field) if isinstance(field, Tensor) else field for field in self._fields]))
 
 
-class Sizes(NamedTuple):
-    """The sizes in which masks and scores declare shapes: batch entries, query heads, queries, keys."""
-
-    B: int
-    H: int
-    M: int
-    N: int
-
-
 V = TypeVar("V", bound="Value")
 
 
@@ -74,7 +65,7 @@ class Value(Frozen):
     captures: ClassVar[tuple[str, ...]] = ()
     """The names of the captured tensors."""
     shapes: ClassVar[tuple[str, ...]] = ()
-    """The shape of each captured tensor, in letters of Sizes: "BN" is (B, N)."""
+    """The shape of each captured tensor, by the names of a Problem's sizes: "BN" is (B, N)."""
     broadcasts: ClassVar[bool] = False
     """Whether captured tensors may also have any shape that broadcasts to theirs."""
     unbatched: ClassVar[bool] = False
@@ -90,9 +81,9 @@ class Value(Frozen):
         return cls.__name__
 
     @classmethod
-    def whole_shapes(cls, sizes: Sizes) -> list[tuple[int, ...]]:
-        """Return the shape of each captured tensor with all its dimensions."""
-        return [tuple([getattr(sizes, letter) for letter in shape]) for shape in cls.shapes]
+    def whole_shapes(cls, problem: Any) -> list[tuple[int, ...]]:
+        """Return the shape of each captured tensor with all its dimensions, in a problem with sizes B, H, M and N."""
+        return [tuple([getattr(problem, size) for size in shape]) for shape in cls.shapes]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -127,8 +118,11 @@ class Value(Frozen):
         entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
         return self.rebuild(self.plain[1:], tuple(entries))
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides."""
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides.
+
+        `problem` has the sizes B, H, M and N.
+        """
         return self.plain[1:]
 
     def check_contents(self, N: Any) -> None:
@@ -255,7 +249,7 @@ class Window(Mask):
     def hides_later_keys(self) -> bool:
         return self.right == 0
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
         return tuple([OPEN if side is None else min(side, OPEN) for side in (self.left, self.right)])
 
 
@@ -277,7 +271,7 @@ class Prefix(Mask):
     def keys(self, i: Any) -> Ends:
         return -OPEN, torch.maximum(_per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
     def check_contents(self, N: Any) -> None:
@@ -324,7 +318,7 @@ class PaddingLengths(Padding):
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
     def check_contents(self, N: Any) -> None:
@@ -354,8 +348,8 @@ class PaddingKeys(Padding):
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return self.real[:, None, None, :][..., j[0]]
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (self.real, *self.real.stride(), sizes.N)
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.real, *self.real.stride(), problem.N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,8 +378,8 @@ class Documents(Mask):
         rows, columns = self.q_ids[:, i[:, 0] - shift], self.k_ids[:, j[0]]
         return (rows[:, :, None] == columns[:, None, :])[:, None]
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), sizes.M, sizes.N)
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), problem.M, problem.N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,8 +405,8 @@ class Dense(Mask):
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return tile_of(self.seen, i[:, 0] - shift, j[0])
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (self.seen, *self.seen.expand(sizes).stride(), sizes.M, sizes.N)
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

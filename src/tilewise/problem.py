@@ -14,7 +14,7 @@ from torch import Tensor
 from . import mask as masks
 from . import score as scores
 from .layout import Varlen
-from .mask import Mask, Sizes, Value
+from .mask import Mask, Value
 from .score import Bias, Score
 
 KINDS: dict[str, type[Value]] = {
@@ -176,11 +176,6 @@ class Problem(NamedTuple):
         return self.v.shape[-1]
 
     @property
-    def sizes(self) -> Sizes:
-        """Return the sizes in which masks and scores declare shapes."""
-        return Sizes(self.B, self.H, self.M, self.N)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Return the type of q, k and v."""
         return self.q.dtype
@@ -226,6 +221,7 @@ class Problem(NamedTuple):
         return tuple(built[:count]), tuple(built[count:]), next(tensors) if self.recipe.sink else None
 
 
+@lru_cache(64)
 def hides_later_keys(part: tuple[Any, ...]) -> bool:
     """Tell whether a part of a recipe's mask hides every key after its query, whatever its tensors hold."""
     kind: Any = KINDS[part[0]]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .mask import Sizes, Value, check_strided, constant, tile_of
+from .mask import Value, check_strided, constant, tile_of
 
 
 class Score(Value):
@@ -82,7 +82,7 @@ class Alibi(Score):
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
         return S - slopes * (i - j).abs()
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
         batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
         return self.slopes, batch, self.slopes.stride(-1)
 
@@ -114,8 +114,8 @@ class Bias(Score):
     def reduce(self, dS: Tensor) -> Tensor:
         return dS.sum_to_size(self.bias.shape)
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (self.bias, *self.bias.expand(sizes).stride(), sizes.M, sizes.N)
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.bias, *self.bias.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

@@ -92,7 +92,7 @@ def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
     ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
     made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*p.extra[: len(p.extra) - len(ends)], *ends))
     extra = list(made.extra)
-    for at, whole in enumerate(shape for kind in p.kinds for shape in kind.whole_shapes(made.sizes)):
+    for at, whole in enumerate(shape for kind in p.kinds for shape in kind.whole_shapes(made)):
         pairs = zip(extra[at].shape, whole[len(whole) - len(extra[at].shape) :], strict=True)
         extra[at] = _shaped(extra[at], tuple(1 if size == 1 else new for size, new in pairs))
     return made._replace(extra=tuple(extra))

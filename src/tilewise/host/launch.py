@@ -153,9 +153,9 @@ def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tup
 def _mask_part(p: Problem, mask: Any) -> masks.Part:
     keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
     if not mask.interval:
-        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p.sizes))
+        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
     keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
-    return masks.Part(keep, keys, queries, mask.arguments(p.sizes))
+    return masks.Part(keep, keys, queries, mask.arguments(p))
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
@@ -163,7 +163,7 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
     device = past if p.past and hasattr(own, f"{past}_fn") else score.device
     names = f"{device}_fn", f"{device}_grad"
     fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-    return scores.Part(fn, grad, unit, score.arguments(p.sizes))
+    return scores.Part(fn, grad, unit, score.arguments(p))
 
 
 def packed(p: Problem, x: Operands) -> Packed | None:
