@@ -29,12 +29,12 @@ from tilewise.api import _gather, _options
 from tilewise.backend import select
 from tilewise.describe import describe
 from tilewise.host import ahead, once
-from tilewise.host.elsewhere import Elsewhere, gpu_target
+from tilewise.host.cross_compile import TargetDriver, gpu_target
 from tilewise.host.launch import Launch
 from tilewise.warm import call_of
 
 
-class Pretended(Elsewhere):
+class Pretended(TargetDriver):
     """A driver whose launches do nothing."""
 
     utils = SimpleNamespace(
@@ -121,7 +121,7 @@ def keys() -> dict[str, Any]:
     submit, once._Turn.submit = once._Turn.submit, record  # type: ignore[method-assign]
     found = {}
     for (name, given), there in zip(calls("meta").items(), calls("cpu").values(), strict=True):
-        kernels, others = ahead.foresee(call_of("sm_90", True, **given))
+        kernels, others = ahead.list_kernels(call_of("sm_90", True, **given))
         asked.clear()
         run("sm_90", there)
         foreseen = {kernel.hash: kernel.name for kernel in kernels}
@@ -246,7 +246,7 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
     (folder / "file").touch()
     case("unwritable", *[rank] * 2, cache=folder / "file" / "cache")
     case("no locks", *[lambda: rank(no_locks)] * 2)
-    once.PATIENCE, stopped = 0.2, folder / "stopped"
+    once.LOCK_TIMEOUT, stopped = 0.2, folder / "stopped"
     case("stuck", lambda: rank(lambda: stop_compiling(stopped)), lambda: rank(lambda: wait_for(stopped)))
     return found
 

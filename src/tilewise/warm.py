@@ -251,7 +251,7 @@ class Workers:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", f"{__package__}.host.ahead", self.target]
+        command = [sys.executable, "-m", f"{__package__}.host.precompile", self.target]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.all.append(process)
         return process

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.hopper.forward.kernel import write
-from tilewise.hopper.forward.queries import is_edge, key_tile, query_tile, walk_of
+from tilewise.hopper.forward.queries import is_partial, key_tile, query_tile, loop_of
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
 from tilewise.hopper.parts.channel import Channel, barriers, expect, stage, wait
@@ -25,7 +25,7 @@ from tilewise.tile.masks import OPEN, Part, everywhere, visible
 from tilewise.tile.rows import row_values
 from tilewise.tile.schedule import assign
 from tilewise.tile.softmax import finalize, online_softmax
-from tilewise.tile.visits import query_range, tile_at
+from tilewise.tile.ranges import query_range, tile_at
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     STAGES: gl.constexpr = tile.KV_STAGES
-    EDGES: gl.constexpr = tile.EDGES
+    MASK_IN_LOOP: gl.constexpr = tile.MASK_IN_LOOP
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, D, 16])
@@ -87,7 +87,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     triton_compat.barrier()
 
     place, tile_of_head, _, _ = query_tile(gl.program_id(0), shape, None, tile)
-    walk = walk_of(place, tile_of_head, variant, tile)
+    walk = loop_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
     for s in gl.static_range(STAGES):
@@ -105,7 +105,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
-    m, l, P = begin(S, is_edge(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
+    m, l, P = begin(S, is_partial(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
@@ -118,8 +118,8 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
         wait(values.full, y)
         o_next = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
         S_new = warpgroup_mma_wait(1, [S_next])
-        if EDGES:
-            if is_edge(x, walk):
+        if MASK_IN_LOOP:
+            if is_partial(x, walk):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
         o = warpgroup_mma_wait(0, [o_next])

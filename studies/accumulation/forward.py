@@ -13,7 +13,7 @@ from tilewise.tile.masks import visible
 from tilewise.tile.rows import rows_of
 from tilewise.tile.schedule import assign
 from tilewise.tile.softmax import finalize, row_max
-from tilewise.tile.visits import Place, key_range, list_at, partial_at, tile_at
+from tilewise.tile.ranges import Place, key_range, list_at, partial_at, tile_at
 
 from . import rounded
 

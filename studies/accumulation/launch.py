@@ -17,7 +17,7 @@ from tilewise.host.launch import (
     with_adjacent_rows,
 )
 from tilewise.problem import Operands, Problem
-from tilewise.tile.visits import Variant
+from tilewise.tile.ranges import Variant
 from tilewise.triton import backend as portable
 from tilewise.triton.launch import meta, plan
 from tilewise.triton.tiles import AMPERE, Tiles, current

@@ -67,8 +67,8 @@ def main() -> Iterator[dict[str, Any]]:
         for precision in KINDS:
             for call in calls:
                 made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
-                compiled = made["fp32_backward"].compile()
-                yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
+                compiled = made["attention_backward_fp32"].compile()
+                yield {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
 
 
 if __name__ == "__main__":

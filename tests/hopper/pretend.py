@@ -386,5 +386,5 @@ def functions(module: str) -> dict[str, Any]:
     return names
 
 
-INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.parts.channel": {"until": until, "take_turns": take_turns}}
+INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.parts.channel": {"wait_equal": until, "named_barrier": take_turns}}
 """By module, functions that others do not import as they are written."""

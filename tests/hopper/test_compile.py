@@ -20,9 +20,9 @@ SHARED = 227 * 1024
 MEANT = {
     "forward": ["UTMALDG", "UTMASTG"],
     "backward": ["UTMALDG", "UTMASTG", "UTMAREDG"],
-    "fp32_forward": ["UTMALDG"],
-    "fp32_backward": ["UTMALDG", "UTMAREDG"],
-    "dbias": [],
+    "attention_forward_fp32": ["UTMALDG"],
+    "attention_backward_fp32": ["UTMALDG", "UTMAREDG"],
+    "attention_backward_dbias": [],
 }
 """How kernels move memory by TMA: loads, stores, additions. The gradient of a bias comes from a Triton kernel."""
 SIDE_BY_SIDE = 1024
@@ -82,7 +82,7 @@ def test_every_kernel_compiles_well(release, compiled_once):
     rows = offline(os.environ[variable] if variable else None)
     record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
     every = {64, 128, 256}
-    for kernel, sizes in {"forward": every, "backward": every, "dbias": every, "fp32_forward": {64, 128}}.items():
+    for kernel, sizes in {"forward": every, "backward": every, "attention_backward_dbias": every, "attention_forward_fp32": {64, 128}}.items():
         assert {row["D"] for row in rows if row["kernel"] == kernel} == sizes
     wrong = {name(row): found for row in rows if (found := faults(row, record))}
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())

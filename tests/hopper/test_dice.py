@@ -41,7 +41,7 @@ GLUON = SimpleNamespace(
 def in_numpy():
     """The functions of dropout_bits.py, with numpy in Gluon's place."""
     names: dict = {"gl": GLUON, "min": min, "range": range}
-    for name in ("philox", "add", "rolled", "of_queries", "of_keys", "decided", "at_least"):
+    for name in ("philox", "add", "dropout_words", "of_queries", "of_keys", "keep_bits", "at_least"):
         names[name] = FunctionType(getattr(dice, name).fn.__code__, names)
     return SimpleNamespace(**names)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.hopper.fp32.split import Split, split
-from tilewise.tile.rows import Packed, Rows, Unowned
+from tilewise.tile.rows import Packed, Rows, Unused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = {"fp16x3": torch.float16, "bf16x6": torch.bfloat16}
@@ -32,7 +32,7 @@ def cut(name, *tensors, packed=None):
         for t in tensors
     ]
     split[(len(operands) * tiles * H * entries,)](
-        tuple(operands), packed, Unowned((), (), None, 1, 1, 1), N, N, H, tiles, stride, blocks,
+        tuple(operands), packed, Unused((), (), None, 1, 1, 1), N, N, H, tiles, stride, blocks,
         KEYS=True, SIZES=tuple(t.shape[-1] for t in tensors), ROWS=ROWS, SIZE=SIZE,
     )  # fmt: skip
     return [(operand.pieces, operand.undo) for operand in operands]

@@ -30,7 +30,7 @@ def said_of(*pairs, first="Write", other="Read"):
 TICKET = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/queue.py", ".load("))
 WAITED = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/channel.py", "mbarrier.wait"))
 DRAWN = ("backward", *[line("parts/queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
-SIDES = (
+SPLIT_DKDV = (
     "backward",
     line("backward/split256.py", "shared.p.memory.store"),
     line("backward/split256.py", "shared.p.memory.load"),
@@ -48,7 +48,7 @@ DRAW = ("control", *[line("control.py", "gl.atomic_add")] * 2)
 START = ("control", line("control.py", "def hand_over("), line("control.py", "gl.warp_specialize("))
 KINDS = {
     racecheck.FROM_A_WARP: (WARP, TICKET, WAITED),
-    racecheck.FROM_A_GROUP: (GROUP, SIDES),
+    racecheck.FROM_A_GROUP: (GROUP, SPLIT_DKDV),
     racecheck.DRAW: (DRAW, DRAWN),
     racecheck.LAUNCH: (START, ROLES, IN_IF),
     racecheck.ELSEWHERE: (LOST, (*LOST[:2], TICKET[2]), (TICKET[0], TICKET[1], LOST[2])),

@@ -6,9 +6,9 @@ import triton
 from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.hopper.backward.deterministic import give_turns, turns_of
+from tilewise.hopper.backward.deterministic import init_dq_semaphore, semaphore_range
 from tilewise.host.launch import cdiv, device_values
-from tilewise.tile.visits import Variant
+from tilewise.tile.ranges import Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
 
@@ -21,7 +21,7 @@ def given(mask, M, N, turn):
     parts, *_ = device_values(problem(M, N, 64, mask=mask), ())
     blocks, tiles = cdiv(M, B_R), cdiv(N, B_C)
     turns = torch.full((H, blocks), -1, dtype=torch.int32)
-    give_turns[(H * tiles,)](turns, None, Variant(parts, (), None, None), M, N, H, tiles, blocks, B_R, B_C, turn)
+    init_dq_semaphore[(H * tiles,)](turns, None, Variant(parts, (), None, None), M, N, H, tiles, blocks, B_R, B_C, turn)
     return turns.tolist()
 
 
@@ -39,7 +39,7 @@ def test_the_first_to_add_is_the_last_tile_that_is_seen(mask, M, N, turn):
 
 @triton.jit
 def ask(found, variant, t, M, N, B_R: triton.language.constexpr, B_C: triton.language.constexpr):
-    begin, end = turns_of(variant, 0, t, M, N, B_R, B_C, 2)
+    begin, end = semaphore_range(variant, 0, t, M, N, B_R, B_C, 2)
     triton.language.store(found, begin)
     triton.language.store(found + 1, end)
 

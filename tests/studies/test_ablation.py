@@ -18,7 +18,7 @@ from tilewise.bench.results import Row
 from tilewise.bench.suites import FORWARD, SUITES, Case, Suite
 from tilewise.problem import Operands
 from tilewise.tile.masks import key_range_of
-from tilewise.tile.visits import Place, key_range
+from tilewise.tile.ranges import Place, key_range
 
 SUITE = SUITES["ablation"]
 CPU = torch.device("cpu")
@@ -92,9 +92,9 @@ def test_reasons_against_a_change():
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("without overlap", "SPLIT", 3),
-        ("without ping-pong", "TURNS", False),
-        ("masks on every tile", "EDGES", True),
+        ("without overlap", "WAIT_PV", 3),
+        ("without ping-pong", "PINGPONG", False),
+        ("masks on every tile", "MASK_IN_LOOP", True),
     ],
 )
 def test_a_change_of_the_tile_changes_nothing_else(name, field, value):

@@ -25,7 +25,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
-from tilewise.host.elsewhere import use_target
+from tilewise.host.cross_compile import use_target
 from tilewise.triton import launch
 from tilewise.triton.tiles import SPECIAL
 

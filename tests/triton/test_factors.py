@@ -9,7 +9,7 @@ import tilewise as tw
 from tilewise.api import _gather
 from tilewise.describe import describe
 from tilewise.tile.blocks import block, store_rows
-from tilewise.tile.factors import load_left, load_passing, load_right, load_still, load_values, meet, product, weights
+from tilewise.tile.factors import load_left, load_streamed, load_right, load_stationary, load_values, tile_product, product, weights
 from tilewise.tile.rows import Rows
 from tilewise.triton import launch
 from tilewise.triton.tiles import DKDV, DQ, FORWARD, current
@@ -34,9 +34,9 @@ def twice(A, B, C, S, O, M, N, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.const
 def turned(A, B, S, M, N, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr):
     """A B^T or its transpose, whichever way the backward takes it."""
     b = tl.program_id(0)
-    still = load_still(block(A, b, b, 0, B_R, d), 0, M, PRECISION)
-    passing = load_passing(block(B, b, b, 0, B_C, d), 0, N, True, PRECISION)
-    s = meet(still, passing, PRECISION)
+    still = load_stationary(block(A, b, b, 0, B_R, d), 0, M, PRECISION)
+    passing = load_streamed(block(B, b, b, 0, B_C, d), 0, N, True, PRECISION)
+    s = tile_product(still, passing, PRECISION)
     tl.store(S.ptr + tl.arange(0, s.shape[0])[:, None] * S.row + tl.arange(0, s.shape[1])[None, :], s)
 
 

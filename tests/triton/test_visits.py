@@ -10,7 +10,7 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.api import _gather, _hypothetical
 from tilewise.tile.masks import key_range_of, query_range_of
-from tilewise.tile.visits import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
+from tilewise.tile.ranges import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton import launch
 from tilewise.triton.tiles import FORWARD, Tiles
 
@@ -25,17 +25,17 @@ def walk(marks, variant, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.
     """Marks what one program of the forward (or BY_KEY of dkdv) visits, by the same functions in the same loops."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
-    lists = list_at(variant.visits, b, h, t)
+    lists = list_at(variant.lists, b, h, t)
     if BY_KEY:
         lo, full_lo, full_hi, hi = query_range(variant, lists, b, t * B_C, M, N, B_R, B_C)
     else:
         place = Place(b, h, 0, t * B_R, M, N, N - M)
         lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):
-        at = marks + program * across + tile_at(variant.visits, lists, x)
+        at = marks + program * across + tile_at(variant.lists, lists, x)
         tl.store(at, tl.load(at) + 16)
     for x in range(full_lo - lo + hi - full_hi):
-        at = marks + program * across + partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
+        at = marks + program * across + partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
         tl.store(at, tl.load(at) + 1)
 
 
@@ -70,7 +70,7 @@ def visited(mask, B, H, M, N, tiles, by_key=False):
     """(B, H, query tiles, key tiles): NEVER, PARTIAL or FULL."""
     p, x = describe(mask, B, H, M, N)
     parts, _, _ = launch.device_values(p, x.extra)
-    lists, listing = launch.visits(p, launch.plan(p), tiles, parts, x.q.device, by_key)
+    lists, listing = launch.tile_lists(p, launch.plan(p), tiles, parts, x.q.device, by_key)
     for one in listing:
         one.run()
     assert bool(listing) == any(not part.interval for part in mask.parts), "lists are for masks that are no intervals"
@@ -239,7 +239,7 @@ def test_lists_are_shared_where_the_mask_does_not_differ():
     for shape in ((1, 1), (2, 1), (1, 3), (2, 3)):
         p, x = describe(tw.Dense(torch.ones(*shape, 64, 64, dtype=torch.bool)), 2, 3, 64, 64)
         parts, _, _ = launch.device_values(p, x.extra)
-        lists, _ = launch.visits(p, launch.plan(p), tiles, parts, x.q.device, by_key=False)
+        lists, _ = launch.tile_lists(p, launch.plan(p), tiles, parts, x.q.device, by_key=False)
         assert lists.ptr.shape == (*shape, 4, 6)
         assert (lists.batch == 0) == (shape[0] == 1)
         assert (lists.head == 0) == (shape[1] == 1)

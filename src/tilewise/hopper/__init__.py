@@ -45,10 +45,10 @@ class Hopper:
             row, name = current_fp32(problem), precision(problem)
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {whose(problem.q.device)}"
         row, back = current(problem)
-        sides = "gradient" if back.sides else "keys"
+        split = "gradient" if back.split_dkdv else "keys"
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {sides}; {whose(problem.q.device)}"
+            f"backward {back.B_r}x{back.B_c}, split by {split}; {whose(problem.q.device)}"
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:

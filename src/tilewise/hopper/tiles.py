@@ -20,9 +20,9 @@ class Forward(NamedTuple):
     B_c: int
     q_stages: int
     kv_stages: int
-    turns: bool
-    draw_early: bool
-    split: int
+    pingpong: bool
+    fetch_early: bool
+    wait_pv: int
     registers: int
 
     @property
@@ -32,13 +32,13 @@ class Forward(NamedTuple):
 
 
 FORWARD = {
-    64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=0, registers=160),
-    (64, "masked"): Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
-    (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
-    128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
-    (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
-    (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
-    256: Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=240),
+    64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
+    (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
+    (64, "two"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
+    128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
+    (128, "rich"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
+    256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
 
 
@@ -49,14 +49,14 @@ class Backward(NamedTuple):
     B_c: int
     q_stages: int
     do_stages: int
-    sides: bool
+    split_dkdv: bool
 
 
 BACKWARD = {
-    64: Backward(128, 128, 2, 2, sides=False),
-    (64, "rich"): Backward(64, 128, 2, 2, sides=False),
-    128: Backward(64, 128, 2, 2, sides=False),
-    256: Backward(64, 64, 2, 1, sides=True),
+    64: Backward(128, 128, 2, 2, split_dkdv=False),
+    (64, "rich"): Backward(64, 128, 2, 2, split_dkdv=False),
+    128: Backward(64, 128, 2, 2, split_dkdv=False),
+    256: Backward(64, 64, 2, 1, split_dkdv=True),
 }
 
 
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     type: torch.dtype
     pieces: int
     """Counts the pieces per number."""
-    raised: int
+    p_scale_log2: int
     """Scales P by 2^raised, to fill the type's range."""
 
 
@@ -78,9 +78,9 @@ class Fp32Forward(NamedTuple):
 
     B_c: int
     kv_stages: int
-    q_apart: bool
-    turns: bool
-    split: int
+    q_separate: bool
+    pingpong: bool
+    wait_pv: int
     registers: int
     paired: bool = False
 
@@ -91,10 +91,10 @@ class Fp32Forward(NamedTuple):
 
 
 FP32_FORWARD: dict[Any, Fp32Forward] = {
-    (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
-    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=False, split=1, registers=240),
-    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=True, split=1, registers=240),
-    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240, paired=True),
+    (64, "fp16x3"): Fp32Forward(128, 2, q_separate=True, pingpong=True, wait_pv=1, registers=240),
+    (64, "bf16x6"): Fp32Forward(64, 2, q_separate=True, pingpong=False, wait_pv=1, registers=240),
+    (128, "fp16x3"): Fp32Forward(64, 2, q_separate=False, pingpong=True, wait_pv=1, registers=240),
+    (128, "bf16x6"): Fp32Forward(32, 2, q_separate=False, pingpong=False, wait_pv=0, registers=240, paired=True),
 }
 
 

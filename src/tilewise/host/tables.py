@@ -45,7 +45,7 @@ def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> M
     return {name: table | _rows(path, name, table, found.get(name, {}), allowed) for name, table in tables.items()}
 
 
-def whose(device: torch.device) -> str:
+def source_of_rows(device: torch.device) -> str:
     """Say where this device's tile sizes come from."""
     path = os.environ.get(VARIABLE)
     if not path:

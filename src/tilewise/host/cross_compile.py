@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 
-class Elsewhere:
+class TargetDriver:
     """A Triton driver for a chip that is not installed. It can compile, but not launch."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -34,7 +34,7 @@ def use_target(name: str) -> None:
 
     Call it once per process: Triton keeps kernels by device number, so a second chip would get those of the first.
     """
-    chip: Any = Elsewhere(gpu_target(name))
+    chip: Any = TargetDriver(gpu_target(name))
     driver.set_active(chip)
 
 

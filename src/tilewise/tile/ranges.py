@@ -8,7 +8,7 @@ import triton.language as tl
 from .masks import key_tiles, query_tiles, visible
 
 
-class Visits(NamedTuple):
+class TileLists(NamedTuple):
     """Address the lists of tiles for masks that are no intervals. Each (batch, head, tile) has how many are partial and
     full, then which."""
 
@@ -24,7 +24,7 @@ class Variant(NamedTuple):
     mask: tuple
     scores: tuple
     dropout: object
-    visits: object
+    lists: object
 
 
 class Place(NamedTuple):
@@ -40,18 +40,18 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def list_at(visits, b, h, t):
+def list_at(lists, b, h, t):
     """Return the address of the list of tile t."""
-    if visits is None:
+    if lists is None:
         return 0
     else:
-        return visits.ptr + (b.to(tl.int64) * visits.batch + h.to(tl.int64) * visits.head + t.to(tl.int64) * visits.row)
+        return lists.ptr + (b.to(tl.int64) * lists.batch + h.to(tl.int64) * lists.head + t.to(tl.int64) * lists.row)
 
 
 @triton.jit
 def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
     """Return positions (lo, full_lo, full_hi, hi) of the key tiles that the rows from i0 on see."""
-    if variant.visits is None:
+    if variant.lists is None:
         last = tl.minimum(place.i0 + B_R, place.M) - 1
         first = place.i0 + place.shift
         return key_tiles(variant.mask, place.b, first, last + place.shift, place.N, B_C)
@@ -62,7 +62,7 @@ def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
 @triton.jit
 def query_range(variant, lists, b, j0, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
     """Return positions of the query tiles that see the keys from j0 on."""
-    if variant.visits is None:
+    if variant.lists is None:
         return query_tiles(variant.mask, b, j0, tl.minimum(j0 + B_C, N) - 1, M, N - M, B_R)
     else:
         return list_range(lists)
@@ -77,26 +77,28 @@ def list_range(at):
 
 
 @triton.jit
-def tile_at(visits, at, x):
+def tile_at(lists, at, x):
     """Return the tile at position x."""
-    if visits is None:
+    if lists is None:
         return x
     else:
         return tl.load(at + 2 + x)
 
 
 @triton.jit
-def partial_at(visits, at, x, lo, full_lo, full_hi):
+def partial_at(lists, at, x, lo, full_lo, full_hi):
     """Return the x-th tile outside [full_lo, full_hi)."""
-    return tile_at(visits, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
+    return tile_at(lists, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
 @triton.jit(do_not_specialize=["visits", "mask", "M", "N", "heads", "tiles", "across"])
-def list_tiles(visits, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr):
+def attention_list_tiles(
+    lists, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
+):
     """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
-    at = list_at(visits, b, h, t)
+    at = list_at(lists, b, h, t)
     partial, full = 0, 0
     for want_full in tl.static_range(2):
         for x in range(across):

@@ -22,39 +22,39 @@ try:
 except ImportError:  # on Windows, without locks
     fcntl = None
 
-PATIENCE = 120.0
+LOCK_TIMEOUT = 120.0
 """Seconds that a process waits for another's lock; then it compiles the kernel itself."""
-PAUSE = 0.02
+LOCK_POLL = 0.02
 """Seconds between two attempts to lock."""
 
 Result = TypeVar("Result")
 
 
-def once(name: str, start: Callable[[], Result]) -> Result:
+def compile_once(name: str, start: Callable[[], Result]) -> Result:
     """Call `start`, which launches the kernel of that name, and compiles it if Triton's cache lacks it.
 
     If the cache is not writable, warn, and use a temporary folder for this process.
     """
     folder = str(knobs.cache.dir)
     try:
-        return _in_turn(name, start)
+        return _call_locked(name, start)
     except OSError as error:
         if writable(folder):
             raise
         if folder == knobs.cache.dir:  # else another thread has changed it already
-            _take_own_folder(folder, error)
-        return _in_turn(name, start)
+            _use_temporary_cache(folder, error)
+        return _call_locked(name, start)
 
 
-def _in_turn(name: str, start: Callable[[], Result]) -> Result:
+def _call_locked(name: str, start: Callable[[], Result]) -> Result:
     if active_mode.get() is not None:  # the caller uses triton.AsyncCompileMode
         return start()
     with ExitStack() as held:  # hold the lock until the kernel has run, as its first run also builds its launcher
-        held.callback(active_mode.reset, active_mode.set(_Turn(name, held)))  # type: ignore[arg-type]
+        held.callback(active_mode.reset, active_mode.set(_LockedCompiler(name, held)))  # type: ignore[arg-type]
         return start()
 
 
-class _Turn:
+class _LockedCompiler:
     """Triton submits a kernel here that this process has not loaded, as it would to its AsyncCompileMode."""
 
     def __init__(self, name: str, held: ExitStack) -> None:
@@ -94,16 +94,16 @@ def locked(path: str) -> Iterator[None]:
         yield
         return
     with file:
-        end = time.monotonic() + PATIENCE
-        while not _taken(file) and time.monotonic() < end:
-            time.sleep(PAUSE)
+        end = time.monotonic() + LOCK_TIMEOUT
+        while not _try_lock(file) and time.monotonic() < end:
+            time.sleep(LOCK_POLL)
         try:
             yield
         finally:
             _release(file)
 
 
-def _taken(file: Any) -> bool:
+def _try_lock(file: Any) -> bool:
     """Try to lock. Return True if it worked, or if files cannot be locked here."""
     if fcntl is None:
         return True
@@ -135,13 +135,13 @@ def writable(folder: str) -> bool:
         return False
 
 
-OWN: list[tempfile.TemporaryDirectory[str]] = []
+TEMPORARY_CACHE: list[tempfile.TemporaryDirectory[str]] = []
 """The temporary folder that replaces a cache that is not writable; it is deleted when the process ends."""
 
 
-def _take_own_folder(folder: str, error: OSError) -> None:
-    OWN.append(tempfile.TemporaryDirectory(prefix="tilewise-kernels-"))
-    knobs.cache.dir = OWN[-1].name
+def _use_temporary_cache(folder: str, error: OSError) -> None:
+    TEMPORARY_CACHE.append(tempfile.TemporaryDirectory(prefix="tilewise-kernels-"))
+    knobs.cache.dir = TEMPORARY_CACHE[-1].name
     warnings.warn(
         f"Triton's cache {folder} cannot be written ({error}), so this process compiles every kernel for itself; "
         "set TRITON_CACHE_DIR to a folder that can",

@@ -24,7 +24,7 @@ from ..backend import select
 from ..problem import Operands, Spec, Unsupported
 from ..warm import Call, Kernel
 from .elsewhere import use_target
-from .launch import FORESEEN, Launch
+from .launch import RECORDED, Launch
 from .once import cached, digest, lock_of, locked, writable
 
 
@@ -39,31 +39,31 @@ class Entry(NamedTuple):
 def launches(call: Call) -> list[Launch]:
     """Record the launches of a call: run its back end's forward and backward on tensors without memory."""
     p = call.problem
-    x = Operands(*(stand_in(spec) for spec in p[1:4]), tuple(stand_in(spec) for spec in p.extra))  # type: ignore
+    x = Operands(*(meta_tensor(spec) for spec in p[1:4]), tuple(meta_tensor(spec) for spec in p.extra))  # type: ignore
     seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
     found: list[Launch] = []
-    token = FORESEEN.set(found)
+    token = RECORDED.set(found)
     try:
         backend = select(p)
         saved = backend.forward(p, x, seed)
         if call.wanted is not None:
             p = p._replace(wanted=call.wanted)
-            do = stand_in(Spec.of(saved.o)._replace(aligned=call.aligned))
+            do = meta_tensor(Spec.of(saved.o)._replace(aligned=call.aligned))
             for dlse in (None, saved.lse)[: 1 + call.lse]:
                 backend.backward(p, x, saved, do, dlse)
     finally:
-        FORESEEN.reset(token)
+        RECORDED.reset(token)
     return found
 
 
-def stand_in(spec: Spec) -> Tensor:
+def meta_tensor(spec: Spec) -> Tensor:
     """Return a meta tensor of this shape, these strides and this alignment."""
     reach = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
     memory = torch.empty(max(0, reach) + 2, dtype=spec.dtype, device="meta")
     return memory.as_strided(spec.shape, spec.stride, 0 if spec.aligned else 1)
 
 
-class Listing:
+class KernelRecorder:
     """It records the kernels that Triton wants compiled, and compiles none.
 
     Triton calls `submit`, as it would on its AsyncCompileMode.
@@ -85,7 +85,7 @@ class Listing:
 @lru_cache(256)
 def kernels(call: Call) -> dict[str, Entry]:
     """Return the kernels of a call by their hashes."""
-    listing: Any = Listing()
+    listing: Any = KernelRecorder()
     token = active_mode.set(listing)
     try:
         for launch in launches(call):
@@ -95,7 +95,7 @@ def kernels(call: Call) -> dict[str, Entry]:
     return listing.found
 
 
-def foresee(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
+def list_kernels(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
     """Return a call's kernels, and those of calls that differ from it (`Call.others`).
 
     The second result maps each difference to names of kernels by their hashes.
@@ -106,10 +106,10 @@ def foresee(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
     for what, other in call.others():
         with suppress(Unsupported):  # such a call is refused, so it compiles nothing
             others.setdefault(what, {}).update((hash, entry.name) for hash, entry in kernels(other).items())
-    return [Kernel(entry.name, hash, there(entry)) for hash, entry in kernels(call).items()], others
+    return [Kernel(entry.name, hash, is_cached(entry)) for hash, entry in kernels(call).items()], others
 
 
-def there(entry: Entry) -> bool:
+def is_cached(entry: Entry) -> bool:
     """Tell whether Triton's cache has the kernel."""
     return cached(entry.key, entry.name)
 
@@ -118,7 +118,7 @@ def compile_one(call: Call, hash: str) -> float | None:
     """Compile one kernel of a call. Return the seconds it took, or None if another process was faster."""
     entry, begin = kernels(call)[hash], time.perf_counter()
     with locked(lock) if (lock := lock_of(entry.key)) else nullcontext():
-        if there(entry):
+        if is_cached(entry):
             return None
         build_launcher(entry.compile())
     return time.perf_counter() - begin
@@ -140,7 +140,7 @@ def build_launcher(kernel: Any) -> None:
     nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {"foresee": foresee, "compile": compile_one}
+REQUESTS: dict[str, Callable[..., Any]] = {"foresee": list_kernels, "compile": compile_one}
 
 
 def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
