@@ -126,7 +126,7 @@ def keys() -> dict[str, Any]:
         run("sm_90", there)
         foreseen = {kernel.hash: kernel.name for kernel in kernels}
         unforeseen = {what: sorted({n for h, n in by.items() if h not in foreseen}) for what, by in others.items()}
-        found[name] = {"asked": sorted(asked), "foreseen": foreseen, "unforeseen": unforeseen}
+        found[name] = {"asked": sorted(asked), "listed": foreseen, "unforeseen": unforeseen}
     once._Turn.submit = submit  # type: ignore[method-assign]
     return found
 

@@ -18,7 +18,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POSITIONS = 41
 
 module = importlib.import_module("tilewise.rotary")  # not the function that the package exports by that name
-rotary, rotary_qk, Turn = module.rotary, module.rotary_qk, module.Turn
+rotary, rotary_qk, Rotation = module.rotary, module.rotary_qk, module.Rotation
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -243,10 +243,10 @@ def test_nothing_to_turn(form, shape):
 def test_kernel_clamps_positions(offset):
     x, (cos, sin) = random(1, 4, 2, 8), tables(8)
     position = (torch.arange(4) + offset).clamp(0, POSITIONS - 1)[None]
-    (y,) = module._by_kernel([x], Turn(cos, sin, None, None, offset, False))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, None, None, offset, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
-    assert torch.equal(y, module._in_torch(x, Turn(cos, sin, None, None, offset, False)))
-    (y,) = module._by_kernel([x], Turn(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
+    assert torch.equal(y, module._in_torch(x, Rotation(cos, sin, None, None, offset, False)))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
 
 
@@ -255,7 +255,7 @@ def test_kernel_clamps_positions(offset):
 def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
     x, (cos, sin) = random(6, 2, 8), tables(8)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    (y,) = module._by_kernel([x], Turn(cos, sin, None, cu_seqlens, 0, False))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
     norms = [module.pairs(t, 8, False) for t in (x, y)]
     before, after = (first.square() + second.square() for first, second in norms)
     torch.testing.assert_close(after, before)  # each row turned by some row of the tables
@@ -275,7 +275,7 @@ def test_kernel_addresses_beyond_32_bits(dimension, monkeypatch):
     x = memory.as_strided(shape, strides)
     x.copy_(random(*shape))
     for R in (2, 4):
-        turn = Turn(*tables(R), None, None, 3, False)
+        turn = Rotation(*tables(R), None, None, 3, False)
         (y,) = module._by_kernel([x], turn)
         assert torch.equal(y, module._in_torch(x.contiguous(), turn))
 

@@ -71,7 +71,7 @@ def test_a_revision_from_before_a_move_has_the_same_states(package, monkeypatch)
 
 
 def test_a_change_reaches_the_kernels_that_call_it_and_no_others(package):
-    edit(package / "hopper/backward/deterministic.py", "def wait_turn(", "def wait_turn(more, ")
+    edit(package / "hopper/backward/deterministic.py", "def wait_dq_semaphore(", "def wait_dq_semaphore(more, ")
     sizes = ("backward D128", "backward D256", "backward D64", "fp32 backward D128", "fp32 backward D64")
     assert changed(package) == [f"hopper {name}" for name in sizes]
 

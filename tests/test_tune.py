@@ -66,8 +66,8 @@ def test_rows_that_only_dropout_reads_are_measured_with_it(monkeypatch):
     monkeypatch.setattr(tune, "target_of", lambda device: "sm_90")
     cpu = torch.device("cpu")
     for slot in tune.slots(cpu, tune.cases(cpu)):
-        assert all(case.dropout for case in slot.cases) == slot.title.endswith("rich")
-        assert any(case.dropout for case in slot.cases) == slot.title.endswith("rich")
+        assert all(case.dropout for case in slot.cases) == slot.title.endswith("scores")
+        assert any(case.dropout for case in slot.cases) == slot.title.endswith("scores")
 
 
 def made_up(*candidates):
@@ -162,12 +162,12 @@ def test_a_card_that_a_file_does_not_know_keeps_the_packages_rows(tmp_path, monk
     monkeypatch.setenv(tables.VARIABLE, str(path))
     monkeypatch.setattr(tables, "card", lambda device: "another card")
     assert plan().forward == portable.FORWARD["interpreter", 4, 256]
-    assert tables.whose(torch.device("cpu")) == f"rows of the package, none for this card in {path}"
+    assert tables.source_of_rows(torch.device("cpu")) == f"rows of the package, none for this card in {path}"
 
 
 def test_without_the_variable_nothing_is_read():
     assert tables.in_use("triton", portable.TABLES, torch.device("cpu")) is portable.TABLES
-    assert tables.whose(torch.device("cpu")) == "rows of the package"
+    assert tables.source_of_rows(torch.device("cpu")) == "rows of the package"
 
 
 BROKEN = {
@@ -223,7 +223,7 @@ HOPPERS = {
     "q_stages": 0,
     "kv_stages": 9,
     "do_stages": -1,
-    "split": 4,
+    "wait_pv": 4,
     "registers": 161,
 }
 

@@ -34,16 +34,18 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     found = elsewhere("keys")
     assert len(found) == 18
     for name, call in found.items():
-        assert set(call["foreseen"]) == set(call["asked"]), name
-    assert "fp32_backward" in found["fp32"]["foreseen"].values()
-    assert "dbias" in found["rich triton"]["foreseen"].values()
+        assert set(call["listed"]) == set(call["asked"]), name
+    assert "fp32_backward" in found["fp32"]["listed"].values()
+    assert "attention_backward_dbias" in found["rich triton"]["listed"].values()
     anew = found["causal triton"]["unforeseen"]
     assert not anew["other lengths"]
     assert not anew["another batch size"]
     assert not anew["q, k and v as parts of one tensor"]
-    assert anew["q, k or v off a 16-byte boundary"] == ["dkdv", "dq", "forward"]
+    assert anew["q, k or v off a 16-byte boundary"] == [
+        f"attention_{name}" for name in ("backward_dkdv", "backward_dq", "forward")
+    ]
     assert anew["a gradient of lse (return_lse)"] == ["delta"]
-    assert found["causal"]["unforeseen"]["other lengths"] == ["backward", "forward"]
+    assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward", "attention_forward"]
     assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["prepare"]
 
 
@@ -53,18 +55,18 @@ def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_p
     result = CliRunner().invoke(app, ["warm", *options.split()])
     assert result.exit_code == 0, result.output
     (kernel,) = json.loads(result.stdout)["kernels"]
-    assert kernel["name"] == "forward"
+    assert kernel["name"] == "attention_forward"
     assert kernel["seconds"] > 0.0
 
     again = tw.warm(SMALL, SMALL, SMALL, device="sm_80", backward=False)
     assert [one.found for one in again.kernels] == [True]
     assert again.kernels[0].hash == kernel["hash"]
-    assert str(again).splitlines()[1].split() == ["forward", "found"]
+    assert str(again).splitlines()[1].split() == ["attention_forward", "found"]
     assert "q, k or v off a 16-byte boundary" not in again.unforeseen, "rows of 16 entries are copied then"
 
     found = elsewhere("ranks", str(tmp_path))
     (first_call,) = found["warmed"]
-    assert first_call == {"compiled": [], "found": ["forward"]}
+    assert first_call == {"compiled": [], "found": ["attention_forward"]}
     for name, finish, compile in (
         ("together", 8, 1), ("again", 2, 0), ("killed", 3, 1), ("unwritable", 2, 2), ("no locks", 2, 2),
     ):  # fmt: skip
@@ -118,7 +120,7 @@ def test_kernels_that_do_not_compile_are_named_when_the_others_are_done(monkeypa
     done = []
 
     def ask(self, request, call, hash=None):
-        if request == "foresee":
+        if request == "list_kernels":
             return [module.Kernel(name, name, name == "there") for name in ("good", "there", "bad", "fine")], {}
         if hash == "bad":
             raise RuntimeError("CompilationError: no")
@@ -135,7 +137,7 @@ def test_further_calls_differ_in_their_options(monkeypatch):
     seen = []
 
     def ask(self, request, call, hash=None):
-        if request == "foresee":
+        if request == "list_kernels":
             seen.append(call)
             return [module.Kernel("forward", "one", True)], {"other lengths": {"one": "forward", "two": "backward"}}
         return None

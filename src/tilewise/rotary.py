@@ -356,6 +356,6 @@ def _check_contents(x: Tensor, rotation: Rotation) -> None:
     rows = positions(x, rotation)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < rotation.cos.shape[0]:
         raise ValueError(
-            f"positions must lie in [0, {rotation.cos.shape[0]}), the rows of cos and sin, but run from {int(rows.min())} "
-            f"to {int(rows.max())}; make the tables longer, or change offsets"
+            f"positions must lie in [0, {rotation.cos.shape[0]}), the rows of cos and sin, but run from "
+            f"{int(rows.min())} to {int(rows.max())}; make the tables longer, or change offsets"
         )

@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Warmed:
-    """The result of `warm`: the kernels, and what it could not foresee. It prints as a table."""
+    """The result of `warm`: the kernels, and what it could not list_kernels. It prints as a table."""
 
     kernels: tuple[Kernel, ...]
     unforeseen: dict[str, tuple[str, ...]]
@@ -185,7 +185,7 @@ def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch
         needed: dict[str, tuple[Call, Kernel]] = {}
         others: list[tuple[str, dict[str, str]]] = []
         for call in calls:
-            kernels, elsewhere = workers.ask("foresee", call)
+            kernels, elsewhere = workers.ask("list_kernels", call)
             needed |= {kernel.hash: (call, kernel) for kernel in kernels if kernel.hash not in needed}
             others += elsewhere.items()
         unforeseen: dict[str, tuple[str, ...]] = {}

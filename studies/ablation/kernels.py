@@ -16,16 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.hopper.forward.kernel import write
-from tilewise.hopper.forward.queries import is_partial, key_tile, query_tile, loop_of
+from tilewise.hopper.forward.queries import is_partial, key_tile, loop_of, query_tile
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
 from tilewise.hopper.parts.channel import Channel, barriers, expect, stage, wait
 from tilewise.tile.blocks import block, dot, load_rows, store_rows
 from tilewise.tile.masks import OPEN, Part, everywhere, visible
+from tilewise.tile.ranges import query_range, tile_at
 from tilewise.tile.rows import row_values
 from tilewise.tile.schedule import assign
 from tilewise.tile.softmax import finalize, online_softmax
-from tilewise.tile.ranges import query_range, tile_at
 
 
 @triton.jit

@@ -103,7 +103,9 @@ def main(only: str | None = None) -> Iterator[dict[str, Any]]:
         for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if kernel.endswith("attention_backward_dbias" if name == "biased" else ("forward", "backward")):
+                if kernel.endswith(
+                    "attention_backward_dbias" if name == "biased" else ("attention_forward", "attention_backward")
+                ):
                     yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 

@@ -38,7 +38,7 @@ def main() -> Iterator[dict[str, Any]]:
     use_target("sm_90")
     for waits in (True, False):
         memory = meta(128, dtype=torch.int64), meta(1, dtype=torch.int32)
-        compiled = control.hand_over.warmup(*memory, WAITS=waits, grid=(1,), num_warps=4)
+        compiled = control.send_dq.warmup(*memory, WAITS=waits, grid=(1,), num_warps=4)
         yield {"kernel": compiled.metadata.name, "events": events(compiled.asm["ptx"])}
 
 

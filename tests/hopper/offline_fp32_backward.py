@@ -68,7 +68,9 @@ def main() -> Iterator[dict[str, Any]]:
             for call in calls:
                 made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
                 compiled = made["attention_backward_fp32"].compile()
-                yield {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
+                yield {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"} | read_hopper(
+                    compiled
+                )
 
 
 if __name__ == "__main__":

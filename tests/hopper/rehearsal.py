@@ -14,13 +14,13 @@ from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.masks import Part
+from tilewise.tile.ranges import TileLists, Variant
 from tilewise.tile.rows import Packed, Unused
-from tilewise.tile.ranges import Variant, TileLists
 
 
-def weights(S, logs, place, j0, edge, *_):
+def weights(S, logs, place, j0, partial, *_):
     """In place of the softmax: whether it is asked for the mask, and where."""
-    pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), bool(edge))
+    pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), bool(partial))
     return Numbers()
 
 
@@ -57,11 +57,11 @@ INSTEAD["tilewise.hopper.forward.softmax"] = {"masked": masked, "row_max": pair}
 INSTEAD["tilewise.hopper.parts.ragged"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
 INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"dropout_words": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.backward.gradients"] = {
-    "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
+    "tile_probabilities": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
 INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
 INSTEAD["tilewise.hopper.fp32.backward"] = {"store_gradient": store_gradient}
-INSTEAD["tilewise.hopper.fp32.backward_products"] = {"cut": lambda x, PIECES: (x,) * PIECES}
+INSTEAD["tilewise.hopper.fp32.backward_products"] = {"split_registers": lambda x, PIECES: (x,) * PIECES}
 
 
 class Rehearsal(NamedTuple):
@@ -84,7 +84,7 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
-    kernel = functions("tilewise.hopper.forward.kernel")["forward"]
+    kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
     end = Unused((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
     perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
@@ -98,20 +98,20 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     shape = type(made)(*map(Scalar, made._replace(section=section)))
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
-    turns = turns_given(p, packed, variant, tile, shape) if tile.SEMAPHORE_TILES else None
-    shares = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
+    dq_semaphore = semaphore_given(p, packed, variant, tile, shape) if tile.SEMAPHORE_TILES else None
+    gqa_sums = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
     counter = Pointer([0, 0])
     q, do = (Box(name, 2 * tile.D * tile.B_R) for name in ("q", "do"))
     k, v = (Box(name, 2 * tile.D * (64 if fp32 else tile.B_C)) for name in ("k", "v"))
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
     done = Pointer([0] * heads)
-    end = shares, counter, turns, packed, variant, 1.0, 1.0, shape, tile
+    end = gqa_sums, counter, dq_semaphore, packed, variant, 1.0, 1.0, shape, tile
     if fp32:
         kernel = functions("tilewise.hopper.fp32.backward")["attention_backward_fp32"]
         arguments = q, k, v, do, L, D, Numbers(), dQ, done, dK, dV, *end
     else:
-        kernel = functions("tilewise.hopper.backward.kernel")["backward"]
+        kernel = functions("tilewise.hopper.backward.kernel")["attention_backward"]
         ready = None if tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
         arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
     perform(kernel, arguments, counter)
@@ -179,12 +179,12 @@ def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:
     return TileLists(Pointer(numbers), Scalar(0), Scalar(len(numbers) // H), Scalar(size))
 
 
-def turns_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
+def semaphore_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
     """Who adds first, as the kernel before says."""
-    turns = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
-    give = functions("tilewise.hopper.backward.deterministic")["init_dq_semaphore"]
+    dq_semaphore = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
+    give = functions("tilewise.hopper.backward.deterministic")["attention_backward_init_semaphore"]
     sizes = shape.M, shape.N, shape.H, shape.tiles, shape.blocks
     for n in range(p.B * p.H * int(shape.tiles)):
         pretend.world.here.role = (n,)
-        give(turns, packed, variant, *sizes, tile.B_R, tile.B_C, tile.SEMAPHORE_TILES)
-    return turns
+        give(dq_semaphore, packed, variant, *sizes, tile.B_R, tile.B_C, tile.SEMAPHORE_TILES)
+    return dq_semaphore

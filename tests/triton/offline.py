@@ -67,7 +67,7 @@ class Call(NamedTuple):
     kernels: tuple[str, ...]
 
 
-WALKS = ("forward", "dkdv", "dq")
+WALKS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
 """The kernels that walk tiles."""
 
 
@@ -77,19 +77,24 @@ def calls(target: str) -> Iterator[Call]:
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
-        yield Call("plain", half, D, (*WALKS, "delta"))
+        yield Call("plain", half, D, (*WALKS, "attention_backward_delta"))
     yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
-    yield Call("listed", half, 64 if old else 128, ("list_tiles", "renormalize", "dbias"))
+    yield Call(
+        "listed",
+        half,
+        64 if old else 128,
+        ("attention_list_tiles", "attention_backward_renormalize", "attention_backward_dbias"),
+    )
     if target in ("sm_86", "sm_120"):  # with little shared memory
-        yield Call("biased", half, 128, ("dbias",))
+        yield Call("biased", half, 128, ("attention_backward_dbias",))
     if target in MAIN:
         yield Call("full", half, 64, WALKS)
-        yield Call("biased", half, 256, ("dbias",))
+        yield Call("biased", half, 256, ("attention_backward_dbias",))
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
-        yield Call("listed", half, 64, (*WALKS, "dbias"))
+        yield Call("listed", half, 64, (*WALKS, "attention_backward_dbias"))
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, WALKS)
         yield Call("ieee", torch.float32, 128, WALKS)

@@ -33,37 +33,55 @@ class Kernel(NamedTuple):
 
 
 HOPPER, PORTABLE = "hopper/tiles.py", "triton/tiles.py"
-BACKWARD = ("triton/backward.py:delta", "triton/backward.py:dkdv", "triton/backward.py:dq")
+BACKWARD = (
+    "triton/backward.py:attention_backward_delta",
+    "triton/backward.py:attention_backward_dkdv",
+    "triton/backward.py:attention_backward_dq",
+)
 KERNELS = {
-    "hopper forward": Kernel(("hopper/forward/kernel.py:forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)),
+    "hopper forward": Kernel(
+        ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
+    ),
     "hopper backward": Kernel(
-        ("hopper/backward/kernel.py:backward", "hopper/backward/preprocess.py:prepare",
-         "hopper/backward/postprocess.py:finish", "hopper/backward/deterministic.py:give_turns"),
+        (
+            "hopper/backward/kernel.py:attention_backward",
+            "hopper/backward/preprocess.py:attention_backward_preprocess",
+            "hopper/backward/postprocess.py:attention_backward_postprocess",
+            "hopper/backward/deterministic.py:attention_backward_init_semaphore",
+        ),
         (f"{HOPPER}:BACKWARD",),
     ),
     "hopper fp32 forward": Kernel(
-        ("hopper/fp32/forward.py:fp32_forward", "hopper/fp32/split.py:split", "tile/schedule.py:assign"),
+        (
+            "hopper/fp32/forward.py:attention_forward_fp32",
+            "hopper/fp32/split.py:attention_split_fp32",
+            "tile/schedule.py:assign",
+        ),
         (f"{HOPPER}:FP32_FORWARD", f"{HOPPER}:KINDS"),
     ),
     "hopper fp32 backward": Kernel(
-        ("hopper/fp32/backward.py:fp32_backward", "hopper/fp32/preprocess.py:fp32_prepare",
-         "hopper/backward/postprocess.py:finish", "hopper/fp32/split.py:split",
-         "hopper/backward/deterministic.py:give_turns"),
+        (
+            "hopper/fp32/backward.py:attention_backward_fp32",
+            "hopper/fp32/preprocess.py:attention_backward_preprocess_fp32",
+            "hopper/backward/postprocess.py:attention_backward_postprocess",
+            "hopper/fp32/split.py:attention_split_fp32",
+            "hopper/backward/deterministic.py:attention_backward_init_semaphore",
+        ),
         ("hopper/fp32_backward_launch.py:ROWS", f"{HOPPER}:KINDS"),
     ),
-    "triton forward": Kernel(("triton/forward.py:forward",), (f"{PORTABLE}:FORWARD",)),
+    "triton forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
-    "triton fp32 forward": Kernel(("triton/forward.py:forward",), (f"{PORTABLE}:FORWARD",)),
+    "triton fp32 forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton fp32 backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
-    "gradient of a bias": Kernel(("tile/bias.py:dbias",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),
-    "lists of tiles": Kernel(("tile/visits.py:list_tiles",)),
-    "sums beside a bias": Kernel(("tile/renormalize.py:renormalize",)),
-    "rotary": Kernel(("tile/rotary.py:rotate",)),
+    "gradient of a bias": Kernel(("tile/bias.py:attention_backward_dbias",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),
+    "lists of tiles": Kernel(("tile/ranges.py:attention_list_tiles",)),
+    "sums beside a bias": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
+    "rotary": Kernel(("tile/rotary.py:rotary_embedding",)),
     "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),
     "ablation": Kernel(("studies/ablation/kernels.py:*",)),
     "cpu": Kernel(("cpu/fused.py:*", "cpu/sequences.py:*", "cpu/tiled.py:*")),
-}  # fmt: skip
+}
 """By name. Those with tables have a state for each head size that has rows: "hopper forward D64"."""
 ON_CPU = ("cpu", "fp16 sums, emulated")
 """The others are of GPUs, and those whose names begin with hopper of sm_90 alone."""
@@ -80,11 +98,31 @@ EARLIER = {
     "hopper/fp32/split.py": "hopper/pieces.py",
     "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
     "hopper/parts/scores.py": "hopper/scores.py",
+    "tile/ranges.py": "tile/visits.py",
     "studies/accumulation/forward.py": "experimental/forward.py",
     "studies/accumulation/rounded.py": "experimental/rounded.py",
     "studies/ablation/kernels.py": "bench/ablation_kernels.py",
 }
 """Where a file stood before it moved: there earlier revisions have it."""
+RENAMED = {
+    "attention_backward": "backward",
+    "attention_backward_dbias": "dbias",
+    "attention_backward_delta": "delta",
+    "attention_backward_dkdv": "dkdv",
+    "attention_backward_dq": "dq",
+    "attention_backward_fp32": "fp32_backward",
+    "attention_backward_init_semaphore": "give_turns",
+    "attention_backward_postprocess": "finish",
+    "attention_backward_preprocess": "prepare",
+    "attention_backward_preprocess_fp32": "fp32_prepare",
+    "attention_backward_renormalize": "renormalize",
+    "attention_forward": "forward",
+    "attention_forward_fp32": "fp32_forward",
+    "attention_list_tiles": "list_tiles",
+    "attention_split_fp32": "split",
+    "rotary_embedding": "rotate",
+}
+"""What a kernel was called before: earlier revisions have it under that name."""
 VALUES = {
     "mask": (("tile/masks.py",), ("keep", "keys", "queries")),
     "score": (
@@ -191,8 +229,9 @@ class Source:
         file, _, name = pattern.partition(":")
         path, (start, star, end) = self.path(file), name.partition("*")
         own = [n for n, node in self.module(path).items() if not isinstance(node, tuple)]
-        fits = (n for n in own if (n.startswith(start) and n.endswith(end) if star else n == name))
-        return [(path, n) for n in sorted(fits)]
+        if not star:
+            return [(path, n) for n in (name, RENAMED.get(name)) if n in own][:1]
+        return [(path, n) for n in sorted(own) if n.startswith(start) and n.endswith(end)]
 
     def digest(self, of: Definition) -> str:
         """Of a definition, with all that it reaches."""

@@ -12,7 +12,7 @@ import tilewise as tw
 from ..backend import ORDER, load
 from ..bench.results import device_name, versions
 from ..describe import describe
-from ..host.tables import whose
+from ..host.tables import source_of_rows
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
 
@@ -47,7 +47,7 @@ def gather() -> dict[str, Any]:
         "versions": versions() | {"system": f"{platform.system()} {platform.machine()}"},
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
         "backends": {name: {str(d): load(name).why_not(probes[d]) for d in devices} for name in ORDER},
-        "tiles": {str(d): whose(d) for d in devices},
+        "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unused
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
-from .backward.deterministic import init_dq_semaphore
+from .backward.deterministic import attention_backward_init_semaphore
 from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
 from .descriptors import PIECE, TYPES, Descriptor, vector
@@ -180,7 +180,7 @@ def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | No
         Split(rows(p, x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
     )
     arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
-    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "AHEAD": True, "num_warps": 8}
+    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "PDL": True, "num_warps": 8}
     return Launch(attention_split_fp32, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, saved is None)
 
 
@@ -210,7 +210,7 @@ def preprocess_launch(
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
-        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "AHEAD": True,
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "PDL": True,
         "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
@@ -219,25 +219,24 @@ def preprocess_launch(
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """Return the main kernel's launch, and before it one that lists tiles or orders the sums of dQ, if needed."""
-    row, D, kind, query_tiles, key_tiles, *_, of_walk = sizes_of(p)
+    row, D, kind, query_tiles, key_tiles, *_, per_program = sizes_of(p)
     where, (M, N) = packed(p, x), lengths(p)
     parts, _, _ = pl.values or device_values(p, x.extra)
     lists, listing = tile_lists(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, (), None, lists)
-    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // of_walk
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // per_program
     masked_loop = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(
-        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, masked_loop, semaphore_tiles(p, split_dkdv=False), of_walk,
-        p.H // p.H_k // of_walk, row.sync_groups,
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, masked_loop,
+        semaphore_tiles(p, split_dkdv=False), per_program, p.H // p.H_k // per_program, row.sync_groups,
     )  # fmt: skip
     if p.recipe.deterministic:
         order = scratch.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": tile.SEMAPHORE_TILES}
-        listing = [Launch(init_dq_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
-    cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
-    section = even_section(
-        heads, max(1, 2 * processors(p.q.device) // tiles, cached)
-    )  # two tiles a multiprocessor, or more
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
+        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
+    cached = CACHED_QUERIES // (per_program * p.M * D * 4 * (kind.pieces + 1))
+    least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
+    section = even_section(heads, least)
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),

@@ -31,7 +31,7 @@ from ..tile.ranges import Variant
 from ..tile.rows import Packed
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
-from .backward.deterministic import init_dq_semaphore
+from .backward.deterministic import attention_backward_init_semaphore
 from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
 from .backward.preprocess import attention_backward_preprocess
@@ -98,8 +98,8 @@ def backward_launches(
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": pl.backward_tile.SEMAPHORE_TILES}
-        listing = [Launch(init_dq_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
+        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
     before = preprocess_launch(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = postprocess_launch(p, pl, scratch, grads.q, where)

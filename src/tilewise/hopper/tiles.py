@@ -34,10 +34,10 @@ class Forward(NamedTuple):
 FORWARD = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
-    (64, "two"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
+    (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
-    (128, "rich"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
+    (128, "scores"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
     256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
 
@@ -54,7 +54,7 @@ class Backward(NamedTuple):
 
 BACKWARD = {
     64: Backward(128, 128, 2, 2, split_dkdv=False),
-    (64, "rich"): Backward(64, 128, 2, 2, split_dkdv=False),
+    (64, "scores"): Backward(64, 128, 2, 2, split_dkdv=False),
     128: Backward(64, 128, 2, 2, split_dkdv=False),
     256: Backward(64, 64, 2, 1, split_dkdv=True),
 }
@@ -134,20 +134,20 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out and of short masked rows. Masks are faster if the
-    previous product is complete before them (`split`). At 128, so are dropout and scores, except SoftCap. Masks alone
-    are faster there with ping-pong scheduling (`turns`)."""
+    previous product is complete before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Masks alone
+    are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
     forward: Any = size
     if size == 64:
-        rich = bool(recipe.score or recipe.dropout or p.listed)
-        masked = "two" if p.M <= 1024 else "masked"
-        forward = (64, "two") if rich else (64, masked) if recipe.mask else 64
-        return {"forward": forward, "backward": (64, "rich") if rich else 64}
+        registers_short = bool(recipe.score or recipe.dropout or p.listed)
+        masked = "small" if p.M <= 1024 else "masked"
+        forward = (64, "small") if registers_short else (64, masked) if recipe.mask else 64
+        return {"forward": forward, "backward": (64, "scores") if registers_short else 64}
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
-            forward = 128, "rich"
+            forward = 128, "scores"
         elif recipe.mask and not recipe.score:
             forward = 128, "masked"
     return {"forward": forward, "backward": size}
@@ -174,8 +174,8 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"warpgroups": 2, "registers": 240}, {"warpgroups": 3, "registers": 160},
         {"B_c": 64}, {"B_c": 64, "kv_stages": 3}, {"B_c": 128},
         {"q_stages": 1}, {"q_stages": 1, "kv_stages": 3}, {"q_stages": 2}, {"kv_stages": 2}, {"kv_stages": 3},
-        {"turns": True}, {"turns": False}, {"draw_early": True}, {"draw_early": False},
-        {"split": 0}, {"split": 1}, {"split": 2},
+        {"pingpong": True}, {"pingpong": False}, {"fetch_early": True}, {"fetch_early": False},
+        {"wait_pv": 0}, {"wait_pv": 1}, {"wait_pv": 2},
     ),
     "backward": (
         {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},

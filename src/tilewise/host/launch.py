@@ -14,10 +14,10 @@ from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..reference import dropout_rescale, dropout_threshold
 from ..score import Bias
 from ..tile import masks, scores
-from ..tile.attention_backward_renormalize import attention_backward_renormalize
 from ..tile.bias import attention_backward_dbias
 from ..tile.dropout import Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
+from ..tile.renormalize import attention_backward_renormalize
 from ..tile.rows import Output, Packed, Rows, Unused
 from .compile_once import compile_once
 

@@ -140,7 +140,7 @@ def build_launcher(kernel: Any) -> None:
     nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {"foresee": list_kernels, "compile": compile_one}
+REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one}
 
 
 def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
     },
     "hopper": {
         "B_r": (64, 128), "B_c": (64, 128), "warpgroups": (2, 3), "q_stages": STAGES, "kv_stages": STAGES,
-        "do_stages": STAGES, "split": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
+        "do_stages": STAGES, "wait_pv": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
     },
 }  # fmt: skip
 """The values allowed in a file, by back end and field. Others would give wrong results or fail to compile."""

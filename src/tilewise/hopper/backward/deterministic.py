@@ -18,7 +18,7 @@ from ..parts.row_blocks import first_block
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])
-def init_dq_semaphore(
+def attention_backward_init_semaphore(
     dq_semaphore,
     packed,
     variant,

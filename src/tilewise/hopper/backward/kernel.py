@@ -267,8 +267,8 @@ def compute(
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward(
-    Q, K, V, dO, L, D, dQ, dq_accum, ready, done, dK, dV, dK_rows, dV_rows, gqa_sums, counter, dq_semaphore, packed, variant, unit,
-    factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, dO, L, D, dQ, dq_accum, ready, done, dK, dV, dK_rows, dV_rows, gqa_sums, counter, dq_semaphore, packed,
+    variant, unit, factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.hopper.fp32.split import Split, split
+from tilewise.hopper.fp32.split import Split, attention_split_fp32
 from tilewise.tile.rows import Packed, Rows, Unused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,17 +31,17 @@ def cut(name, *tensors, packed=None):
         )
         for t in tensors
     ]
-    split[(len(operands) * tiles * H * entries,)](
+    attention_split_fp32[(len(operands) * tiles * H * entries,)](
         tuple(operands), packed, Unused((), (), None, 1, 1, 1), N, N, H, tiles, stride, blocks,
         KEYS=True, SIZES=tuple(t.shape[-1] for t in tensors), ROWS=ROWS, SIZE=SIZE,
     )  # fmt: skip
-    return [(operand.pieces, operand.undo) for operand in operands]
+    return [(operand.pieces, operand.descale) for operand in operands]
 
 
-def joined(name, pieces, undo):
+def joined(name, pieces, descale):
     """The numbers that pieces stand for, by head and row, in fp64."""
     total = pieces.double().sum(0)
-    return total * undo[:, None, None] if name == "fp16x3" else total
+    return total * descale[:, None, None] if name == "fp16x3" else total
 
 
 def blocks_of(t):
@@ -57,9 +57,9 @@ def blocks_of(t):
 def test_pieces_sum_up_to_the_number(name, size):
     k, v = torch.randn(2, 37, 3, 40, device=DEVICE) * size, torch.randn(2, 37, 3, 64, device=DEVICE) * size
     k = k.transpose(1, 2).contiguous().transpose(1, 2)  # any strides
-    for t, (pieces, undo) in zip((k, v), cut(name, k, v), strict=True):
+    for t, (pieces, descale) in zip((k, v), cut(name, k, v), strict=True):
         x = blocks_of(t)
-        lost = (joined(name, pieces, undo) - x.double()).abs()
+        lost = (joined(name, pieces, descale) - x.double()).abs()
         of_entry, of_block, flushed = LOST[name]
         allowed = of_entry * x.double().abs() + of_block * x.double().abs().amax((1, 2), keepdim=True) + flushed
         assert (lost <= allowed).all()
@@ -69,8 +69,8 @@ def test_pieces_sum_up_to_the_number(name, size):
 def test_scales_are_powers_of_two_that_keep_fp16_in_range():
     sizes = torch.logspace(-44, 37, 5, device=DEVICE)
     k = torch.randn(5, ROWS, 64, device=DEVICE) * sizes[:, None, None]
-    ((pieces, undo),) = cut("fp16x3", k.view(1, 5 * ROWS, 1, 64))
-    assert (torch.frexp(undo).mantissa == 0.5).all()
+    ((pieces, descale),) = cut("fp16x3", k.view(1, 5 * ROWS, 1, 64))
+    assert (torch.frexp(descale).mantissa == 0.5).all()
     top = pieces[0].abs().amax((1, 2))
     assert (top[1:] >= 2.0**14).all()
     assert (top <= 2.0**15).all()
@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_alone_in_the_last_piece(name, number):
     clean[0, 3, 1, 2] = 0.5  # not its block's largest
     k = clean.clone()
     k[0, 3, 1, 2] = number
-    (before, undo_before), (pieces, undo) = cut(name, clean, k)
+    (before, descale_before), (pieces, descale) = cut(name, clean, k)
     odd = ~pieces.isfinite()
     assert odd.sum() == 1
     assert odd[-1, 3, 3, 2], "row 3 of the second head's first block of three"
@@ -94,15 +94,15 @@ def test_what_is_not_finite_stays_alone_in_the_last_piece(name, number):
     others = torch.ones_like(odd[0])
     others[3, 3, 2] = False
     assert torch.equal(pieces[:, others], before[:, others])
-    assert torch.equal(undo.nan_to_num(), undo_before.nan_to_num())
+    assert torch.equal(descale.nan_to_num(), descale_before.nan_to_num())
 
 
 def test_the_largest_numbers_of_fp32_do_not_round_to_infinity():
     k = torch.full((1, 16, 1, 64), torch.finfo(torch.float32).max, device=DEVICE)
     for name in TYPES:
-        ((pieces, undo),) = cut(name, k)
+        ((pieces, descale),) = cut(name, k)
         assert pieces.isfinite().all()
-        assert torch.allclose(joined(name, pieces, undo), k.double().view(1, 16, 64), rtol=LOST[name][0], atol=0.0)
+        assert torch.allclose(joined(name, pieces, descale), k.double().view(1, 16, 64), rtol=LOST[name][0], atol=0.0)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -110,8 +110,8 @@ def test_packed_sequences_have_blocks_of_their_own(name):
     lengths = [17, 0, 16, 5]
     cu = torch.tensor([0, 17, 17, 33, 38], dtype=torch.int32, device=DEVICE)
     k = torch.randn(38, 2, 64, device=DEVICE)
-    ((pieces, undo),) = cut(name, k, packed=Packed(cu, cu, 35, 35))
-    whole = joined(name, pieces, undo).view(2, -1, SIZE)
+    ((pieces, descale),) = cut(name, k, packed=Packed(cu, cu, 35, 35))
+    whole = joined(name, pieces, descale).view(2, -1, SIZE)
     stride = whole.shape[1] // ROWS
     for h in range(2):
         for b, length in enumerate(lengths):

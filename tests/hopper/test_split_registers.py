@@ -67,10 +67,10 @@ def carry_out(text: str, registers: Registers) -> None:
 
 
 def cut(x: Tensor, count: int) -> Tensor:
-    """The pieces of numbers, as `backward_products.cut` makes them."""
+    """The pieces of numbers, as `backward_products.split_registers` makes them."""
     texts = [
         node.value
-        for node in ast.walk(ast.parse(inspect.getsource(backward_products.cut.fn)))
+        for node in ast.walk(ast.parse(inspect.getsource(backward_products.split_registers.fn)))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "cvt.rn" in node.value
     ]
     text = texts[count - 2]

@@ -8,13 +8,13 @@ import torch
 
 from tilewise import reference
 
-dice = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
+dropout_bits = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
 
 SEED = 0x123456789ABCDEF
 
 
 class Tile(np.ndarray):
-    """A tensor of Gluon, as far as the dice go."""
+    """A tensor of Gluon, as far as the dropout_bits go."""
 
     def to(self, dtype):
         return self.astype(dtype)
@@ -41,8 +41,8 @@ GLUON = SimpleNamespace(
 def in_numpy():
     """The functions of dropout_bits.py, with numpy in Gluon's place."""
     names: dict = {"gl": GLUON, "min": min, "range": range}
-    for name in ("philox", "add", "dropout_words", "of_queries", "of_keys", "keep_bits", "at_least"):
-        names[name] = FunctionType(getattr(dice, name).fn.__code__, names)
+    for name in ("philox", "add", "dropout_words", "words_by_query", "words_by_key", "keep_bits", "at_least"):
+        names[name] = FunctionType(getattr(dropout_bits, name).fn.__code__, names)
     return SimpleNamespace(**names)
 
 
@@ -65,7 +65,7 @@ def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, 
     i0, j0, matrix = 192, 384, 5
     threshold = tile(reference.dropout_threshold(p), np.uint32)
     with np.errstate(over="ignore"):  # the keys' steps are modulo 2^32
-        words = in_numpy().rolled(
+        words = in_numpy().dropout_words(
             tile(SEED, np.int64), threshold, matrix, i0, j0, rows, columns, transposed, warps
         )  # fmt: skip
     assert words.shape == (2, rows // 16, 8, 4)

@@ -6,7 +6,7 @@ import triton
 from hopper.calls import problem
 
 import tilewise as tw
-from tilewise.hopper.backward.deterministic import init_dq_semaphore, semaphore_range
+from tilewise.hopper.backward.deterministic import attention_backward_init_semaphore, semaphore_range
 from tilewise.host.launch import cdiv, device_values
 from tilewise.tile.ranges import Variant
 
@@ -20,9 +20,11 @@ def given(mask, M, N, turn):
     """What the kernel writes for every query tile, head by head."""
     parts, *_ = device_values(problem(M, N, 64, mask=mask), ())
     blocks, tiles = cdiv(M, B_R), cdiv(N, B_C)
-    turns = torch.full((H, blocks), -1, dtype=torch.int32)
-    init_dq_semaphore[(H * tiles,)](turns, None, Variant(parts, (), None, None), M, N, H, tiles, blocks, B_R, B_C, turn)
-    return turns.tolist()
+    dq_semaphore = torch.full((H, blocks), -1, dtype=torch.int32)
+    attention_backward_init_semaphore[(H * tiles,)](
+        dq_semaphore, None, Variant(parts, (), None, None), M, N, H, tiles, blocks, B_R, B_C, turn
+    )
+    return dq_semaphore.tolist()
 
 
 @pytest.mark.parametrize("turn", [1, 2])
