@@ -156,10 +156,10 @@ def test_q_and_k_take_one_launch(monkeypatch):
 @needs_triton
 def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
     """As host/launch.py does for all others."""
-    from tilewise.tile.rotary import rotate
+    from tilewise.tile.rotary import rotary_embedding
 
-    seen, run = {}, rotate.run
-    monkeypatch.setattr(rotate, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
+    seen, run = {}, rotary_embedding.run
+    monkeypatch.setattr(rotary_embedding, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
     monkeypatch.setattr(module, "_run", module._by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
     assert seen["enable_fp_fusion"] is True
@@ -308,7 +308,7 @@ heads = tuple(rotary.Heads(x, x, x.shape[2], *x.stride()) for x in (q, k))
 B_T, B_H, B_P, B_REST = tiles(32, 64, 128)
 constants = {"B_T": B_T, "B_H": B_H, "B_P": B_P, "B_REST": B_REST}
 for interleaved in (False, True):
-    kernel = rotary.rotate.warmup(
+    kernel = rotary.rotary_embedding.warmup(
         heads, tables, rotary.Places(None, cu), 128, 64, 2, 128, 0, 1.0, 64, 128, INTERLEAVED=interleaved, **constants,
         grid=(1,),
     )

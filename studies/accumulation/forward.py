@@ -1,6 +1,6 @@
 """The portable forward with a choice of what it sums in, when it divides and how it takes exponents.
 
-One program owns a tile of queries, as in triton/forward.py, and the masks, rows and lists of tiles are the same functions.
+One program owns a tile of queries, as in triton/forward.py, with the same functions for masks, rows and lists of tiles.
 """
 
 from typing import NamedTuple

@@ -49,7 +49,7 @@ ALLOWED = {
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
         "hopper/parts/row_blocks.py": ("(b * H + h) * stride", "h * stride"),
         "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
-        "hopper/backward/deterministic.py": ("turn * TURN",),
+        "hopper/backward/deterministic.py": ("slot * SEMAPHORE_TILES",),
     },
     "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
         "hopper/backward/kernel.py": (
