@@ -86,8 +86,8 @@ fp32.
 
 ## The formulas, and the lines that compute them
 
-The portable kernels pass the precision to `tl.dot`. Hopper's have these lines of their own; `tests/test_docs.py` looks
-every one of them up.
+The portable kernels pass the precision to `tl.dot`. Hopper's have these lines of their own; `tests/docs/test_docs.py`
+looks every one of them up.
 
 ### Pieces
 

@@ -12,7 +12,7 @@ import torch
 
 import tilewise as tw
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "support.md").read_text()
 RECORD = json.loads(pairs.RECORD.read_text())
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import draw
 import palette
 from machine import Machine, busy, makespan

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import bars
 import readme
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LINES = {"README.md": 110, "README.zh-CN.md": 45}
 WORDS = 25

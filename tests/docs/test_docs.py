@@ -18,7 +18,7 @@ from studies.pages.fp32 import HEADER
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 PLACE = re.compile(r"^# (?:at the end of|in) (\S+)\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
 TINY = ("--suite", "cpu", "--match", "fp32", "--match", "full", "--match", "N512", "--device", "cpu", "--rounds", "2")
 

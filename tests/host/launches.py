@@ -1,6 +1,6 @@
 """Grid and arguments of one launch a row of tiles, for sm_90: what the host decides, which no kernel's state knows.
 
-python tests/launches.py    records them in launches.json
+python tests/host/launches.py    records them in launches.json
 
 Runs in a process of its own with TRITON_INTERPRET=0, as it shares tests/*/offline.py, and needs no GPU.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from instructions import launches
 
 RECORDED = Path(__file__).with_suffix(".json")

@@ -20,7 +20,7 @@ import tilewise as tw
 for package in ("mkdocs", "material", "mkdocs_awesome_nav", "mkdocstrings_handlers.python", "math_core"):
     pytest.importorskip(package, reason=f"{package} is not installed, or Python is older than 3.11")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECONDS = 120
 NOWHERE = "http://127.0.0.1:9"
 """Where a build that asks the network would ask."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import kernels
 
 from studies.pages import report
@@ -20,7 +20,7 @@ from tilewise.bench.results import Row
 from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 
 SM_90 = ("hopper",)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEVICE_FOLDERS = ("src/tilewise", "studies")
 CASE = Case(1, 2, 1024, 64, "bf16", causal=True)
 

@@ -22,7 +22,7 @@ from tilewise.cli.app import app
 from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAIRS = ((512, {}), (1024, {"o": 1.0}))
 SMALL = Case(batch=2, heads=2, length=48, head_size=16, dtype="fp32", causal=True)
 

@@ -15,7 +15,7 @@ RECORDED = json.loads((HERE / "launches.json").read_text())
 
 def test_launches_are_as_recorded():
     command = [sys.executable, str(HERE / "launches.py"), "-"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
@@ -23,7 +23,7 @@ def test_launches_are_as_recorded():
     differ = sorted(name for name in names if json.dumps(found.get(name)) != json.dumps(RECORDED.get(name)))
     assert not differ, (
         f"{len(differ)} launches are not as recorded, first {differ[0]}: {found.get(differ[0])}, which was "
-        f"{RECORDED.get(differ[0])}. If this is meant, record them with TRITON_INTERPRET=0 python tests/launches.py"
+        f"{RECORDED.get(differ[0])}. If this is meant, record them: TRITON_INTERPRET=0 python tests/host/launches.py"
     )
 
 
