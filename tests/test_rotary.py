@@ -158,8 +158,9 @@ def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
     """As host/launch.py does for all others."""
     from tilewise.tile.rotary import rotary_embedding
 
-    seen, run = {}, rotary_embedding.run
-    monkeypatch.setattr(rotary_embedding, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
+    kernel, seen = rotary_embedding, {}
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
     monkeypatch.setattr(module, "_run", module._by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
     assert seen["enable_fp_fusion"] is True

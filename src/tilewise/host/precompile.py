@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation, one worker process: `python -m tilewise.host.ahead TARGET`.
+"""Ahead-of-time compilation, one worker process: `python -m tilewise.host.precompile TARGET`.
 
 It compiles kernels for a chip that need not be installed. `warm` starts several of these processes. Separate processes
 are needed because Triton keeps its target for as long as a process runs. The worker reads requests from standard input
@@ -23,9 +23,9 @@ from triton.runtime._async_compile import active_mode
 from ..backend import select
 from ..problem import Operands, Spec, Unsupported
 from ..warm import Call, Kernel
-from .elsewhere import use_target
+from .compile_once import cached, digest, lock_of, locked, writable
+from .cross_compile import use_target
 from .launch import RECORDED, Launch
-from .once import cached, digest, lock_of, locked, writable
 
 
 class Entry(NamedTuple):
