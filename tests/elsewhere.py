@@ -152,7 +152,7 @@ def attend() -> dict[str, Any]:
 def launches() -> list[Launch]:
     """Two kernels that compile in a moment: rowsum(dO * O), and less dlse."""
     asked = call_of("sm_80", True, **small(), return_lse=True)
-    return [launch for launch in precompile.launches(asked) if launch.kernel.fn.__name__ == "delta"]
+    return [launch for launch in precompile.launches(asked) if launch.kernel.fn.__name__ == "attention_backward_delta"]
 
 
 def rank(before: Callable[[], None] = lambda: None) -> dict[str, Any]:
