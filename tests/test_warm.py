@@ -35,7 +35,7 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     assert len(found) == 18
     for name, call in found.items():
         assert set(call["listed"]) == set(call["asked"]), name
-    assert "fp32_backward" in found["fp32"]["listed"].values()
+    assert "attention_backward_fp32" in found["fp32"]["listed"].values()
     assert "attention_backward_dbias" in found["rich triton"]["listed"].values()
     anew = found["causal triton"]["unforeseen"]
     assert not anew["other lengths"]
