@@ -65,7 +65,7 @@ pytest: $(FOR_TEST)
 	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
-	$(PY) benchmarks/run.py $(ARGS)
+	$(PY) -m studies bench --results benchmarks/results $(ARGS)
 
 card: $(FOR_TEST)
 	$(PY) benchmarks/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)

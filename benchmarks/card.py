@@ -27,7 +27,7 @@ import card_plugin
 import torch
 from card_steps import ROOT, Step, steps
 
-from tilewise.bench import results
+from studies.bench import results
 
 ITSELF = "the step itself"
 """Stands for a test where a command failed that names none."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 import studies.ablation  # noqa: F401, adds its suite
-from tilewise.bench import state
-from tilewise.bench.results import kernels_of
-from tilewise.bench.suites import SUITES
+from studies.bench import state
+from studies.bench.results import kernels_of
+from studies.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The states of kernels (src/tilewise/bench/state.py), and results whose kernels are still the same.
+"""The states of kernels (studies/bench/state.py), and results whose kernels are still the same.
 
 python benchmarks/kernels.py            every state, and which results are older
 python benchmarks/kernels.py date       gives results that know their commit alone the states of that commit's kernels
@@ -16,7 +16,7 @@ from typing import Any
 
 from versions import source
 
-from tilewise.bench import results, state
+from studies.bench import results, state
 from tilewise.cli.console import sentences
 
 ROOT = Path(__file__).parents[1]

@@ -13,47 +13,23 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from tilewise.bench.accuracy import Inputs
-from tilewise.bench.measure import bound, pace, sample
-from tilewise.bench.peers import PEERS
-from tilewise.bench.suites import SUITES, Case
-from tilewise.cli.bench import part, suites_for
+sys.path.append(str(Path(__file__).parents[1]))
+from studies.bench.command import part, suites_for
+from studies.bench.peers import PEERS
+from studies.bench.suites import SUITES, Case
 from tilewise.cli.console import err, out, pick_device, progress, sentences, table
 
 ROOT = Path(__file__).parents[1]
-SERVE = "serve"
-
-
-def serve() -> None:
-    """A version's process: for every line of questions, what to time, a line with the seconds of a call."""
-    answers = sys.stdout
-    held: Any = None
-    timed: Any = None
-    with ExitStack() as stack, redirect_stdout(sys.stderr):
-        for line in sys.stdin:
-            question = json.loads(line)
-            try:
-                if question != held:
-                    stack.close()
-                    device, peer = torch.device(question["device"]), PEERS[question["peer"]]
-                    case = peer.computes(Case(**question["case"]))
-                    x = Inputs.random(case, device)
-                    call = stack.enter_context(bound(peer, peer.prepare(case, device), x, question["pass"]))
-                    timed, held = partial(sample, call, pace(call, device), device), question
-                answer = {"seconds": timed()}
-            except Exception as error:  # what this version cannot do is told, and the others go on
-                held, answer = None, {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
-            print(json.dumps(answer), file=answers, flush=True)
+SERVED = Path(__file__).with_name("served.py")
+"""What the process of a version runs."""
 
 
 @contextmanager
@@ -79,8 +55,10 @@ def source(version: str, *folders: str) -> Iterator[Path]:
 def started(version: str) -> Iterator[subprocess.Popen[str]]:
     """The process of a version."""
     with source(version) as src:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, __file__, SERVE]
+        home = src.parent if (src.parent / "studies" / "bench").is_dir() else ROOT
+        path = os.pathsep.join([str(src), str(home), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, str(SERVED)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         ) as process:
@@ -169,4 +147,4 @@ def versions(
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == [SERVE] else typer.run(versions)
+    typer.run(versions)

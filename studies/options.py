@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench import results
+from .bench import results
 
 
 def check_names(option: str, given: Sequence[str] | None, known: Iterable[str]) -> None:

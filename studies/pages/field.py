@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from tilewise.bench.results import OK, Row, repeated, rows_of
-from tilewise.bench.suites import BACKWARD, FORWARD
-from tilewise.bench.tables import length_label, markdown
+from ..bench.results import OK, Row, repeated, rows_of
+from ..bench.suites import BACKWARD, FORWARD
+from ..bench.tables import length_label, markdown
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 OURS, THEIRS = "tilewise", "sdpa cudnn"

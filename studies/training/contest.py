@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench.peers import PEERS
 from tilewise.cli.console import log_loss, out, progress, table
 
+from ..bench.peers import PEERS
 from .contests import COLUMNS, MOVED, Contest, Trial
 from .trainer import Settings, TrainingError, train_apart
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.bench.costs import OURS
-from tilewise.bench.measure import Resident, pace, sample, spread, synchronize
-from tilewise.bench.peers import PEERS
-from tilewise.bench.suites import Case
-from tilewise.bench.tables import is_ours
 
 from .. import environment
+from ..bench.costs import OURS
+from ..bench.measure import Resident, pace, sample, spread, synchronize
+from ..bench.peers import PEERS
+from ..bench.suites import Case
+from ..bench.tables import is_ours
 from .contests import MOVED
 from .gpt import GPT, Attend, batches, in_order, library_text, move, read_tokens
 

@@ -11,9 +11,7 @@ import typer
 
 import tilewise as tw
 
-from ..bench.suites import TYPES
-
-DTYPES = TYPES | {"fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
 
 

@@ -10,11 +10,11 @@ from rich.markup import escape
 import tilewise as tw
 
 from ..backend import ORDER, load
-from ..bench.results import device_name, versions
 from ..describe import describe
 from ..host.tables import whose
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
+from .machine import device_name, versions
 
 
 def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:

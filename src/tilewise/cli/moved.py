@@ -7,9 +7,11 @@ import typer
 from .console import err
 
 MOVED = {
+    "bench": "python -m studies bench",
     "demo": "python -m studies demo",
     "study": "python -m studies accuracy or accumulation",
     "train": "python -m studies train",
+    "tune": "python -m studies tune",
 }
 """By their old names."""
 

@@ -1,4 +1,4 @@
-"""tilewise bench: measures suites, shows tables, keeps results."""
+"""Measures suites, shows tables, keeps results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -10,13 +10,14 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..bench import results
-from ..bench.engine import run
-from ..bench.peers import PEERS
-from ..bench.results import Row
-from ..bench.suites import SUITES, Suite
-from ..bench.tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
-from .console import err, out, pick_device, print_json, progress, sentences, table
+from tilewise.cli.console import err, out, pick_device, print_json, progress, sentences, table
+
+from . import results
+from .engine import run
+from .peers import PEERS
+from .results import Row
+from .suites import SUITES, Suite
+from .tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
 """Tables after those of the suite."""
@@ -122,8 +123,6 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
 
 def suites_for(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
-        if name == "ablation" and name not in SUITES:
-            raise ValueError("the suite ablation is now in `python -m studies bench`, from a checkout of tilewise")
         if name not in SUITES:
             raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
         if device.type not in SUITES[name].devices:

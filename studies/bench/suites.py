@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..mask import Causal, Full, Mask
+from tilewise.mask import Causal, Full, Mask
+
 from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -8,17 +8,18 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.app import app
+from studies.bench import results
+from studies.bench.suites import Case
 from studies.pages import report
+from studies.tune import command, tuned
+from studies.tune.tuned import Candidate, Tuned
 from tilewise import reference
-from tilewise.bench import results, tuned
-from tilewise.bench.suites import Case
-from tilewise.bench.tuned import Candidate, Tuned
-from tilewise.cli import tune as command
-from tilewise.cli.app import app
+from tilewise.cli.app import app as package
 from tilewise.host import tables
 
 pytest.importorskip("triton")
-from tilewise.bench import tune
+from studies.tune import tune
 from tilewise.hopper import tiles as hopper
 from tilewise.triton import launch
 from tilewise.triton import tiles as portable
@@ -139,7 +140,7 @@ def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
         found = tw.explain(q, q, q, backend="triton")
         assert "forward 16x64, 4 warps, 1 stages; dkdv 32x32" in found.tiles
         assert found.tiles.endswith(f"rows of {path}")
-    told = CliRunner().invoke(app, ["info", "--json"])
+    told = CliRunner().invoke(package, ["info", "--json"])
     assert json.loads(told.stdout)["tiles"]["cpu"] == f"rows of {path}"
 
 
@@ -342,7 +343,7 @@ def test_results_of_another_card_or_kind_are_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="holds measurements of card"):
         tuned.merge(file, "another", [made_up(Candidate(row()))])
     file.write_text(json.dumps({"device": "card", "suites": {}}))
-    with pytest.raises(ValueError, match="not a file of `tilewise tune`"):
+    with pytest.raises(ValueError, match="not a file of `tune`"):
         tuned.load(file)
 
 

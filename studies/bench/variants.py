@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from ..mask import Full, Mask, Window
-from ..score import Alibi, Score, SoftCap
+from tilewise.mask import Full, Mask, Window
+from tilewise.score import Alibi, Score, SoftCap
 
 TILE = 128
 """Queries and keys of the tiles that `visited` counts."""

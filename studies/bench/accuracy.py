@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import dropout_keep, dropout_rescale
+from tilewise.reference import dropout_keep, dropout_rescale
+
 from .peers import SEED, Attention, Peer
 from .suites import BACKWARD, BOTH, FORWARD, Case
 

@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.app import app
+from studies.bench import measure, results, tables
+from studies.bench.accuracy import Inputs, Truth, _errors, run_once
+from studies.bench.engine import run
+from studies.bench.peers import PEERS, SEED, Peer
+from studies.bench.results import Row
+from studies.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
 from studies.pages import field, report
 from tilewise import reference
-from tilewise.bench import measure, results, tables
-from tilewise.bench.accuracy import Inputs, Truth, _errors, run_once
-from tilewise.bench.engine import run
-from tilewise.bench.peers import PEERS, SEED, Peer
-from tilewise.bench.results import Row
-from tilewise.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
-from tilewise.cli.app import app
 from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")

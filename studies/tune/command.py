@@ -1,4 +1,4 @@
-"""tilewise tune: measures the tables of tiles beside their neighbours, and may write rows for TILEWISE_TILES."""
+"""Measures the tables of tiles beside their neighbours, and may write rows for TILEWISE_TILES."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,11 +9,13 @@ import torch
 import typer
 from rich.markup import escape
 
-from ..bench import results, tuned
-from ..bench import tune as engine
-from ..bench.tuned import Tuned
-from ..host.tables import VARIABLE, card
-from .console import err, out, print_json, progress, sentences, table
+from tilewise.cli.console import err, out, print_json, progress, sentences, table
+from tilewise.host.tables import VARIABLE, card
+
+from ..bench import results
+from . import tune as engine
+from . import tuned
+from .tuned import Tuned
 
 
 def tune(

@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import kernels
 
+from studies.bench import results, state
+from studies.bench.results import Row
+from studies.bench.suites import BACKWARD, FORWARD, SUITES, Case
 from studies.pages import report
-from tilewise.bench import results, state
-from tilewise.bench.results import Row
-from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 
 SM_90 = ("hopper",)
 ROOT = Path(__file__).parents[2]
