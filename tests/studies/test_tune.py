@@ -1,4 +1,4 @@
-"""tilewise tune: what it tries, what it makes of the times, and the file through which a card gets its rows."""
+"""studies tune: what it tries, what it makes of the times, and the file through which a card gets its rows."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Tables of tile sizes, by kernel and kind of problem, which measured rows from a file can replace.
 
-A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `tilewise tune --write` made. Its rows
+A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `studies tune --write` made. Its rows
 for the GPU of a call replace the defaults (docs/adr/0009). The file is read once, when a problem is first planned.
 """
 
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
         shaped = all(isinstance(rows, dict) for _, tables in by_backend for rows in tables.values())
     except FileNotFoundError:
         raise ValueError(
-            f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
+            f"{VARIABLE} names {path}, which does not exist; write it with `python -m studies tune --write {path}`, "
             f"or unset {VARIABLE}"
         ) from None
     except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
@@ -118,6 +118,6 @@ def _row(path: str, where: str, like: Any, fields: Any, allowed: Mapping[str, tu
 
 def _broken(path: str | Path, why: str) -> str:
     return (
-        f"{path} cannot be used as a file of rows: {why}; remove it and write it anew with `python -m tilewise tune "
+        f"{path} cannot be used as a file of rows: {why}; remove it and write it again with `python -m studies tune "
         f"--write {path}`, or unset {VARIABLE}"
     )
