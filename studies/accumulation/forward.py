@@ -2,6 +2,7 @@
 
 One program owns a tile of queries, as in triton/forward.py, and the masks, rows and visits are the same functions.
 """
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
