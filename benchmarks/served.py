@@ -18,7 +18,7 @@ accuracy, measure, peers, suites = (
 
 
 def main() -> None:
-    """Answers until there are no more questions."""
+    """Answer until there are no more questions."""
     answers = sys.stdout
     held: Any = None
     timed: Any = None

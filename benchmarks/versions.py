@@ -34,8 +34,8 @@ SERVED = Path(__file__).with_name("served.py")
 
 @contextmanager
 def source(version: str, *folders: str) -> Iterator[Path]:
-    """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards. With other
-    folders than src, these lie beside it, and so do its studies, if it has any."""
+    """Yield the src folder of a version: a folder's own, or a revision's in a temporary folder. Next to it lie the
+    other folders that are named, and the revision's studies, if it has any."""
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return
@@ -53,7 +53,7 @@ def source(version: str, *folders: str) -> Iterator[Path]:
 
 @contextmanager
 def started(version: str) -> Iterator[subprocess.Popen[str]]:
-    """The process of a version."""
+    """Start the process of a version."""
     with source(version) as src:
         home = src.parent if (src.parent / "studies" / "bench").is_dir() else ROOT
         path = os.pathsep.join([str(src), str(home), os.environ.get("PYTHONPATH", "")])
@@ -68,20 +68,20 @@ def started(version: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], question: dict[str, Any]) -> None:
-    """Puts a question to a version; `heard` tells if it has ended."""
+    """Put a question to a version; `heard` tells if it has ended."""
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(question) + "\n")  # type: ignore[union-attr]
         process.stdin.flush()  # type: ignore[union-attr]
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Its answer."""
+    """Read its answer."""
     line = process.stdout.readline()  # type: ignore[union-attr]
     return json.loads(line) if line else {"why": "its process has ended"}
 
 
 def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], rounds: int) -> list[list[float] | str]:
-    """The seconds of every version by round, or why there are none."""
+    """Return the seconds of every version by round, or why there are none."""
     for process in processes:  # all compile at once; these times do not count
         ask(process, question)
     found: list[list[float] | str] = [answer.get("why") or [] for answer in map(heard, processes)]
@@ -99,7 +99,7 @@ def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], r
 
 
 def cells(found: Sequence[list[float] | str]) -> list[str]:
-    """Milliseconds of each version, and its speed over the first's, from round to round."""
+    """Format each version's milliseconds, and its speed relative to the first in the same rounds."""
     first, shown = found[0], []
     for times in found:
         if isinstance(times, str):
@@ -118,7 +118,7 @@ def versions(
     rounds: Annotated[int, typer.Option(help="Of all versions.", min=1)] = 15,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
-    """Times versions of tilewise in turns, and compares them with the first."""
+    """Time versions of tilewise in turns, and compare them with the first."""
     with sentences(), ExitStack() as stack:
         where = pick_device(device)
         (whole,) = suites_for([suite or ("variants" if where.type == "cuda" else "cpu")], where)

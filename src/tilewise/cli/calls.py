@@ -34,7 +34,7 @@ def arguments(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeatable gradients.")] = False,
     backend: Annotated[str | None, typer.Option(help="Ask for this one only.")] = None,
 ) -> dict[str, Any]:
-    """Arguments of `attention` on the meta device."""
+    """Return arguments of `attention` on the meta device."""
     B, M, H, D = numbers("q", q, 4)
     N = M if keys is None else keys
     if dtype not in DTYPES:
@@ -64,7 +64,7 @@ OPTIONS = inspect.signature(arguments).parameters
 
 
 def with_call(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of one call, given as `call`: the values of OPTIONS by name, which it takes beside its own options."""
+    """Add the options of a call to a command, which receives their values by name as `call`."""
     _, *own = inspect.signature(command).parameters.values()
 
     @wraps(command)
@@ -78,7 +78,7 @@ def with_call(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def numbers(name: str, text: str, count: int) -> list[int]:
-    """Whole numbers from "2,1024,16,64"."""
+    """Read whole numbers from "2,1024,16,64"."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

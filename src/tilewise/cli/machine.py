@@ -10,7 +10,7 @@ import tilewise as tw
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Return the name that its maker gives a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -22,7 +22,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of whatever could matter and is installed."""
+    """Return the versions of installed packages that matter."""
     found = {"tilewise": tw.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
     for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
