@@ -197,7 +197,7 @@ def listen(process: subprocess.Popen[bytes], tail: deque[bytes]) -> None:
 
 
 def watch(process: subprocess.Popen[bytes], log: Log, tail: deque[bytes], end: float, silence: float) -> str | None:
-    """Wait for a process; kill it, with all that it started, when the time is over or it prints nothing for too long."""
+    """Wait for a process; kill it and all that it started when the time is over or it prints nothing for too long."""
     heard, sign = time.monotonic(), None
     while process.poll() is None:
         time.sleep(0.1)
