@@ -76,9 +76,9 @@ def test_explain_knows_every_option(options):
         ("explain --q 1,8,1,300", "256"),
         ("explain --backend magic", "backend must be"),
         ("bench --suite nope", "choose from paper, classic, long, cpu"),
-        ("bench --suite paper --device cpu", "needs a GPU"),
-        ("bench --suite cpu --device cpu --match D128", "one is fp32 full"),
-        ("bench --peer me --device cpu", "no peer 'me'"),
+        ("bench --suite paper --device cpu", "must be cuda, got cpu; run it where there is a GPU"),
+        ("bench --suite cpu --device cpu --match D128", "got D128; choose from a name such as fp32 full"),
+        ("bench --peer me --device cpu", "--peer must name a peer, got 'me'; choose from"),
         ("bench --show colour", "choose from"),
         ("bench --device tpu", "cpu or cuda"),
     ],
@@ -153,7 +153,7 @@ def test_bench_reads_the_results_file_before_measuring(tmp_path):
     (tmp_path / "notes.json").write_text("{}")
     result = call("bench", "--suite", "cpu", "--device", "cpu", "--json", str(tmp_path / "notes.json"))
     assert result.exit_code == 2
-    assert "not a results file" in sentence(result)
+    assert "must be a results file of tilewise" in sentence(result)
 
 
 def test_without_the_extra_one_sentence_says_what_to_install():
@@ -188,9 +188,9 @@ def test_the_suite_that_moved_says_where_it_is(monkeypatch):
     monkeypatch.delitem(SUITES, "ablation", raising=False)
     result = call("bench", "--suite", "ablation", "--device", "cpu")
     assert result.exit_code == 2
-    assert "`python -m studies bench`" in sentence(result)
+    assert "`python -m studies bench --suite ablation`" in sentence(result)
 
 
 def test_the_experiment_says_where_it_is():
-    with pytest.raises(ImportError, match=r"is now studies\.accumulation"):
+    with pytest.raises(ImportError, match=r"import studies\.accumulation"):
         importlib.import_module("tilewise.experimental")
