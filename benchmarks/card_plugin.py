@@ -21,7 +21,7 @@ LONGEST = 2000
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """One line, whole, even beside other writers."""
+    """Append one line, whole, even with other writers."""
     with open(path, "ab", buffering=0) as file:
         file.write(json.dumps(line).encode() + b"\n")
 

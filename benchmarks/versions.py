@@ -1,6 +1,6 @@
 """python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
 
-A version is a git revision, or a folder that holds src/tilewise. Each has a process of its own, which keeps its kernels
+A version is a git revision, or a folder that holds src/tilewise. Each has its own process, which keeps its kernels
 and inputs. One works at a time, round after round, and each round another one first: a power-limited card is faster for
 whoever comes after a pause.
 """
@@ -51,7 +51,7 @@ def serve() -> None:
                     call = stack.enter_context(bound(peer, peer.prepare(case, device), x, question["pass"]))
                     timed, held = partial(sample, call, pace(call, device), device), question
                 answer = {"seconds": timed()}
-            except Exception as error:  # what this version cannot do is told, and the others go on
+            except Exception as error:  # report what this version cannot do, and go on with the others
                 held, answer = None, {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
             print(json.dumps(answer), file=answers, flush=True)
 
@@ -59,7 +59,7 @@ def serve() -> None:
 @contextmanager
 def source(version: str, *folders: str) -> Iterator[Path]:
     """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards. With other
-    folders than src, these lie beside it, and so do its studies, if it has any."""
+    folders than src, these lie next to it, and so do its studies, if it has any."""
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return

@@ -1,4 +1,4 @@
-"""python -m tilewise: tables for people, JSON for programs, a sentence and exit status 2 for bad input."""
+"""python -m tilewise: tables, JSON for programs, a sentence and exit status 2 for bad input."""
 
 import importlib
 import json

@@ -133,7 +133,7 @@ def _digest_on(device: torch.device) -> str:
 
 
 def keep_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
-    """A file names the states of its kernels once, beside its results."""
+    """Name the states of a file's kernels once, next to its results."""
     for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
         content.setdefault("kernels", {})[name] = STATES[name]
 

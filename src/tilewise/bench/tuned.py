@@ -172,7 +172,7 @@ def load_rows(path: Path) -> dict[str, Any]:
 
 
 def write_rows(path: Path, card: str, found: Sequence[Tuned], env: dict[str, Any]) -> int:
-    """Puts the chosen rows into a file for TILEWISE_TILES, beside other cards' and other slots'; how many."""
+    """Merge the chosen rows into a file for TILEWISE_TILES; rows of other GPUs and slots stay. Return how many."""
     content = copy.deepcopy(load_rows(path))
     run = content["cards"].setdefault(card, {"rows": {}})
     run["environment"] = env

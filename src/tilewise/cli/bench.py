@@ -27,7 +27,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
     match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PEERS)}.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after so many seconds.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after this time, in seconds.")] = None,
     show: Annotated[list[str] | None, typer.Option(help=f"Tables to print: {', '.join(METRICS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     json_file: Annotated[
@@ -38,7 +38,7 @@ def bench(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
 ) -> None:
-    """Measure tilewise beside its peers."""
+    """Measure tilewise and its peers."""
     with sentences():
         where = pick_device(device)
         suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
@@ -53,7 +53,7 @@ def bench(
                 f"--resume must have one file, got {len(files)}; name it with --json FILE or --results FOLDER"
             )
         for file in files:
-            results.load(file)  # a file that cannot be merged is told before, not after, the measurement
+            results.load(file)  # refuse a file that cannot be merged before the measurement, not after it
     printed: dict[str, Any] = {"device": env["device"], "suites": {}}
     for chosen in suites:
         env = results.environment(where)

@@ -1,4 +1,4 @@
-"""tilewise tune: measures the tables of tiles beside their neighbours, and may write rows for TILEWISE_TILES."""
+"""tilewise tune: measure rows of tile sizes and their neighbours, and write the best for TILEWISE_TILES."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +22,7 @@ def tune(
         typer.Option(help="Only rows with this in their name: hopper, triton, backward, D128, 32-bit."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
-    seconds: Annotated[float, typer.Option(help="Begin no row of a table after so many seconds.")] = 240.0,
+    seconds: Annotated[float, typer.Option(help="Begin no row of a table after this time, in seconds.")] = 240.0,
     write: Annotated[
         Path | None, typer.Option(help=f"Put the best rows into this file; {VARIABLE}=file uses them.")
     ] = None,
@@ -45,7 +45,7 @@ def tune(
             raise ValueError(f"--match must be words of a row's name, got {' '.join(match or ())}; choose from {names}")
         env = results.environment(device)
         file = folder / f"tune-{results.slug(env['device'])}.json"
-        tuned.load(file)  # a file that cannot be merged is told before, not after, the measurement
+        tuned.load(file)  # refuse a file that cannot be merged before the measurement, not after it
         if write:
             tuned.load_rows(write)
     done: list[Tuned] = []
