@@ -1,8 +1,8 @@
 """Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
 
 How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and
-may not grow; `python tests/hopper/test_compile.py` measures it again. A wait too many means that ptxas put products one after
-the other that were meant to run side by side.
+may not grow; `python tests/hopper/test_compile.py` measures it again. A wait too many means that ptxas put
+products one after the other that were meant to run side by side.
 """
 
 import json
