@@ -37,7 +37,7 @@ class Step:
     minutes: float
     """About how long it takes."""
     files: tuple[str, ...] = ()
-    """Patterns of files of its own: where they have changed, it runs again."""
+    """Patterns of further files: where they have changed, it runs again."""
     silence: float = 3.0
     """Minutes without a word after which it hangs."""
     fine: tuple[int, ...] = (0,)
@@ -64,7 +64,7 @@ def of_tests(
     silence: float = 3.0,
 ) -> Step:  # fmt: skip
     """Return a step of pytest, which runs the tests that were not seen. No test left to run (5) is no failure."""
-    options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns beside xdist
+    options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns with xdist
     options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 

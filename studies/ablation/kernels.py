@@ -69,7 +69,7 @@ def fetch(X, channel, y, walk, place, variant, shape):
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
 def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR0915, a role is one function
-    """O and L of one tile of queries. A stage is loaded anew once all warps are done with it, so they wait for each
+    """O and L of one tile of queries. A stage is loaded again once all warps are done with it, so they wait for each
     other at every key tile; the products are as asynchronous as the product's."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     ROWS: gl.constexpr = 64 * WARPGROUPS

@@ -1,4 +1,4 @@
-"""The accumulation study for people: tables, sentences, and docs/accumulation.md."""
+"""Write the accumulation study as tables, sentences, and docs/accumulation.md."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

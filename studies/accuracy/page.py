@@ -1,4 +1,4 @@
-"""The accuracy study for people: tables, pictures, sentences, and the sections of docs/accuracy.md."""
+"""Write the accuracy study as tables, pictures, sentences, and the sections of docs/accuracy.md."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -156,7 +156,7 @@ class Resident:
 
 
 def _reset_high_water() -> bool:
-    """Linux can start its high-water mark anew."""
+    """Tell whether the peak of resident memory can be reset, as on Linux."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")

@@ -118,7 +118,7 @@ def _digest_on(device: torch.device) -> str:
 
 
 def keep_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
-    """A file names the states of its kernels once, beside its results."""
+    """Name the states of a file's kernels once, next to its results."""
     for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
         content.setdefault("kernels", {})[name] = STATES[name]
 
@@ -158,7 +158,9 @@ def load(path: Path) -> dict[str, Any]:
         content = unpacked(json.loads(path.read_text()))
         content["suites"].items()
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a results file of tilewise; name another, or remove it") from error
+        raise ValueError(
+            f"{path} must be a results file of tilewise, got other content; name another, or remove it"
+        ) from error
     return content
 
 
@@ -174,9 +176,7 @@ def merge(
     """Puts a suite's rows, and `more` about it, into a part of a file in place of older ones; everything else stays."""
     content = load(path)
     if content["device"] not in (None, env["device"]):
-        raise ValueError(
-            f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
-        )
+        raise ValueError(f"{path} must hold results of {env['device']}, got {content['device']}; name another file")
     content["device"] = env["device"]
     run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
     content.setdefault(part, {})[suite] = run

@@ -94,7 +94,7 @@ VALUES = {
         ("fn", "grad", "past_fn", "past_grad"),
     ),
 }
-"""Device functions of masks and scores: files, and how their names end. Each value has a state of its own."""
+"""Device functions of masks and scores: files, and how their names end. Each value has its own state."""
 
 
 @lru_cache(64)

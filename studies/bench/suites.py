@@ -92,7 +92,7 @@ class Suite:
     peers: tuple[str, ...]
     rounds: int
     matmul: int
-    """Side of the square product measured beside the cases."""
+    """Rows and columns of the square matrix product that is measured with the cases."""
     quick_lengths: tuple[int, ...]
     sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
     """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""

@@ -32,7 +32,7 @@ def demo(
     ),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of each training.", min=1)] = None,
-    seconds: Annotated[float, typer.Option(help="Begin no benchmark case after so many seconds.")] = BENCH_SECONDS,
+    seconds: Annotated[float, typer.Option(help="Begin no case after this time, in seconds.")] = BENCH_SECONDS,
 ) -> None:
     """Show what tilewise does on this machine, and leave a page about it."""
     begin = time.monotonic()

@@ -23,7 +23,7 @@ OURS, THEIRS = "tilewise", "sdpa cudnn"
 Line = tuple[int, bool, str]
 """Head size, causal or not, pass."""
 FIELD = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
-"""Names in such a file, and for people."""
+"""Names in such a file, and as shown."""
 SUFFIXES = {FORWARD: "", BACKWARD: "_bwd"}
 
 
@@ -75,7 +75,7 @@ def ratios(runs: Sequence[Sequence[Row]], best: dict[Line, tuple[float, ...]]) -
 
 
 def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[float, float]:
-    """What 128 rows cost beside their blocks of 128 x 128 scores, in blocks; and how far the fit is off at most.
+    """Fit what 128 rows cost besides their blocks of 128 x 128 scores, in blocks; return it and the largest error.
 
     Least squares over a grid, by relative error: milliseconds = a blocks + b rows / 128; gives b / a. Rows are those of
     tiles that stay: queries forward, keys backward. A causal mask leaves n (n + 1) / 2 blocks of n^2.

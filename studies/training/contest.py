@@ -1,4 +1,4 @@
-"""Runs a contest: one GPT trained with each attention from the same beginning, each in a process of its own."""
+"""Run a contest: train one GPT with each attention from the same weights, each in a separate process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

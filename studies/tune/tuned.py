@@ -141,7 +141,9 @@ def load(path: Path) -> dict[str, Any]:
         content["slots"] = [_tuned(slot) for slot in content["slots"]]
         content["device"].strip()
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of `tune`; name another folder, or remove it") from error
+        raise ValueError(
+            f"{path} must be a file of `tune`, got other content; name another folder, or remove it"
+        ) from error
     return content
 
 
@@ -149,9 +151,7 @@ def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
     """Puts slots into a file in place of their older measurements, unless they were skipped; the others stay."""
     content = load(path)
     if content["device"] not in (None, device):
-        raise ValueError(
-            f"{path} holds measurements of {content['device']}, these are of {device}; name another folder"
-        )
+        raise ValueError(f"{path} must hold measurements of {device}, got {content['device']}; name another folder")
     slots = {(t.backend, t.table, t.label): t for t in content["slots"]}
     for t in found:
         at = t.backend, t.table, t.label
@@ -172,7 +172,7 @@ def load_rows(path: Path) -> dict[str, Any]:
 
 
 def write_rows(path: Path, card: str, found: Sequence[Tuned], env: dict[str, Any]) -> int:
-    """Puts the chosen rows into a file for TILEWISE_TILES, beside other cards' and other slots'; how many."""
+    """Merge the chosen rows into a file for TILEWISE_TILES; rows of other GPUs and slots stay. Return how many."""
     content = copy.deepcopy(load_rows(path))
     run = content["cards"].setdefault(card, {"rows": {}})
     run["environment"] = env

@@ -38,7 +38,7 @@ def refused(name, D, causal=True, target="sm_90"):
 
 
 def measured(slower):
-    """Rows of the whole suite as if a kernel took 2 ms, and each change so many times that."""
+    """Rows of the whole suite as if a kernel took 2 ms, and each change a multiple of that."""
     rows = []
     for case in SUITE.cases:
         for name in SUITE.peers:

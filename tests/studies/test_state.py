@@ -27,7 +27,7 @@ CASE = Case(1, 2, 1024, 64, "bf16", causal=True)
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy, to be changed, beside a copy of the studies."""
+    """Copy the package, to be changed, and the studies next to it."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "studies", tmp_path / "studies", ignore=ignore)
     return shutil.copytree(state.PACKAGE, tmp_path / "src" / "tilewise", ignore=ignore)

@@ -1,4 +1,4 @@
-"""The suite of variants: each is judged as what it computes, timed beside the plain call, and shown against its aim."""
+"""The suite of variants: each is judged as what it computes and compared with the plain call and its aim."""
 
 from dataclasses import asdict, replace
 

@@ -38,7 +38,7 @@ def arguments(
     B, M, H, D = numbers("q", q, 4)
     N = M if keys is None else keys
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for bf16")
     H_k, D_v = H if kv_heads is None else kv_heads, D if v_size is None else v_size
     shapes = (B, M, H, D), (B, N, H_k, D), (B, N, H_k, D_v)
     layout = None
@@ -84,7 +84,10 @@ def numbers(name: str, text: str, count: int) -> list[int]:
     except ValueError:
         found = []
     if len(found) != count or min(found) < 0:
-        raise ValueError(f"{name} must be {count} whole numbers joined by commas, got {text!r}")
+        example = ",".join(("2", "1024", "16", "64")[:count])
+        raise ValueError(
+            f"{name} must be {count} whole numbers joined by commas, got {text!r}; write {example} or the like"
+        )
     return found
 
 
@@ -100,12 +103,12 @@ def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) ->
     }
     for name in names:
         if name not in makers:
-            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {name!r}; a window has its own option")
+            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {name!r}; use --window for a window")
     parts = [makers[name]() for name in names]
     if window is not None:
         ends = window.split(",")
         if len(ends) != 2:
-            raise ValueError(f"window must be left,right such as 1023,0, got {window!r}")
+            raise ValueError(f"window must be left,right such as 1023,0, got {window!r}; write - for an open side")
         parts.append(tw.Window(*(None if end == "-" else numbers("window", end, 1)[0] for end in ends)))
     return reduce(and_, parts, tw.Full())
 
@@ -125,4 +128,6 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=dtype, device="meta")
     except RuntimeError as error:
-        raise ValueError(f"no tensor can have shape {shape}: {error}") from None
+        raise ValueError(
+            f"shapes must be ones that torch can allocate, got {shape} ({error}); make it smaller"
+        ) from None

@@ -66,7 +66,7 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {name!r}")
+        raise ValueError(f"device must be cpu or cuda, got {name!r}; leave it out for a GPU if there is one")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but PyTorch sees no GPU; leave --device out")
+        raise ValueError("device must be one that PyTorch sees, got cuda without a GPU; leave --device out")
     return torch.device(name)
