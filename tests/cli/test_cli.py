@@ -1,4 +1,4 @@
-"""python -m tilewise: tables for people, JSON for programs, a sentence and exit status 2 for bad input."""
+"""python -m tilewise: tables, JSON for programs, a sentence and exit status 2 for bad input."""
 
 import importlib
 import json
@@ -111,5 +111,5 @@ def test_a_command_that_moved_says_where_it_is(arguments):
 
 
 def test_the_experiment_says_where_it_is():
-    with pytest.raises(ImportError, match=r"is now studies\.accumulation"):
+    with pytest.raises(ImportError, match=r"import studies\.accumulation"):
         importlib.import_module("tilewise.experimental")

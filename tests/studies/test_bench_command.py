@@ -1,4 +1,4 @@
-"""python -m studies bench: tables for people, JSON for programs, a sentence and exit status 2 for bad input."""
+"""python -m studies bench: tables, JSON for programs, a sentence and exit status 2 for bad input."""
 
 import json
 from dataclasses import replace
@@ -24,9 +24,9 @@ def sentence(result):
     ("arguments", "says"),
     [
         ("bench --suite nope", "choose from paper, classic, long, cpu"),
-        ("bench --suite paper --device cpu", "needs a GPU"),
-        ("bench --suite cpu --device cpu --match D128", "one is fp32 full"),
-        ("bench --peer me --device cpu", "no peer 'me'"),
+        ("bench --suite paper --device cpu", "must be cuda, got cpu; run it where there is a GPU"),
+        ("bench --suite cpu --device cpu --match D128", "got D128; choose from a name such as fp32 full"),
+        ("bench --peer me --device cpu", "--peer must name a peer, got 'me'; choose from"),
         ("bench --show colour", "choose from"),
         ("bench --device tpu", "cpu or cuda"),
     ],
@@ -101,4 +101,4 @@ def test_bench_reads_the_results_file_before_measuring(tmp_path):
     (tmp_path / "notes.json").write_text("{}")
     result = call("bench", "--suite", "cpu", "--device", "cpu", "--json", str(tmp_path / "notes.json"))
     assert result.exit_code == 2
-    assert "not a results file" in sentence(result)
+    assert "must be a results file of tilewise" in sentence(result)
