@@ -39,7 +39,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 
 
 def load(name: str, file: str) -> Any:
-    """A module of the tree's tests."""
+    """Import a module of the tree's tests."""
     path = next(folder for folder in sys.path if folder.endswith("tests"))
     spec = importlib.util.spec_from_file_location(name, f"{path}/{file}")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def load(name: str, file: str) -> Any:
 
 
 def launches() -> Iterator[tuple[str, int, str, Any]]:
-    """Back end, head size, what is called, and each of its launches."""
+    """Yield back end, head size, call, and each of its launches."""
     portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
     fp32 = load("fp32_offline", "hopper/offline_fp32_backward.py")
     portable.use_target("sm_90")
@@ -67,7 +67,7 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
 
 
 def main() -> None:
-    """A line for each launch."""
+    """Print a line for each launch."""
     sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
         kernel = str(one.kernel.fn.__name__)

@@ -1,6 +1,6 @@
 """Launches on a GPU that is not here, as far as a CPU goes: kernels compile, and what would start them does nothing.
 
-Runs in a process of its own with TRITON_INTERPRET=0, and prints JSON:
+Run it in a separate process with TRITON_INTERPRET=0, and prints JSON:
 
     python tests/elsewhere.py keys               hashes of the kernels that calls compile, and that `warm` foresees
     python tests/elsewhere.py ranks FOLDER       compilations by processes that start together, by case

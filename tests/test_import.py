@@ -1,4 +1,4 @@
-"""What `import tilewise` and a first call cost and bring along, each in a process of its own."""
+"""What `import tilewise` and a first call cost and bring along, each in a separate process."""
 
 import json
 import subprocess

@@ -124,11 +124,12 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     chosen = _options("attention_qkvpacked", options)
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
-        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}; convert it with torch.as_tensor(...)")
     shape = "(B, N, 3, H, D)" if chosen["layout"] is None else "(T, 3, H, D)"
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
-        hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
-        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
+        packed = qkv.ndim == 4 and chosen["layout"] is None
+        hint = "pass layout=Varlen(...) for packed sequences" if packed else "stack q, k and v in front of the heads"
+        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}; {hint}")
     if (kind := _autocast_type(qkv)) is not None:
         qkv = _cast(qkv, kind)
     q, k, v = qkv.unbind(-3)
@@ -154,22 +155,29 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     parts = [tuple(part) for part in parts]  # type: ignore[misc]
     if not parts:
-        raise ValueError("merge: parts is empty; give at least one (o, lse) pair")
+        raise ValueError(
+            "merge: parts must hold at least one (o, lse) pair, got none; call attention with return_lse=True"
+        )
     for index, part in enumerate(parts):
         if len(part) != 2 or not all(isinstance(t, Tensor) for t in part):
             raise TypeError(
-                f"merge: part {index} must be a pair of tensors (o, lse); call attention with return_lse=True"
+                f"merge: part {index} must be a pair of tensors (o, lse), got "
+                f"({', '.join(type(t).__name__ for t in part)}); call attention with return_lse=True"
             )
         o, lse = part
         packed = o.ndim == 3
         rows = tuple(o.shape[:-1]) if packed else (o.shape[0], o.shape[1], o.shape[2]) if o.ndim == 4 else None
         if rows is None or tuple(lse.shape) != ((rows[1], rows[0]) if packed else (rows[0], rows[2], rows[1])):
             raise ValueError(
-                f"merge: part {index} has o {tuple(o.shape)} and lse {tuple(lse.shape)}; they must be (B, M, H, D) and "
-                "(B, H, M), or packed (T, H, D) and (H, T)"
+                f"merge: part {index} must have o (B, M, H, D) and lse (B, H, M), or packed (T, H, D) and (H, T), got "
+                f"{tuple(o.shape)} and {tuple(lse.shape)}; pass both as attention returns them"
             )
         if o.shape != parts[0][0].shape or o.dtype != parts[0][0].dtype or o.device != parts[0][0].device:
-            raise ValueError(f"merge: part {index} differs from part 0 in shape, type or device; make them equal")
+            first = parts[0][0]
+            raise ValueError(
+                f"merge: part {index} must have part 0's shape, type and device, {tuple(first.shape)}, {first.dtype} "
+                f"and {first.device}, got {tuple(o.shape)}, {o.dtype} and {o.device}; convert or reshape it"
+            )
     lses = torch.stack([lse for _, lse in parts])  # (parts, B, H, M)
     m = lses.detach().amax(0)
     m = m.masked_fill(m == -torch.inf, 0.0)
@@ -257,7 +265,10 @@ def _hypothetical(x: Operands, recipe: Recipe, longest: tuple[int, int], device:
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = device or target_of(x.q.device)
     if target == "meta":
-        raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
+        raise ValueError(
+            "explain: device must name a chip for tensors on the meta device, got None; "
+            'pass device="cpu", "sm_90", "gfx942", …'
+        )
     addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
     return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)
 
@@ -284,18 +295,23 @@ def _gather(
         refuse_mask(mask)
     changes = _scores(score)
     if layout is not None and not isinstance(layout, Varlen):
-        raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
+        raise TypeError(f"layout must be None or a Varlen, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)")
     if scale is not None:
         scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
     dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
+        raise ValueError(
+            f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}; "
+            "leave it out to follow torch.get_float32_matmul_precision()"
+        )
     if backend is not None and backend not in ORDER:
-        raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
+        raise ValueError(
+            f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}; leave it out to have one chosen"
+        )
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
+        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
     if (kind := _autocast_type(q)) is not None:
         q, k, v = _cast(q, kind), _cast(k, kind), _cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
@@ -332,7 +348,7 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
             refuse_score(change)
         if isinstance(change, Alibi) and change.slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "Alibi: slopes require a gradient, which Alibi does not have; detach them, or write the slopes as a "
+                "Alibi: slopes must have no gradient, got requires_grad=True; detach them, or write the slopes as a "
                 "Bias, which has one"
             )
     return tuple(score)
@@ -351,11 +367,13 @@ _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-define
 def _refuse_operands(**operands: Any) -> None:
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor(...)"
+            )
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"q, k and v must be strided tensors, got {name} with layout {tensor.layout}; convert it with "
-                ".to_dense(), and pass sequences of several lengths packed, with layout=Varlen(...)"
+                f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense(), and pass "
+                "sequences of several lengths packed, with layout=Varlen(...)"
             )
 
 
@@ -364,14 +382,15 @@ def _seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(
-                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
+                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}; "
+                "pass an int, or leave it out to have one drawn"
             )
         if seed.device != q.device:
             raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}")
+        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}; leave it out to have one drawn")
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit 64 bits, got {seed}")
+        raise ValueError(f"seed must fit 64 bits, got {seed}; pass one in [-2^63, 2^63)")
     if dropout == 0.0:
         return None
     if seed is None:

@@ -24,6 +24,12 @@ from .problem import (
     target_of,
 )
 
+TRANSPOSE = (
+    "did you mean q.transpose(1, 2), and so k and v? Shapes are (batch, length, heads, head size); those of torch's "
+    "scaled_dot_product_attention have the heads before the length"
+)
+"""The remedy where q, k and v with the heads first would fit."""
+
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
     """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
@@ -63,8 +69,8 @@ def check_values(values: Sequence[Value]) -> None:
     for value in values:
         if KINDS.get(type(value).__name__) is not type(value):
             raise TypeError(
-                f"{type(value).__name__} is no mask or score that the back ends know; use Dense or Bias for one of "
-                "your own, or add it as CONTRIBUTING.md shows"
+                f"mask and score must be of classes that the back ends know, got {type(value).__name__}; use Dense or "
+                "Bias for one of your own, or add it as CONTRIBUTING.md shows"
             )
 
 
@@ -72,8 +78,8 @@ def _check_operands(p: Problem) -> None:
     rank, shape = (3, "(T, heads, head size)") if p.recipe.varlen else (4, "(batch, length, heads, head size)")
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
         if len(spec.shape) != rank:
-            hint = "; packed sequences need layout=Varlen(...)" if len(spec.shape) == 3 else ""
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}{hint}")
+            hint = "pass layout=Varlen(...) for packed sequences" if len(spec.shape) == 3 else "reshape it"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
         if spec.dtype != p.q.dtype:
@@ -81,31 +87,48 @@ def _check_operands(p: Problem) -> None:
                 f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
             )
         if spec.device != p.q.device:
-            raise ValueError(f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}")
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
+                "move one of them with .to(...)"
+            )
     if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}")
+        sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
+        raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
     if p.k.shape[:-1] != p.v.shape[:-1]:
-        raise ValueError(f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}")
-    if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
-        hint = "there must be some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
         raise ValueError(
-            f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}. Shapes are (batch, length, heads, "
-            "head size): give what was laid out for torch's scaled_dot_product_attention as .transpose(1, 2)"
+            f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}; "
+            "give each key one value"
         )
+    if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
+        hint = "give both some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
+        other = _heads_first(p)
+        hint = TRANSPOSE if 0 not in (other.H, other.H_k) and other.H % other.H_k == 0 else hint
+        raise ValueError(f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}")
     if p.k.shape[-1] != p.D:
-        raise ValueError(f"q and k must have one head size, got {p.D} and {p.k.shape[-1]} (v's may differ)")
+        raise ValueError(
+            f"q and k must have one head size, got {p.D} and {p.k.shape[-1]}; project both to one (v's may differ)"
+        )
     for name, size in (("q and k", p.D), ("v", p.D_v)):
         if not 1 <= size <= MAX_HEAD_SIZE:
             raise ValueError(
-                f"the head size of {name} must be between 1 and {MAX_HEAD_SIZE}, got {size}; split the heads"
+                f"the head size of {name} must be between 1 and {MAX_HEAD_SIZE}, got {size}; split or pad the heads"
             )
+
+
+def _heads_first(p: Problem) -> Problem:
+    """Return the problem with q, k and v transposed, to see whether they were laid out with the heads first."""
+    if p.recipe.varlen:
+        return p
+    q, k, v = (s._replace(shape=(s.shape[0], s.shape[2], s.shape[1], s.shape[3])) for s in (p.q, p.k, p.v))
+    return p._replace(q=q, k=k, v=v)
 
 
 def _check_recipe(p: Problem) -> None:
     r = p.recipe
     if r.precision is not None and p.dtype != torch.float32:
         raise ValueError(
-            f"precision={r.precision!r} is for fp32 inputs, got {p.dtype}; leave it out, or convert q, k and v to fp32"
+            f"precision must be None for any type but fp32, got {r.precision!r} with {p.dtype}; "
+            "leave it out, or convert q, k and v to fp32"
         )
     if r.varlen:
         for kind in p.kinds:
@@ -138,19 +161,25 @@ def _check_extra(p: Problem) -> None:
             _same_device(p, f"{name}: {capture}", spec)
             if kind in (masks.Dense, scores.Bias):
                 if not _broadcasts(spec.shape, full):
+                    other = _heads_first(p)
+                    fits = _broadcasts(spec.shape, (other.B, other.H, other.M, other.N))
+                    hint = TRANSPOSE if fits else "expand or reshape it"
                     raise ValueError(
-                        f"{name}: {capture} must broadcast to (B, H, M, N) = {full}, got {tuple(spec.shape)}"
+                        f"{name}: {capture} must broadcast to (B, H, M, N) = {full}, got {tuple(spec.shape)}; {hint}"
                     )
                 continue
             allowed = captured_shapes(p, kind, capture)
             if tuple(spec.shape) not in allowed:
                 shapes = " or ".join(str(shape) for shape in allowed)
-                raise ValueError(f"{name}: {capture} must have shape {shapes}, got {tuple(spec.shape)}")
+                fits = tuple(spec.shape) in captured_shapes(_heads_first(p), kind, capture)
+                hint = TRANSPOSE if fits else "make it fit q and k"
+                raise ValueError(f"{name}: {capture} must have shape {shapes}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
         spec = next(specs)
         _same_device(p, "sink", spec)
         if tuple(spec.shape) != (p.H,):
-            raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}")
+            hint = TRANSPOSE if tuple(spec.shape) == (_heads_first(p).H,) else "give each query head one logit"
+            raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
     for name, spec in zip(("Varlen: cu_q", "Varlen: cu_k"), specs, strict=False):
@@ -193,27 +222,31 @@ def check_contents(problem: Problem, x: Operands) -> None:
         for lengths in part.tensors if isinstance(part, masks.Prefix | masks.PaddingLengths) else ():
             if bool(((lengths < 0) | (lengths > N)).any()):
                 name = _public_name(type(part))
-                raise ValueError(f"{name}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}")
+                raise ValueError(
+                    f"{name}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}; "
+                    "clamp them with .clamp(...)"
+                )
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
     steps = cu.diff()
     if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
         raise ValueError(
-            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}"
+            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
+            "write the cumulative sum of the lengths"
         )
     if steps.numel() and int(steps.max()) > longest:
         raise ValueError(
-            f"Varlen: the longest sequence of {name} has {int(steps.max())} rows, but max_{name[-1]} is {longest}; "
-            "pass the longest length, or None to have it read"
+            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
+            "pass that, or None to have it read"
         )
 
 
 def check_number(name: str, number: Any, allowed: str, low: float, high: float) -> float:
     """Return a finite float in [low, high), or raise an error that names the argument."""
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be a number {allowed}, got {number!r}")
+        raise TypeError(f"{name} must be {allowed}, got {number!r}; pass a number, or leave it out")
     number = masks.constant(float(number))
     if not (math.isfinite(number) and low <= number < high):
-        raise ValueError(f"{name} must be {allowed}, got {number}")
+        raise ValueError(f"{name} must be {allowed}, got {number}; leave it out for the default")
     return number

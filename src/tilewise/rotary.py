@@ -277,14 +277,14 @@ def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
     for name, x in xs.items():
         _check_tensor(name, x, FLOATING_TYPES, first)
         if x.ndim != rank:
-            hint = "; packed sequences need cu_seqlens" if x.ndim == 3 else ""
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}{hint}")
+            hint = "pass cu_seqlens for packed sequences" if x.ndim == 3 else "reshape it"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}; {hint}")
         if x.dtype != first.dtype:
             raise TypeError(f"q and k must have one type, got {first.dtype} and {x.dtype}; convert one of them")
         if (*x.shape[:-2], x.shape[-1]) != (*first.shape[:-2], first.shape[-1]):
             raise ValueError(
                 f"q and k must agree in all but the heads, got {tuple(first.shape)} and {tuple(x.shape)}; "
-                "turn them by two calls of rotary"
+                "call rotary for each"
             )
     return first
 
@@ -293,12 +293,16 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         _check_tensor(name, table, FLOATING_TYPES, x)
         if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, which rotary does not have; pass {name}.detach()")
+            raise ValueError(f"{name} must have no gradient, got requires_grad=True; pass {name}.detach()")
         if table.ndim != 2 or table.shape != cos.shape:
-            raise ValueError(f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}")
+            raise ValueError(
+                f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}; "
+                "give each position a row"
+            )
     if not 1 <= cos.shape[1] <= x.shape[-1] // 2:
         raise ValueError(
-            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, one per pair, got {cos.shape[1]}"
+            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[1]}; "
+            "give each pair of dimensions one"
         )
 
 
@@ -307,16 +311,21 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
     if cu_seqlens is not None:
         _check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), x)
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
-            raise ValueError(f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
+            raise ValueError(
+                f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}; "
+                "write the cumulative sum of the lengths, from 0 on"
+            )
         B = cu_seqlens.shape[0] - 1
     if isinstance(offsets, Tensor):
         _check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
         if offsets.ndim != 1 or offsets.shape[0] != B:
-            raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; or pass one int")
+            raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; pass one int for all")
     elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
-        raise TypeError(f"offsets must be an int or an integer tensor of shape (B,), got {offsets!r}")
+        raise TypeError(
+            f"offsets must be an int or an integer tensor of shape (B,), got {offsets!r}; convert it with int(...)"
+        )
     elif offsets < 0:
-        raise ValueError(f"offsets must be >= 0, got {offsets}; positions count from 0")
+        raise ValueError(f"offsets must be >= 0, got {offsets}; pass the position of the first row")
 
 
 def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
@@ -326,7 +335,10 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like:
         raise ValueError(f"all tensors must be on {like.device}, got {name} on {tensor.device}; move it with .to(...)")
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}; "
+            "convert it with torch.as_tensor(...)"
+        )
     raise TypeError(f"{name} must be of type {allowed}, got {tensor.dtype}; convert it with .to(...)")
 
 
@@ -334,13 +346,13 @@ def _check_shapes(x: Tensor, rotation: Rotation) -> None:
     """Check what shapes alone say about positions."""
     rows = rotation.cos.shape[0]
     if rotation.cu_seqlens is not None and rotation.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
-        raise ValueError(
-            f"cu_seqlens describes no sequence, but there are {x.shape[0]} rows; pass (0, …, {x.shape[0]})"
-        )
+        raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
     longest = x.shape[1] if rotation.cu_seqlens is None else 1  # a sequence that has rows has at least one
     if x.shape[0] > 0 and 0 < longest > rows - rotation.offset:
         last = rotation.offset + longest - 1
-        raise ValueError(f"cos and sin have {rows} rows, but positions reach {last}; make the tables longer")
+        raise ValueError(
+            f"cos and sin must have a row for every position up to {last}, got {rows} rows; make them longer"
+        )
 
 
 def _check_contents(x: Tensor, rotation: Rotation) -> None:
@@ -349,13 +361,14 @@ def _check_contents(x: Tensor, rotation: Rotation) -> None:
         cu, total = rotation.cu_seqlens, x.shape[0]
         if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}"
+                f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}; "
+                "write the cumulative sum of the lengths"
             )
     elif rotation.offsets is None:
         return  # the shapes were enough to check
     rows = positions(x, rotation)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < rotation.cos.shape[0]:
         raise ValueError(
-            f"positions must lie in [0, {rotation.cos.shape[0]}), the rows of cos and sin, but run from "
-            f"{int(rows.min())} to {int(rows.max())}; make the tables longer, or change offsets"
+            f"positions must lie in [0, {rotation.cos.shape[0]}), the rows of cos and sin, got {int(rows.min())} to "
+            f"{int(rows.max())}; make the tables longer, or change offsets"
         )

@@ -143,7 +143,7 @@ def warm(
         RuntimeError: a kernel does not compile, or the cache is not writable.
     """
     if processes is not None and processes < 1:
-        raise ValueError(f"processes must be None or at least 1, got {processes}")
+        raise ValueError(f"processes must be None or at least 1, got {processes}; leave it out for one per core")
     given = {"q": q, "k": k, "v": v, **options}
     return warm_calls([call_of(device, backward, **(given | dict(other))) for other in ({}, *more)], processes)
 
@@ -159,7 +159,9 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
     x, recipe, longest = _gather(q, k, v, **chosen)
     if device is None and x.q.is_meta:
         if not torch.cuda.is_available():
-            raise ValueError('warm: no GPU is here; name the one to compile for, with device="sm_90", …')
+            raise ValueError(
+                'warm: device must name a chip where PyTorch sees no GPU, got None; pass device="sm_90", "gfx942", …'
+            )
         device = target_of(torch.device("cuda", torch.cuda.current_device()))
     problem = _hypothetical(x, recipe, longest, device)
     card = _card(problem.target, x.q.device)
@@ -217,7 +219,8 @@ def _compiled(
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:
-        raise RuntimeError("\n".join([f"warm: {len(failures)} of {len(missing)} kernels did not compile", *failures]))
+        first = f"warm: {len(failures)} of {len(missing)} kernels did not compile; change these calls, or report them"
+        raise RuntimeError("\n".join([first, *failures]))
     return list(done.values())
 
 
@@ -243,7 +246,10 @@ class Workers:
             process.stdin.flush()  # type: ignore[union-attr]
             good, answer = pickle.load(process.stdout)  # type: ignore[arg-type]
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise RuntimeError(f"the process that compiled it ended with exit status {process.wait()}") from None
+            raise RuntimeError(
+                f"the process that compiled it ended with exit status {process.wait()}; "
+                "pass processes=1 if memory ran out"
+            ) from None
         self.idle.append(process)
         if not good:
             raise RuntimeError(answer)

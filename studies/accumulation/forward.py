@@ -2,6 +2,7 @@
 
 One program owns a tile of queries, as in triton/forward.py, with the same functions for masks, rows and lists of tiles.
 """
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 

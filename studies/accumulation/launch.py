@@ -61,7 +61,7 @@ def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
         halves if accumulate.exp2 == "halves" else "fp32",
     )  # fmt: skip
     constants = {name: portable_plan.constants[name] for name in ("G", "d", "d_v")}
-    assert portable_plan.c is not None  # None beside a bias, and there are no scores here
+    assert portable_plan.c is not None  # None only with a bias, and there are no scores here
     return Plan(portable_plan.c, portable_plan.section, p.listed, {"sums": sums, **constants, **meta(tiles)}, {})
 
 

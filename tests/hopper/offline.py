@@ -3,7 +3,7 @@
     python tests/hopper/offline.py               every call in `CALLS`
     python tests/hopper/offline.py streaming     one call in all its sizes; this one where CONTRIBUTING.md was followed
 
-Runs in a process of its own with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
+Run it in a separate process with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
 """
 
 import json

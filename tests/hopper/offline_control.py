@@ -1,6 +1,6 @@
 """Compiles racecheck's control for sm_90 without a GPU: one JSON line a kernel, with its arrivals at mbarriers.
 
-Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does.
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py does.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Compiles the fp32 backward's main kernel for sm_90 without a GPU: one JSON line a row of its table and kind of call.
 
-Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does.
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py does.
 """
 
 import json

@@ -67,7 +67,7 @@ class World:
         self.changed.notify_all()
 
     def run(self, roles: Sequence[tuple[Role, Callable[[], Any]]], instead: int = 0) -> None:
-        """All roles side by side, to their end; meanwhile so many of those that live do nothing."""
+        """All roles side by side, to their end; meanwhile some of those that live do nothing."""
 
         def thread(role: Role, work: Callable[[], Any]) -> None:
             self.here.role = role

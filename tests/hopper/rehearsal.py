@@ -73,8 +73,8 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
-    """A call's forward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is the
-    mask written out, (H, M, N)."""
+    """Run a call's forward by `programs` programs, with `section` matrices side by side. Where tiles are listed,
+    `seen` is the mask written out, (H, M, N)."""
     pretend.world = World(programs)
     pl = plan(p)
     tile, made, rows = pl.constants["tile"], pl.shape, 64 * pl.constants["tile"].WARPGROUPS

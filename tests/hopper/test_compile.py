@@ -1,8 +1,8 @@
 """Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
 
 How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and
-may not grow; `python tests/hopper/test_compile.py` measures it anew. A wait too many means that ptxas put products that
-were meant to run side by side one after the other.
+may not grow; `python tests/hopper/test_compile.py` measures it again. A wait too many means that ptxas put
+products one after the other that were meant to run side by side.
 """
 
 import json
@@ -26,7 +26,7 @@ MEANT = {
 }
 """How kernels move memory by TMA: loads, stores, additions. The gradient of a bias comes from a Triton kernel."""
 SIDE_BY_SIDE = 1024
-"""Bytes within which all barriers of a kernel lie, if each has memory of its own; tiles are larger."""
+"""Bytes within which all barriers of a kernel lie, if each has separate memory; tiles are larger."""
 RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 

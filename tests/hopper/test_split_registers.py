@@ -14,7 +14,7 @@ from tilewise.hopper.fp32 import backward_products
 Registers = dict[str, Tensor]
 TYPES = {2: torch.float16, 3: torch.bfloat16}
 ROUNDED = {2: 2.0**-22, 3: 2.0**-24}
-"""What is lost of a number in so many pieces."""
+"""What is lost of a number, by the number of pieces."""
 NUMBERS = torch.cat([
     torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, 2.0**15, -3.1415927, 1 / 3, 32767.998]),
     torch.linspace(-9.0, 9.0, 119).exp2(),

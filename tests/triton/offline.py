@@ -1,6 +1,6 @@
 """Compiles the kernels of calls for a chip that is not here, and reads what came out.
 
-Runs in a process of its own with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
+Run it in a separate process with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
 
     python tests/triton/offline.py compile sm_90      one JSON line a kernel of every call in `calls`
     python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: its kernels' cache keys
@@ -73,7 +73,7 @@ WALKS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq"
 
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), rich, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
-    units, and "tf32x3" where it has rows of its own."""
+    units, and "tf32x3" where it has its own rows."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -250,7 +250,7 @@ def natural_loops(text: str) -> dict[frozenset[int], str]:
     """The blocks of each loop, by their first lines, and its lines.
 
     A jump back closes a loop if nothing reaches it but through its target; so a wait that stands behind the loop and
-    returns into its middle is part of the loop and not one of its own.
+    returns into its middle is part of the loop and not another loop.
     """
     lines = text.splitlines()
     place: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Tier 3: the kernels compile for chips that are not here, with the oldest and the newest Triton, and compile well.
 
 From sm_80 on, no local loads or stores in the loops of 16-bit kernels with head sizes up to 128. Elsewhere their number
-is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it anew.
+is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it again.
 """
 
 import json
@@ -68,7 +68,7 @@ def folder_of(release):
 
 @cache
 def offline(folder, *arguments):
-    """The lines that offline.py prints in a process of its own."""
+    """The lines that offline.py prints in a separate process."""
     path = [folder] if folder else []
     path += [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     installed = Path(find_spec("triton").origin).parent

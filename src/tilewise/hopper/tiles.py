@@ -1,6 +1,6 @@
 """Tabulate the tile sizes of the Hopper kernels: one row per head size in shared memory.
 
-`python -m tilewise tune` measures the rows of FORWARD and BACKWARD against their neighbours; docs/performance.md plots
+`python -m studies tune` measures the rows of FORWARD and BACKWARD against their neighbours; docs/performance.md plots
 its times.
 """
 
@@ -159,7 +159,7 @@ def precision(p: Problem) -> str | None:
 
 
 def current_fp32(p: Problem) -> Fp32Forward:
-    """Return the row for an fp32 problem. `tilewise tune` does not measure these."""
+    """Return the row for an fp32 problem. `studies tune` does not measure these."""
     return FP32_FORWARD[padded(p), precision(p)]
 
 
@@ -181,7 +181,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
     ),
 }  # fmt: skip
-"""Lists what `tilewise tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
+"""Lists what `studies tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
 a group holds 64 keys."""
 
 

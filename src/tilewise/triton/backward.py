@@ -3,6 +3,7 @@
 S and P are recomputed from lse (Dao et al. 2022, algorithm 4). There are no atomics: no kernel adds to memory that
 another one wrote.
 """
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

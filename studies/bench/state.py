@@ -13,7 +13,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGE = Path(__file__).parent.parent
+import tilewise
+
+PACKAGE = Path(tilewise.__file__).parent
 CARRIED = "carried.json"
 SIZES = (64, 128, 256)
 """Head sizes that have rows of tiles."""
@@ -130,7 +132,7 @@ VALUES = {
         ("fn", "grad", "past_fn", "past_grad"),
     ),
 }
-"""Device functions of masks and scores: files, and how their names end. Each value has a state of its own."""
+"""Device functions of masks and scores: files, and how their names end. Each value has its own state."""
 
 
 @lru_cache(64)

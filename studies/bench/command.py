@@ -1,4 +1,4 @@
-"""tilewise bench: measures suites, shows tables, keeps results."""
+"""Measures suites, shows tables, keeps results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -10,13 +10,14 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..bench import results
-from ..bench.engine import run
-from ..bench.peers import PEERS
-from ..bench.results import Row
-from ..bench.suites import SUITES, Suite
-from ..bench.tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
-from .console import err, out, pick_device, print_json, progress, sentences, table
+from tilewise.cli.console import err, out, pick_device, print_json, progress, sentences, table
+
+from . import results
+from .engine import run
+from .peers import PEERS
+from .results import Row
+from .suites import SUITES, Suite
+from .tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
 """Tables after those of the suite."""
@@ -27,7 +28,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
     match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PEERS)}.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after so many seconds.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Begin no case of a suite after this time, in seconds.")] = None,
     show: Annotated[list[str] | None, typer.Option(help=f"Tables to print: {', '.join(METRICS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     json_file: Annotated[
@@ -38,7 +39,7 @@ def bench(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
 ) -> None:
-    """Measure tilewise beside its peers."""
+    """Measure tilewise and its peers."""
     with sentences():
         where = pick_device(device)
         suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
@@ -49,9 +50,11 @@ def bench(
         files = [json_file] if json_file and str(json_file) != "-" else []
         files += [results_folder / f"{results.slug(env['device'])}.json"] if results_folder else []
         if resume and len(files) != 1:
-            raise ValueError("--resume goes on with one file; name it with --json FILE or --results FOLDER")
+            raise ValueError(
+                f"--resume must have one file, got {len(files)}; name it with --json FILE or --results FOLDER"
+            )
         for file in files:
-            results.load(file)  # a file that cannot be merged is told before, not after, the measurement
+            results.load(file)  # refuse a file that cannot be merged before the measurement, not after it
     printed: dict[str, Any] = {"device": env["device"], "suites": {}}
     for chosen in suites:
         env = results.environment(where)
@@ -122,13 +125,12 @@ def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) 
 
 def suites_for(names: list[str], device: torch.device) -> list[Suite]:
     for name in names:
-        if name == "ablation" and name not in SUITES:
-            raise ValueError("the suite ablation is now in `python -m studies bench`, from a checkout of tilewise")
         if name not in SUITES:
-            raise ValueError(f"there is no suite {name!r}; choose from {', '.join(SUITES)}")
+            raise ValueError(f"--suite must name a suite, got {name!r}; choose from {', '.join(SUITES)}")
         if device.type not in SUITES[name].devices:
-            wanted = "a GPU" if device.type == "cpu" else "--device cpu"
-            raise ValueError(f"the suite {name} needs {wanted}, this would run on {device.type}")
+            remedy = "run it where there is a GPU" if device.type == "cpu" else "pass --device cpu"
+            allowed = " or ".join(SUITES[name].devices)
+            raise ValueError(f"the device of suite {name} must be {allowed}, got {device.type}; {remedy}")
     return [SUITES[name] for name in dict.fromkeys(names)]
 
 
@@ -136,15 +138,18 @@ def part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
     """The cases that have every word in their name, among these peers."""
     for name in peers:
         if name not in PEERS:
-            raise ValueError(f"there is no peer {name!r}; choose from {', '.join(PEERS)}")
+            raise ValueError(f"--peer must name a peer, got {name!r}; choose from {', '.join(PEERS)}")
     cases = tuple(case for case in suite.cases if set(words) <= set(str(case).split()))
     if not cases:
-        raise ValueError(f"no case of {suite.name} has {' and '.join(words)} in its name; one is {suite.cases[0]}")
+        raise ValueError(
+            f"--match must be words of a case of {suite.name}, got {' '.join(words)}; choose from a name such as "
+            f"{suite.cases[0]}"
+        )
     return replace(suite, cases=cases, peers=tuple(peers) or suite.peers)
 
 
 def _metrics(names: list[str]) -> list[str]:
     for name in names:
         if name not in METRICS:
-            raise ValueError(f"there is no table {name!r}; choose from {', '.join(METRICS)}")
+            raise ValueError(f"--show must name a table, got {name!r}; choose from {', '.join(METRICS)}")
     return names

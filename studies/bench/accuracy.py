@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import dropout_keep, dropout_rescale
+from tilewise.reference import dropout_keep, dropout_rescale
+
 from .peers import SEED, Attention, Peer
 from .suites import BACKWARD, BOTH, FORWARD, Case
 
@@ -239,14 +240,14 @@ def _orders(count: int, orders: int, device: torch.device) -> Tensor:
 
 def _moved(t: Tensor, moves: dict[int, Tensor], entries: Tensor) -> Tensor:
     """Tokens, in the order for their number, and entries in theirs, of (orders, heads, length, head size). A sink,
-    (orders, heads), has neither, but is a tensor of its own."""
+    (orders, heads), has neither, but is a separate tensor."""
     if t.ndim == 2:
         return t.clone()
     return t.take_along_dim(moves[t.shape[2]][:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
 
 
 def _blocks(length: int, scores: int) -> Iterator[slice]:
-    """Of so many queries that they have ENTRIES scores at most; a query has `scores`."""
+    """Split queries so that a part has at most ENTRIES scores; a query has `scores`."""
     rows = max(1, ENTRIES // scores)
     return (slice(start, min(start + rows, length)) for start in range(0, length, rows))
 

@@ -1,4 +1,4 @@
-"""tilewise tune: measures the tables of tiles beside their neighbours, and may write rows for TILEWISE_TILES."""
+"""Measure rows of tile sizes and their neighbours, and write the best for TILEWISE_TILES."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,11 +9,13 @@ import torch
 import typer
 from rich.markup import escape
 
-from ..bench import results, tuned
-from ..bench import tune as engine
-from ..bench.tuned import Tuned
-from ..host.tables import VARIABLE, card
-from .console import err, out, print_json, progress, sentences, table
+from tilewise.cli.console import err, out, print_json, progress, sentences, table
+from tilewise.host.tables import VARIABLE, card
+
+from ..bench import results
+from . import tune as engine
+from . import tuned
+from .tuned import Tuned
 
 
 def tune(
@@ -22,7 +24,7 @@ def tune(
         typer.Option(help="Only rows with this in their name: hopper, triton, backward, D128, 32-bit."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
-    seconds: Annotated[float, typer.Option(help="Begin no row of a table after so many seconds.")] = 240.0,
+    seconds: Annotated[float, typer.Option(help="Begin no row of a table after this time, in seconds.")] = 240.0,
     write: Annotated[
         Path | None, typer.Option(help=f"Put the best rows into this file; {VARIABLE}=file uses them.")
     ] = None,
@@ -36,14 +38,16 @@ def tune(
         device = pick_gpu()
         found = engine.slots(device, engine.cases(device, quick))
         if not found:
-            raise ValueError("no GPU back end runs here; `python -m tilewise info` says why")
+            raise ValueError(
+                "tune must find a GPU back end that runs here, got none; run `python -m tilewise info` to see why"
+            )
         chosen = [slot for slot in found if set(match or ()) <= slot.words]
         if not chosen:
             names = ", ".join(slot.title for slot in found)
-            raise ValueError(f"no row has {' and '.join(match or ())} in its name; there are {names}")
+            raise ValueError(f"--match must be words of a row's name, got {' '.join(match or ())}; choose from {names}")
         env = results.environment(device)
         file = folder / f"tune-{results.slug(env['device'])}.json"
-        tuned.load(file)  # a file that cannot be merged is told before, not after, the measurement
+        tuned.load(file)  # refuse a file that cannot be merged before the measurement, not after it
         if write:
             tuned.load_rows(write)
     done: list[Tuned] = []
@@ -65,7 +69,7 @@ def tune(
 def pick_gpu() -> torch.device:
     """This machine's GPU, with an index, as tensors have it."""
     if not torch.cuda.is_available():
-        raise ValueError("tune measures kernels on a GPU, and PyTorch sees none here; run it on the card to be tuned")
+        raise ValueError("tune must run on a GPU, got a machine where PyTorch sees none; run it on the GPU to be tuned")
     return torch.device("cuda", torch.cuda.current_device())
 
 

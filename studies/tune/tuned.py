@@ -1,4 +1,4 @@
-"""What `tilewise tune` found: candidates with their times, which is best, and the files that keep them."""
+"""What `tune` found: candidates with their times, which is best, and the files that keep them."""
 
 import copy
 import json
@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..host.tables import read
-from .results import OK, SKIPPED, keep_states
-from .suites import Case
+from tilewise.host.tables import read
+
+from ..bench.results import OK, SKIPPED, keep_states, text, write
+from ..bench.suites import Case
 
 MARGIN = 0.01
 """A neighbour replaces the row in use if it is faster by more: less is a matter of the minute."""
@@ -140,7 +141,9 @@ def load(path: Path) -> dict[str, Any]:
         content["slots"] = [_tuned(slot) for slot in content["slots"]]
         content["device"].strip()
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of `tilewise tune`; name another folder, or remove it") from error
+        raise ValueError(
+            f"{path} must be a file of `tune`, got other content; name another folder, or remove it"
+        ) from error
     return content
 
 
@@ -148,18 +151,15 @@ def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
     """Puts slots into a file in place of their older measurements, unless they were skipped; the others stay."""
     content = load(path)
     if content["device"] not in (None, device):
-        raise ValueError(
-            f"{path} holds measurements of {content['device']}, these are of {device}; name another folder"
-        )
+        raise ValueError(f"{path} must hold measurements of {device}, got {content['device']}; name another folder")
     slots = {(t.backend, t.table, t.label): t for t in content["slots"]}
     for t in found:
         at = t.backend, t.table, t.label
         if at not in slots or t.present.status != SKIPPED:
             slots[at] = t
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {**content, "device": device, "slots": [asdict(t) for t in slots.values()]}
     keep_states(content, [t.environment for t in found])
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write(path, content)
 
 
 def _tuned(slot: dict[str, Any]) -> Tuned:
@@ -172,7 +172,7 @@ def load_rows(path: Path) -> dict[str, Any]:
 
 
 def write_rows(path: Path, card: str, found: Sequence[Tuned], env: dict[str, Any]) -> int:
-    """Puts the chosen rows into a file for TILEWISE_TILES, beside other cards' and other slots'; how many."""
+    """Merge the chosen rows into a file for TILEWISE_TILES; rows of other GPUs and slots stay. Return how many."""
     content = copy.deepcopy(load_rows(path))
     run = content["cards"].setdefault(card, {"rows": {}})
     run["environment"] = env
@@ -182,6 +182,6 @@ def write_rows(path: Path, card: str, found: Sequence[Tuned], env: dict[str, Any
             run["rows"].setdefault(tuned.backend, {}).setdefault(tuned.table, {})[tuned.label] = candidate.row
             count += 1
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(text(content) + "\n")
     read.cache_clear()
     return count

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
+from tilewise.cpu import Cpu
+from tilewise.describe import describe
+from tilewise.problem import PRECISIONS, Operands, Recipe, Saved, target_of
 
-from ..cpu import Cpu
-from ..describe import describe
-from ..problem import PRECISIONS, Operands, Recipe, Saved, target_of
 from .suites import Case
 from .variants import VARIANTS, Variant
 

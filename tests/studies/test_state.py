@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import kernels
 
+from studies.bench import results, state
+from studies.bench.results import Row
+from studies.bench.suites import BACKWARD, FORWARD, SUITES, Case
 from studies.pages import report
-from tilewise.bench import results, state
-from tilewise.bench.results import Row
-from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
 
 SM_90 = ("hopper",)
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ CASE = Case(1, 2, 1024, 64, "bf16", causal=True)
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy, to be changed, beside a copy of the studies."""
+    """Copy the package, to be changed, and the studies next to it."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "studies", tmp_path / "studies", ignore=ignore)
     return shutil.copytree(state.PACKAGE, tmp_path / "src" / "tilewise", ignore=ignore)

@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.app import app
+from studies.bench import measure, results, tables
+from studies.bench.accuracy import Inputs, Truth, _errors, run_once
+from studies.bench.engine import run
+from studies.bench.peers import PEERS, SEED, Peer
+from studies.bench.results import Row
+from studies.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
 from studies.pages import field, report
 from tilewise import reference
-from tilewise.bench import measure, results, tables
-from tilewise.bench.accuracy import Inputs, Truth, _errors, run_once
-from tilewise.bench.engine import run
-from tilewise.bench.peers import PEERS, SEED, Peer
-from tilewise.bench.results import Row
-from tilewise.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
-from tilewise.cli.app import app
 from tilewise.problem import PRECISIONS
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def test_one_suite_replaces_only_its_own_rows(tmp_path):
     assert {name: len(run["rows"]) for name, run in content["suites"].items()} == {"classic": 4, "paper": 2}
     assert [asdict(row) for row in results.rows_of(content, "classic")] == [asdict(row) for row in rows[:4]]
     assert results.rows_of(content, "long") == []
-    with pytest.raises(ValueError, match="holds results of"):
+    with pytest.raises(ValueError, match="must hold results of another card, got "):
         results.merge(file, "paper", rows, env | {"device": "another card"}, partial=False)
     assert results.load(file) == content
 
@@ -243,7 +243,7 @@ def test_the_kept_results_are_small():
 def test_other_files_are_not_overwritten(tmp_path):
     file = tmp_path / "notes.json"
     file.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="not a results file"):
+    with pytest.raises(ValueError, match="must be a results file"):
         results.merge(file, "classic", [], results.environment(CPU), partial=False)
     assert file.read_text() == "[1, 2]"
 

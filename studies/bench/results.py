@@ -1,14 +1,11 @@
 """Rows, where they come from, and the file that keeps them: one for each machine, replaced suite by suite."""
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,9 +13,9 @@ from typing import Any
 
 import torch
 
-import tilewise as tw
+from tilewise.cli.machine import device_name, versions
+from tilewise.problem import target_of
 
-from ..problem import target_of
 from . import state
 from .peers import CHANGED
 from .state import PACKAGE
@@ -89,18 +86,6 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     return names | ({"ablation"} if change else set())
 
 
-def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo") as file:
-            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
 def slug(name: str) -> str:
     """A name as a file's name: nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -124,7 +109,7 @@ STATES: dict[str, dict[str, str]] = {}
 def _digest_on(device: torch.device) -> str:
     chips: tuple[str, ...] = ()
     if device.type == "cuda":
-        from ..triton import tiles
+        from tilewise.triton import tiles
 
         chips = tiles.chips(target_of(device))
     found = state.states(chips=chips)
@@ -133,7 +118,7 @@ def _digest_on(device: torch.device) -> str:
 
 
 def keep_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
-    """A file names the states of its kernels once, beside its results."""
+    """Name the states of a file's kernels once, next to its results."""
     for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
         content.setdefault("kernels", {})[name] = STATES[name]
 
@@ -150,19 +135,6 @@ def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[st
 
     of = [name for name in sorted({*before, *now}) if name.startswith(tuple(names))]
     return [name for name in of if heir(before.get(name)) != now.get(name)]
-
-
-def versions() -> dict[str, str]:
-    """Of whatever could matter and is installed."""
-    found = {"tilewise": tw.__version__, "python": platform.python_version()}
-    found["torch"] = torch.__version__
-    for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    if torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda or ""
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
 
 
 def _commit() -> str | None:
@@ -186,7 +158,9 @@ def load(path: Path) -> dict[str, Any]:
         content = unpacked(json.loads(path.read_text()))
         content["suites"].items()
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a results file of tilewise; name another, or remove it") from error
+        raise ValueError(
+            f"{path} must be a results file of tilewise, got other content; name another, or remove it"
+        ) from error
     return content
 
 
@@ -202,9 +176,7 @@ def merge(
     """Puts a suite's rows, and `more` about it, into a part of a file in place of older ones; everything else stays."""
     content = load(path)
     if content["device"] not in (None, env["device"]):
-        raise ValueError(
-            f"{path} holds results of {content['device']}, these are of {env['device']}; name another file"
-        )
+        raise ValueError(f"{path} must hold results of {env['device']}, got {content['device']}; name another file")
     content["device"] = env["device"]
     run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
     content.setdefault(part, {})[suite] = run

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import environment
 from .accuracy import Inputs
 from .peers import Attention, Peer
 from .suites import BACKWARD, FORWARD, Case
@@ -131,7 +132,11 @@ def peak_memory_of_process(case: Case, peer: str, pass_: str) -> int:
     """The same on a CPU: growth of a fresh process's resident memory, in bytes."""
     request = json.dumps({"case": asdict(case), "peer": peer, "pass": pass_})
     done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.resident", request], capture_output=True, text=True, check=False
+        [sys.executable, "-m", f"{__package__}.resident", request],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the process died")
@@ -151,7 +156,7 @@ class Resident:
 
 
 def _reset_high_water() -> bool:
-    """Linux can start its high-water mark anew."""
+    """Tell whether the peak of resident memory can be reset, as on Linux."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")

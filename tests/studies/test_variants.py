@@ -1,4 +1,4 @@
-"""The suite of variants: each is judged as what it computes, timed beside the plain call, and shown against its aim."""
+"""The suite of variants: each is judged as what it computes and compared with the plain call and its aim."""
 
 from dataclasses import asdict, replace
 
@@ -7,16 +7,16 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.app import app
+from studies.bench import results, tables
+from studies.bench.accuracy import NAMES, SINK, Inputs, Truth, run_once
+from studies.bench.engine import run
+from studies.bench.peers import PEERS, SEED
+from studies.bench.results import Row
+from studies.bench.suites import BACKWARD, FORWARD, SUITES, Case
+from studies.bench.variants import CUTS, VARIANTS, cut, visited
 from studies.pages import plots, report
 from tilewise import reference
-from tilewise.bench import results, tables
-from tilewise.bench.accuracy import NAMES, SINK, Inputs, Truth, run_once
-from tilewise.bench.engine import run
-from tilewise.bench.peers import PEERS, SEED
-from tilewise.bench.results import Row
-from tilewise.bench.suites import BACKWARD, FORWARD, SUITES, Case
-from tilewise.bench.variants import CUTS, VARIANTS, cut, visited
-from tilewise.cli.app import app
 
 CPU = torch.device("cpu")
 SUITE = SUITES["variants"]

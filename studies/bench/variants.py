@@ -1,4 +1,4 @@
-"""Variants: what a call may ask for beyond q, k, v and its mask, each measured beside the call that does not."""
+"""Variants: options of a call beyond q, k, v and its mask, each compared with the call without it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from ..mask import Full, Mask, Window
-from ..score import Alibi, Score, SoftCap
+from tilewise.mask import Full, Mask, Window
+from tilewise.score import Alibi, Score, SoftCap
 
 TILE = 128
 """Queries and keys of the tiles that `visited` counts."""
@@ -68,7 +68,7 @@ PLAIN = Variant()
 
 
 def cut(tokens: int) -> tuple[int, ...]:
-    """Lengths of packed sequences of so many tokens together."""
+    """Draw lengths of packed sequences with this total of tokens."""
     ends = [tokens * end // CUTS[-1] for end in CUTS]
     return tuple(end - start for start, end in pairwise(ends))
 

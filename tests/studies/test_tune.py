@@ -1,4 +1,4 @@
-"""tilewise tune: what it tries, what it makes of the times, and the file through which a card gets its rows."""
+"""studies tune: what it tries, what it makes of the times, and the file through which a card gets its rows."""
 
 import json
 from dataclasses import replace
@@ -8,17 +8,18 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise as tw
+from studies.app import app
+from studies.bench import results
+from studies.bench.suites import Case
 from studies.pages import report
+from studies.tune import command, tuned
+from studies.tune.tuned import Candidate, Tuned
 from tilewise import reference
-from tilewise.bench import results, tuned
-from tilewise.bench.suites import Case
-from tilewise.bench.tuned import Candidate, Tuned
-from tilewise.cli import tune as command
-from tilewise.cli.app import app
+from tilewise.cli.app import app as package
 from tilewise.host import tables
 
 pytest.importorskip("triton")
-from tilewise.bench import tune
+from studies.tune import tune
 from tilewise.hopper import tiles as hopper
 from tilewise.triton import launch
 from tilewise.triton import tiles as portable
@@ -139,7 +140,7 @@ def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
         found = tw.explain(q, q, q, backend="triton")
         assert "forward 16x64, 4 warps, 1 stages; dkdv 32x32" in found.tiles
         assert found.tiles.endswith(f"rows of {path}")
-    told = CliRunner().invoke(app, ["info", "--json"])
+    told = CliRunner().invoke(package, ["info", "--json"])
     assert json.loads(told.stdout)["tiles"]["cpu"] == f"rows of {path}"
 
 
@@ -171,32 +172,41 @@ def test_without_the_variable_nothing_is_read():
 
 
 BROKEN = {
-    "no json": ("{", "it is no file of rows"),
-    "a results file": (json.dumps({"device": "card", "suites": {}}), "it is no file of rows"),
-    "a list": ("[1]", "it is no file of rows"),
+    "no json": ("{", "got other content;"),
+    "a results file": (json.dumps({"device": "card", "suites": {}}), "got other content;"),
+    "a list": ("[1]", "got other content;"),
     "a list for a table": (
         json.dumps({"cards": {"cpu": {"rows": {"triton": {"forward": []}}}}}),
-        "it is no file of rows",
+        "got other content;",
     ),
-    "another back end": (("metal", "forward", "64", {}), "there is no back end metal"),
-    "another table": (("triton", "sideways", "64", {}), "triton has no table sideways"),
-    "another row": (("triton", "forward", "interpreter 4 512", {}), "forward has no row interpreter 4 512"),
-    "another field": (("triton", "forward", "interpreter 4 256", row(depth=1)), "must have the fields B_r, B_c"),
-    "a field too few": (("triton", "forward", "interpreter 4 256", {"B_r": 1}), "must have the fields B_r, B_c"),
-    "text for a number": (("triton", "forward", "interpreter 4 256", row(B_r="32")), "B_r in row interpreter 4 256"),
-    "a bool for a number": (("triton", "forward", "interpreter 4 256", row(B_r=True)), "is True"),
-    "rows below zero": (("triton", "forward", "interpreter 4 256", row(B_r=-16)), "B_r in row interpreter 4 256"),
+    "another back end": (("metal", "forward", "64", {}), "got unknown back ends: metal;"),
+    "another table": (("triton", "sideways", "64", {}), "got unknown tables of triton: sideways;"),
+    "another row": (
+        ("triton", "forward", "interpreter 4 512", {}),
+        "got unknown rows of table forward: interpreter 4 512;",
+    ),
+    "another field": (("triton", "forward", "interpreter 4 256", row(depth=1)), "without exactly the fields B_r, B_c"),
+    "a field too few": (("triton", "forward", "interpreter 4 256", {"B_r": 1}), "without exactly the fields B_r, B_c"),
+    "text for a number": (
+        ("triton", "forward", "interpreter 4 256", row(B_r="32")),
+        "B_r = '32' in row interpreter 4 256",
+    ),
+    "a bool for a number": (("triton", "forward", "interpreter 4 256", row(B_r=True)), "B_r = True in row"),
+    "rows below zero": (("triton", "forward", "interpreter 4 256", row(B_r=-16)), "B_r = -16 in row interpreter 4 256"),
     "no rows": (
         ("triton", "forward", "interpreter 4 256", row(B_r=0)),
-        "is 0, which is none of 16, 32, 64, 128, 256, 512",
+        "B_r = 0 in row interpreter 4 256 of table forward, which is none of 16, 32, 64, 128, 256, 512",
     ),
-    "no power of two": (("triton", "forward", "interpreter 4 256", row(B_c=24)), "B_c in row interpreter 4 256"),
-    "too many columns": (("triton", "forward", "interpreter 4 256", row(B_c=2**30)), "1073741824, which is none of"),
-    "three warps": (("triton", "forward", "interpreter 4 256", row(warps=3)), "3, which is none of 1, 2, 4, 8, 16"),
-    "no stages": (("triton", "forward", "interpreter 4 256", row(stages=0)), "stages in row interpreter 4 256"),
-    "registers of nobody": (("triton", "forward", "interpreter 4 256", row(registers=7)), "registers in row"),
-    "nested too deep": ("[" * 100_000, "it is no file of rows"),
-    "a number of many digits": ("1" * 10_000, "it is no file of rows"),
+    "no power of two": (("triton", "forward", "interpreter 4 256", row(B_c=24)), "B_c = 24 in row interpreter 4 256"),
+    "too many columns": (("triton", "forward", "interpreter 4 256", row(B_c=2**30)), "B_c = 1073741824 in row"),
+    "three warps": (
+        ("triton", "forward", "interpreter 4 256", row(warps=3)),
+        "table forward, which is none of 1, 2, 4, 8, 16",
+    ),
+    "no stages": (("triton", "forward", "interpreter 4 256", row(stages=0)), "stages = 0 in row interpreter 4 256"),
+    "registers of nobody": (("triton", "forward", "interpreter 4 256", row(registers=7)), "registers = 7 in row"),
+    "nested too deep": ("[" * 100_000, "got other content;"),
+    "a number of many digits": ("1" * 10_000, "got other content;"),
 }
 
 
@@ -209,7 +219,7 @@ def test_a_broken_file_is_named_with_what_to_do(name, tmp_path, monkeypatch):
         content = json.dumps({"cards": {"cpu": {"rows": {backend: {table: {label: fields}}}}}})
     path.write_text(content)
     monkeypatch.setenv(tables.VARIABLE, str(path))
-    with pytest.raises(ValueError, match="cannot be used") as error:
+    with pytest.raises(ValueError, match=r"must be a file of rows, got .*; remove it and write it again") as error:
         plan()
     assert str(path) in str(error.value)
     assert says in str(error.value)
@@ -235,7 +245,7 @@ def test_values_that_hoppers_kernels_do_not_take_are_refused(field, tmp_path, mo
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps({"cards": {"cpu": {"rows": {"hopper": {name: {"64": fields}}}}}}))
     monkeypatch.setenv(tables.VARIABLE, str(path))
-    with pytest.raises(ValueError, match=f"{field} in row 64 of table {name} is {HOPPERS[field]}, which is none of"):
+    with pytest.raises(ValueError, match=f"{field} = {HOPPERS[field]} in row 64 of table {name}, which is none of"):
         tables.in_use("hopper", hopper.TABLES, torch.device("cpu"))
 
 
@@ -262,7 +272,7 @@ def call(*arguments):
 def test_without_a_gpu_it_says_so(tmp_path):
     result = call("--results", str(tmp_path))
     assert result.exit_code == 2
-    assert "PyTorch sees none here" in " ".join(result.output.replace("│", " ").split())
+    assert "PyTorch sees none; run it on the GPU" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.usefixtures("_one_neighbour")
@@ -286,7 +296,7 @@ def test_the_whole_command_on_a_tiny_case(tmp_path, monkeypatch):
     assert set(card["rows"]["triton"]) == {"forward", "dq"}
     result = call("--match", "nonsense", "--results", str(tmp_path))
     assert result.exit_code == 2
-    assert "no row has nonsense" in " ".join(result.output.replace("│", " ").split())
+    assert "must be words of a row's name, got nonsense" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_wrong_and_failing_rows_are_listed_with_their_reasons(monkeypatch):
@@ -339,10 +349,10 @@ def test_results_of_another_card_or_kind_are_not_overwritten(tmp_path):
     tuned.merge(file, "card", [made_up(Candidate(row()))])
     tuned.merge(file, "card", [made_up(Candidate(row(), "skipped", "no time"))])
     assert tuned.load(file)["slots"][0].present.status == "ok", "what was skipped is still known from before"
-    with pytest.raises(ValueError, match="holds measurements of card"):
+    with pytest.raises(ValueError, match="must hold measurements of another, got card"):
         tuned.merge(file, "another", [made_up(Candidate(row()))])
     file.write_text(json.dumps({"device": "card", "suites": {}}))
-    with pytest.raises(ValueError, match="not a file of `tilewise tune`"):
+    with pytest.raises(ValueError, match="must be a file of `tune`"):
         tuned.load(file)
 
 

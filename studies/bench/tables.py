@@ -24,7 +24,7 @@ def is_ours(name: str) -> bool:
 
 
 class Metric(NamedTuple):
-    """A column of the results file, for people."""
+    """A column of the results file, as a table shows it."""
 
     title: str
     read: Callable[[Row], float | None]

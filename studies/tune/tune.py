@@ -1,4 +1,4 @@
-"""Measures the rows of the tables of tiles, and their neighbours, on this card. `python -m tilewise tune` drives it.
+"""Measures the rows of the tables of tiles, and their neighbours, on this card. `python -m studies tune` drives it.
 
 A slot is a row's place in a table, with the cases whose calls read it. Its candidates are compiled side by side, judged
 by the benchmark's rule, and timed in turns, round after round: the whole forward, or the whole backward.
@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backend import load
-from ..describe import describe, describe_fake
-from ..host.tables import label
-from ..problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
-from .accuracy import NAMES, Inputs, Truth
-from .engine import Watch
-from .measure import Pace, pace, sample, spread, synchronize
-from .peers import SEED
-from .results import FAILED, OK, SKIPPED, WRONG
-from .suites import BACKWARD, FORWARD, Case
+from tilewise.backend import load
+from tilewise.describe import describe, describe_fake
+from tilewise.host.tables import label
+from tilewise.problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
+
+from ..bench.accuracy import NAMES, Inputs, Truth
+from ..bench.engine import Watch
+from ..bench.measure import Pace, pace, sample, spread, synchronize
+from ..bench.peers import SEED
+from ..bench.results import FAILED, OK, SKIPPED, WRONG
+from ..bench.suites import BACKWARD, FORWARD, Case
 from .tuned import Candidate, Tuned
 
 BACKENDS = ("hopper", "triton")
@@ -254,7 +255,7 @@ def _poisoned() -> Iterator[None]:
 
 
 def _module(backend: str, name: str) -> Any:
-    return importlib.import_module(f"...{backend}.{name}", __name__)
+    return importlib.import_module(f"tilewise.{backend}.{name}")
 
 
 def _recipe(backend: str, case: Case, precision: str | None) -> Recipe:

@@ -1,4 +1,4 @@
-"""What a variant costs: its speed beside the plain call of the same rounds, and the speed it should have."""
+"""Compare a variant with the plain call of the same rounds, and with the speed it should have."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ AIMS_FULL: dict[str, dict[str, float]] = {"deterministic": {BACKWARD: 0.83}}
 
 
 class Cost(NamedTuple):
-    """A variant beside the plain call of the same rounds."""
+    """A variant, and the plain call of the same rounds."""
 
     row: Row
     speed: float
@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 
 def costs(rows: Sequence[Row]) -> list[Cost]:
-    """Every variant that was measured beside the plain call."""
+    """Return every variant that was measured with the plain call."""
     plain = {(row.of, row.pass_): row.milliseconds for row in rows if row.implementation == OURS and row.status == OK}
     return [
         Cost(row, own / row.milliseconds, replace(row.of, variant=row.implementation).share)

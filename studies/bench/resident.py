@@ -1,4 +1,4 @@
-"""Run as a process of its own: prints the growth of its resident memory during one call on the CPU."""
+"""Run as a separate process: print the growth of its resident memory during one call on the CPU."""
 
 import json
 import sys

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..mask import Causal, Full, Mask
+from tilewise.mask import Causal, Full, Mask
+
 from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -91,7 +92,7 @@ class Suite:
     peers: tuple[str, ...]
     rounds: int
     matmul: int
-    """Side of the square product measured beside the cases."""
+    """Rows and columns of the square matrix product that is measured with the cases."""
     quick_lengths: tuple[int, ...]
     sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
     """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
