@@ -91,7 +91,7 @@ def partial_at(lists, at, x, lo, full_lo, full_hi):
     return tile_at(lists, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
-@triton.jit(do_not_specialize=["visits", "mask", "M", "N", "heads", "tiles", "across"])
+@triton.jit(do_not_specialize=["lists", "mask", "M", "N", "heads", "tiles", "across"])
 def attention_list_tiles(
     lists, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
 ):

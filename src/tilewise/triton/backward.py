@@ -25,10 +25,10 @@ from ..tile.schedule import assign
 from ..tile.softmax import for_backward
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
-NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "H", "heads", "section", "tiles"]
+NOT_SPECIALIZED = ["packed", "variant", "one", "M", "N", "heads", "section", "tiles"]
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles"])
+@triton.jit(do_not_specialize=["packed", "unused", "M", "H", "tiles"])
 def attention_backward_delta(O, dO, dL, lse, L, D, packed, unused, M, H, tiles, d_v: tl.constexpr, B_R: tl.constexpr):
     """Compute two values per row for the other kernels: L, the lse in their base, and D = rowsum(dO * O) - dL.
 
@@ -151,7 +151,7 @@ def dq_step(
     return accumulate(acc, dS, load_values(K, j0, place.N, MASKED, PRECISION), one, PRECISION)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H"])
 def attention_backward_dq(
     Q, K, V, dO, L, D, dQ, packed, variant, unit, factor, one, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,

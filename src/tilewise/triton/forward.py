@@ -43,7 +43,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
-@triton.jit(do_not_specialize=["packed", "unowned", "variant", "M", "N", "H", "heads", "section", "tiles"])
+@triton.jit(do_not_specialize=["packed", "unused", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def attention_forward(
     Q, K, V, O, L, packed, unused, sink, variant, c, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,

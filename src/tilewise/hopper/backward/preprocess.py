@@ -9,7 +9,7 @@ from ...tile.softmax import for_backward
 from ..parts.row_blocks import first_block
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles", "stride", "group", "zeroed"])
+@triton.jit(do_not_specialize=["packed", "unused", "M", "H", "tiles", "stride", "group", "zeroed"])
 def attention_backward_preprocess(
     O, dO, dL, lse, L, D, dQ, ready, done, packed, unused, M, H, tiles, stride, group, zeroed,
     d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,

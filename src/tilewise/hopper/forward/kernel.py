@@ -289,7 +289,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, v
 
 
 # not specialised on lengths, nor on what is counted from them
-@gluon.jit(do_not_specialize=["packed", "unowned", "shape", "variant"])
+@gluon.jit(do_not_specialize=["packed", "unused", "shape", "variant"])
 def attention_forward(
     Q, K, V, O, O_rows, L, counter, packed, unused, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,

@@ -133,7 +133,7 @@ def prepare_gradients(
         store_pieces(dO, do, block, blocks)
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
+@triton.jit(do_not_specialize=["packed", "unused", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
 def attention_backward_preprocess_fp32(
     Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unused, unit, M, N, H, group, batch, key_tiles,
     query_tiles, in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,

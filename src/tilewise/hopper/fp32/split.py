@@ -115,7 +115,7 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
     return tl.where(near, mean, 0.0)
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "tiles", "stride", "blocks"])
+@triton.jit(do_not_specialize=["packed", "unused", "M", "N", "H", "tiles", "stride", "blocks"])
 def attention_split_fp32(
     operands, packed, unused, M, N, H, tiles, stride, blocks,
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr = False,
