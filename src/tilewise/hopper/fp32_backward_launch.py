@@ -57,7 +57,7 @@ BLOCK = 64
 
 class Keys(NamedTuple):
     """Hold K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
-    backward. Each has what undoes its scales, and the largest norm of a row of V; each head has its centres."""
+    backward. Each has its descale factors, and the largest norm of a row of V; each head has its centres."""
 
     k: Tensor
     v: Tensor
@@ -132,7 +132,7 @@ def kept_keys(p: Problem, saved: Saved) -> Keys | None:
 
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
-    """Allocate scratch without writing it, except the keys kept and `turns`: these hold -1, no tile."""
+    """Allocate scratch without writing it, except the keys kept and semaphores: these hold -1, no tile."""
     row, D, kind, *_, queries, _, heads = sizes_of(p)
     keys = kept or empty_keys(p, device)
     q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))

@@ -52,8 +52,8 @@ class Scratch(NamedTuple):
     delta: Tensor
     dq: Tensor
     dq_semaphore: Tensor | None
-    """Names, per block, the key tile that may add to it and to the others of its turn (see
-    backward/deterministic.py)."""
+    """Names, per block, the key tile that may add to it and to the blocks with the same
+    semaphore (see backward/deterministic.py)."""
     ready: Tensor | None
     """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
     for packed sequences, and with the dK/dV split, where ptxas would spill."""
@@ -176,7 +176,7 @@ def bias_gradients(
 
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
-    """Allocate scratch without writing it, except `turns`: these hold -1, no tile."""
+    """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
     B_r = pl.backward.B_r
     blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
     sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)

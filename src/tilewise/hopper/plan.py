@@ -1,6 +1,6 @@
 """Compute what follows from a problem alone: tiles, grid sizes, and how many score matrices run concurrently.
 
-A `walk` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
+A `loop` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
 """
 
 from functools import lru_cache
@@ -173,7 +173,7 @@ def under_diagonal(p: Problem, size: int) -> bool:
 
 def main_programs(p: Problem, shape: Any) -> int:
     """Return the main kernel's grid: one program per multiprocessor. Under a narrow window there is less to multiply
-    for as much dQ to write. So `finish` gets some multiprocessors from the start; otherwise all would wait for it in
+    for as much dQ to write. So postprocess gets some multiprocessors from the start; otherwise all would wait for it in
     the tail."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
     return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)

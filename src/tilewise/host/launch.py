@@ -106,7 +106,7 @@ class Launch(NamedTuple):
 
 RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 """A list that records launches of kernels that are not compiled, in place of running them; None runs them. A back end
-called on meta tensors thus records what the same call launches on a GPU (see `ahead`)."""
+called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
 
 
 def tile_lists(

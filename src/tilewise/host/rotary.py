@@ -13,7 +13,7 @@ from ..tile.rotary import Heads, Places, Tables, rotary_embedding
 
 
 def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
-    """Rotate every x by `turn`, a rotary.Turn, into its contiguous y. At least one must have elements."""
+    """Rotate every x by `rotation`, a rotary.Rotation, into its contiguous y. At least one must have elements."""
     x = xs[0]
     packed = rotation.cu_seqlens is not None
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (rotation.cos, rotation.sin))

@@ -8,7 +8,7 @@ are stored as rows, its columns lie in the same banks, and every read is an eigh
 joins pairs of neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two
 pairs or more: with larger groups, many warps would be left with one each.
 
-Of two factors one is `still`, loaded once for a whole loop, and one is `passing`, loaded in each iteration.
+Of two factors one is stationary, loaded once for a whole loop, and one is streamed, loaded in each iteration.
 """
 
 import triton

@@ -39,7 +39,7 @@ class Output(NamedTuple):
 
 
 class Unused(NamedTuple):
-    """Hold what is filled in rows that no sequence owns: outputs with rows for queries, those with rows for keys, and
+    """Hold what is filled in rows outside all sequences: outputs with rows for queries, those with rows for keys, and
     lse or None. Counts are 2 n + 1, as in `Packed`."""
 
     of_queries: tuple
@@ -75,7 +75,7 @@ def clamped(cu, b, total, most):
 
 @triton.jit
 def fill_unused(unused, packed, rows, columns):
-    """Fill the rows of outputs that no sequence owns with zeros, and their lse with -inf. The first programs divide the
+    """Fill the rows of outputs outside all sequences with zeros, and their lse with -inf. The first programs divide the
     work, in blocks of `rows` (R, 1) and `columns` (1, C)."""
     if packed is not None:
         programs = tl.minimum(tl.num_programs(0), FILL_PROGRAMS)

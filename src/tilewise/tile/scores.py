@@ -3,7 +3,7 @@
     fn(S, unit, at, *captured)           returns the logits that leave; S unit are those that entered
     grad(dS, S, T, unit, at, *captured)  returns the gradient with respect to S unit
 
-T are the logits that left, or any number where dS is 0.
+T are the logits after the score, or any number where dS is 0.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,9 @@
 """Accumulate dQ in a fixed order for deterministic gradients: key tiles add to a sum one by one, the last of them
 first.
 
-A number in memory names the key tile that may add next. It is passed on by a release and taken by an acquire; what TMA
-has added is complete before and fenced after. That takes longer than one iteration over a query tile, so most steps of
-the order cover two of them. Such a step is a `turn`.
+A semaphore in memory names the key tile that may add next. It is written by a release and read by an acquire; what TMA
+has added is complete before and fenced after. That takes longer than one iteration over a query tile, so two
+of them share a semaphore where they can.
 """
 
 import triton
@@ -31,8 +31,7 @@ def attention_backward_init_semaphore(
     B_C: tl.constexpr,
     SEMAPHORE_TILES: tl.constexpr,
 ):
-    """Set, for every turn of query tiles, the key tile that adds to its dQ first: the last one whose loop reaches
-    it."""
+    """Set every semaphore to the key tile that adds to its dQ first: the last one whose loop reaches it."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, N = rows_of(packed, b, M, N)
@@ -46,8 +45,8 @@ def attention_backward_init_semaphore(
 
 @triton.jit
 def semaphore_range(variant, b, t, M, N, B_R: tl.constexpr, B_C: tl.constexpr, SEMAPHORE_TILES: tl.constexpr):
-    """Return the turns [begin, end) in which a key tile adds. There are none where a mask hides its keys from every
-    row, whose interval may then lie far outside."""
+    """Return the semaphores [begin, end) of the query tiles to which a key tile adds. There are
+    none where a mask hides its keys from every row: the interval may then lie outside."""
     lo, _, _, hi = query_range(variant, 0, b, t * B_C, M, N, B_R, B_C)
     begin = lo // SEMAPHORE_TILES
     return begin, tl.where(lo < hi, tl.cdiv(hi, SEMAPHORE_TILES), begin)
@@ -65,8 +64,8 @@ def wait_dq_semaphore(dq_semaphore, block, step, keys, tile: gl.constexpr):
 
 @gluon.jit
 def release_dq_semaphore(dq_semaphore, block, step, keys, variant, tile: gl.constexpr):
-    """After an iteration's add, let the next lower key tile add whose loop reaches this turn; if there is none, store
-    -1."""
+    """After an iteration's add, let the next lower key tile add whose loop reaches this semaphore; if there is none,
+    store -1."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     SEMAPHORE_TILES: gl.constexpr = tile.SEMAPHORE_TILES

@@ -1,7 +1,7 @@
 """Add up GQA partial sums of dK and dV, where several programs each loop over some query heads of one key tile.
 
-They finish one after the other. Each adds what it has computed to the sum of those before it, in memory, and leaves
-that to the next. The last one rounds and stores it. So sums have one order, and need the memory of one program's.
+They finish one after the other. Each adds what it has computed to the sum of those before it, and stores that
+for the next. The last one rounds and stores it. So sums have one order, and need the memory of one program's.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from .keys import block_of
 
 
 class GqaSums(NamedTuple):
-    """Hold the partial sums that programs leave to the next; None where each has its keys to itself."""
+    """Hold partial sums in memory; None where one program has each key tile to itself."""
 
     sums: object
     """Hold blocks of B_c keys: dK and dV in fp32 of one group of warps, then of the other."""
     semaphore: object
-    """Count, for each half of a block, the programs that have left their sums."""
+    """Count, for each half of a block, the programs that have stored their sums."""
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def add_partials(W: gl.constexpr, parts, keys, gqa_sums, shape, packed, tile: gl
         at = gqa_sums.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
         semaphore = gqa_sums.semaphore + block * 2 + W
         rank = keys.h // tile.GROUP % GQA_PROGRAMS
-        if rank > 0:  # programs before it in this order drew their tiles before it, so they run
+        if rank > 0:  # programs before it in this order took their tiles before it, so they run
             wait_equal(semaphore, rank)
             parts = add_all_stored(parts, at)
         if rank < GQA_PROGRAMS - 1:
@@ -64,7 +64,7 @@ def add_partials(W: gl.constexpr, parts, keys, gqa_sums, shape, packed, tile: gl
 
 @gluon.jit
 def add_all_stored(parts, at):
-    """Add to all parts what the program before has left."""
+    """Add to all parts what the program before has stored."""
     found = ()
     for n in gl.static_range(len(parts)):
         found = found + (add_stored(parts[n], at + n * parts[n].numel),)
@@ -73,10 +73,10 @@ def add_all_stored(parts, at):
 
 @gluon.jit
 def add_stored(x, at):
-    """Add to a part what the program before has left of it."""
+    """Add to a part what the program before has stored of it."""
     layout: gl.constexpr = x.type.layout
-    left = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
-    return x + by_row(left, layout)
+    stored = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
+    return x + by_row(stored, layout)
 
 
 @gluon.jit

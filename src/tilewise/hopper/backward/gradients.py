@@ -41,7 +41,7 @@ from .outputs import memory_of_gradients, store_gradient, wait_stores
 
 @gluon.jit
 def tile_probabilities(S, logs, place, j0, partial, variant, unit, y):
-    """Compute P of a transposed tile, before dropout; `edge` tells whether the mask is needed. Keep what the mask reads
+    """Compute P of a transposed tile, before dropout; the mask applies to a `partial` tile. Keep what the mask reads
     apart from what scores read, else ptxas computes it for every tile. y >> 31 is 0, which ptxas cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -228,7 +228,8 @@ def skip_next_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile:
 
 @gluon.jit
 def send_dq(dq, shared, y, W: gl.constexpr):
-    """Hand a piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
+    """Send a piece of dQ to the writer warp in register order: 16-byte stores without bank conflicts. Postprocess
+    restores the order."""
     x = by_register(dq).reshape([16, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
     shared.dq.memory.index(W).store(x)

@@ -4,9 +4,9 @@ A program owns B_c rows of K and V, and loops over the query tiles that see them
 
     load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
-                                  zeros that key tiles drawn later will add to
-    two groups    8 warps         compute the five products: see gradients.py, split256.py
-    roll          2 or 4 warps    with dropout only: generate its mask bits
+                                  zeros that later key tiles will add to
+    compute       2 x 4 warps     computes the five products: see gradients.py, split256.py
+    produce_bits  2 or 4 warps    with dropout only: generates its mask bits
 
 All of them loop over the same query tiles, which keys.py finds.
 """
@@ -58,8 +58,8 @@ class Tile(NamedTuple):
     MASK_IN_LOOP: bool
     """Says whether other query tiles than the first may need the mask."""
     SEMAPHORE_TILES: int
-    """Counts the query tiles of a turn (see deterministic.py), with which dQ repeats bit by bit. At 0, key tiles add as
-    they come."""
+    """Counts the query tiles that share a semaphore (see deterministic.py), with which dQ repeats bit by bit. At 0, key
+    tiles add as they come."""
     GROUP: int
     """Counts the query heads that one program loops over."""
     GQA_PROGRAMS: int
@@ -175,15 +175,15 @@ def produce_bits(shared, shape, packed, variant, tile: gl.constexpr):
 @gluon.jit
 def zero_next_dq(dq_accum, ready, t, shape, tile: gl.constexpr):
     """Zero a part of the next section's dQ, which is still in the cache when it is added to. Then wait until all zeros
-    of this tile's own matrix are there, from tiles drawn before it, or from the kernel before."""
+    of this tile's own matrix are there, from earlier tiles, or from the kernel before."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     zero = gl.zeros([1024], gl.float32, layout)
     count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
-    ahead = shape.section * shape.tiles
-    if t + ahead < shape.tiles * shape.heads:
-        matrix, share = assign(t + ahead, shape.tiles, shape.heads, shape.section)  # one part for each tile
+    section = shape.section * shape.tiles
+    if t + section < shape.tiles * shape.heads:
+        matrix, part = assign(t + section, shape.tiles, shape.heads, shape.section)  # one part for each tile
         each = gl.cdiv(count, shape.tiles)
-        for n in range(share * each, gl.minimum((share + 1) * each, count)):
+        for n in range(part * each, gl.minimum((part + 1) * each, count)):
             gl.store(dq_accum + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
         fence_async_global()
         triton_compat.barrier()
@@ -196,7 +196,7 @@ def zero_next_dq(dq_accum, ready, t, shape, tile: gl.constexpr):
 
 @gluon.jit
 def count_done(done, keys, shape, tile: gl.constexpr):
-    """Tell `finish` that this key tile has added all that it adds to dQ."""
+    """Tell the postprocess kernel that this key tile has added all that it adds to dQ."""
     wait_reductions()
     gl.atomic_add(done + keys.b * shape.H + keys.h, 1, sem="release")
 
@@ -209,7 +209,7 @@ def add_dq(dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, varia
     y = 0
     n = 0
     wait_dependencies()  # for zeros in dQ
-    launch_dependents()  # only now: `finish` reads counts that were set to zero there
+    launch_dependents()  # only now: postprocess reads counts that were set to zero there
     t = receive_tile(shared.tile_ids, n, 1)
     while t < shape.tiles * shape.heads:
         if ready is not None:
@@ -287,7 +287,7 @@ def attention_backward(
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_full = barriers(1, 1)
-    else:  # P is not handed over; the compiler would give an unused barrier's memory to K, not invalidated
+    else:  # the groups do not exchange P; the compiler would give an unused barrier's memory to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, B_C, SIZE], K.layout)

@@ -1,6 +1,6 @@
 """Find a key tile, and the query tiles that see it.
 
-A program loops over these. A `Walk` is the range of that loop for one query head, a `Visit` one iteration of it.
+A program loops over these. A `Loop` is the range of that loop for one query head, a `Step` one iteration of it.
 """
 
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def start_of(loop, keys):
 
 @gluon.jit
 def next_step(step, keys, variant, tile: gl.constexpr):
-    """Return the next iteration; past the last, return one that does not exist (see `there`)."""
+    """Return the next iteration; past the last, return one that does not exist (see `exists`)."""
     return skip_empty(Step(step.h, step.x + keys.direction, step.loop), keys, variant, tile)
 
 
@@ -148,7 +148,7 @@ def loop_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def part_of(loop, keys, j0, variant, tile: gl.constexpr):
-    """Return the part of a loop that the 64 keys from j0 on see, if tiles have PARTS; else all of it."""
+    """Return the part of a loop that the 64 keys from j0 on see, with HALF_LOOPS; else all of it."""
     if tile.HALF_LOOPS:
         part = loop_over(keys, j0, 0, variant, tile.B_R, 64)
         lo = gl.minimum(gl.maximum(part.lo, loop.lo), loop.hi)
@@ -161,7 +161,7 @@ def part_of(loop, keys, j0, variant, tile: gl.constexpr):
 
 @gluon.jit
 def part_at(step, part, tile: gl.constexpr):
-    """Return a part of a loop, if tiles have PARTS; else all of it, which differs from head to head where tiles are
+    """Return a part of a loop, with HALF_LOOPS; else all of it, which differs from head to head where tiles are
     listed."""
     return part if tile.HALF_LOOPS else step.loop
 

@@ -27,7 +27,7 @@ def attention_backward_postprocess(
     d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main
-    kernel has ended, on multiprocessors that have nothing left to do there. It waits for the key tiles that add to its
+    kernel has ended, on multiprocessors that are idle by then. It waits for the key tiles that add to its
     piece. Its last program ends after the main kernel, for the sake of the kernels that follow."""
     program = tl.program_id(0)
     t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H

@@ -1,11 +1,12 @@
 """Compute the forward on Hopper: one persistent program per multiprocessor, its warps in roles.
 
-    load      one warp      loads tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
-    attend    warpgroups    compute 64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
-    roll      2 or 4 warps  with dropout only: generate its mask bits
+    load          one warp      loads tiles of Q, K and V into shared memory by TMA, and fetches the next tile's number
+    attend        warpgroups    compute 64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
+    produce_bits  2 or 4 warps  with dropout only: generate its mask bits
 
 Matrix products are asynchronous. S of the next key tile is started before O += P V of this one. So both run while the
-other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.
+other warpgroup does its softmax (FlashAttention-3, section 3). Tile numbers come from a counter in memory,
+longest tiles first.
 """
 
 from typing import NamedTuple
@@ -47,7 +48,7 @@ class Tile(NamedTuple):
     HALF_FIRST_TILE: bool
     """Says whether warpgroup 0 sees only half of its first key tile: the diagonal of a square tile."""
     FETCH_EARLY: bool
-    """Says whether the next tile is drawn after the second load rather than after the last."""
+    """Says whether the next tile's number is fetched after the second load rather than after the last."""
     DROPOUT_WARPS: int
     """Counts the warps that generate dropout bits; without dropout it is 0."""
     WAIT_PV: int

@@ -1,6 +1,6 @@
 """Find a tile of queries, and the key tiles that it loops over.
 
-A `Walk` is the range of that loop.
+A `Loop` is the range of that loop.
 """
 
 from typing import NamedTuple
@@ -51,8 +51,8 @@ def loop_of(place, m, variant, tile: gl.constexpr):
 @gluon.jit
 def part_of(loop, place, row0, variant, tile: gl.constexpr):
     """Return the part of a query tile's loop that 64 of its rows see; all of it where tiles come from a list. At the
-    end, leave out fewer tiles than there are stages. For before the producer hands on a ticket, every key tile must be
-    in one."""
+    end, leave out fewer tiles than there are stages. For before the producer sends the next tile's number, every key
+    tile must be in a stage."""
     B_C: gl.constexpr = tile.B_C
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     if variant.lists is None:

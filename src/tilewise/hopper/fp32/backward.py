@@ -5,11 +5,11 @@
     half_of_tile        two groups  64 keys with their S, P, dP and dS, and 64 columns of their dK, dV and dQ, each:
         head sizes to 64                half of 128 keys
         head size 128                   the same 64 keys, and half of the columns: S and dP are computed twice
-        head size 128 in 3 pieces       the same, and both write the same dS to the same memory, so they go in step
+        head size 128 in 3 pieces       the same, and both write the same dS to the same memory, so they synchronise
 
 A product of two sums of pieces leaves out what is below fp32's last bit, and adds the smallest products first. Tensor
 cores cut bits off as they add. So each sum over one tile begins at zero and joins dK or dV by a multiply-add, which
-also undoes the scales. P and dS are split in registers. Groups that share nothing but Q and dO drift apart, and one's
+also descales. P and dS are split in registers. Groups that share nothing but Q and dO drift apart, and one's
 products run under the other's exponentials.
 """
 
@@ -249,7 +249,7 @@ def half_of_tile(
             block = query_block(step, keys, shape, packed, variant, tile)
             q_descale, do_descale = descale_of(scales.q, block, PIECES), descale_of(scales.do, block, PIECES)
             down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales.D + block))
-            own = HALF + (y >> 31)  # the same number: see channel.held
+            own = HALF + (y >> 31)  # the same number: see channel.stage_in_loop
             wait(shared.q.full, y)
             q = pieces(shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES, None, True)
             S = product(pieces(shared.k, own, PIECES), q, zero)

@@ -1,4 +1,4 @@
-"""Multiply 16-bit pieces in the fp32 backward, cut P and dS into pieces, and undo scales."""
+"""Multiply 16-bit pieces in the fp32 backward, split P and dS into pieces, and descale."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ def product(a, b, zero):
 
 @gluon.jit
 def split_registers(x, PIECES: gl.constexpr):
-    """Cut numbers in registers into 16-bit pieces, two numbers at a time. An infinity goes into the last piece
+    """Split numbers in registers into 16-bit pieces, two numbers at a time. An infinity goes into the last piece
     (split.py). Those before it are the largest finite number, which `satfinite` makes of it at no cost."""
     if PIECES == 2:
         return gl.inline_asm_elementwise(
@@ -99,7 +99,8 @@ def slot(W: gl.constexpr, i: gl.constexpr, SYNC_GROUPS: gl.constexpr):
 
 @gluon.jit
 def store_ds(ds, memory, zero, W: gl.constexpr, SYNC_GROUPS: gl.constexpr):
-    """Store dS to shared memory, and return it transposed. zero is one that ptxas cannot know: see channel.held."""
+    """Store dS to shared memory, and return it transposed. zero is one that ptxas cannot know: see
+    channel.stage_in_loop."""
     found = ()
     for i in gl.static_range(len(ds)):
         at = memory.index(zero + slot(W, i, SYNC_GROUPS))
@@ -110,7 +111,7 @@ def store_ds(ds, memory, zero, W: gl.constexpr, SYNC_GROUPS: gl.constexpr):
 
 @gluon.jit
 def descale_of(descale, block, PIECES: gl.constexpr):
-    """Return what undoes the scale of a block's pieces; bf16's have none."""
+    """Return the descale factor of a block's pieces; bf16's have none."""
     return gl.load(descale + block) if PIECES == 2 else 1.0
 
 

@@ -6,7 +6,7 @@
 The order is forward/kernel.py's: P V of one key tile runs under the softmax of the next. Where Q has separate memory, a
 query tile's last P V runs under the splitting of the next tile's Q. A product adds its smallest parts first. Tensor
 cores cut bits off as they add. So P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
-undoes V's scale. Powers of two undo the scales of Q's rows and K's tiles as part of the softmax's own factor. P is
+descales V. Powers of two descale Q's rows and K's tiles as part of the softmax's factor. P is
 computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
 
 Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
@@ -101,7 +101,7 @@ class Shape(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Hold K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
+    """Hold K or V: a descriptor of all its pieces, and each block's descale factor."""
 
     pieces: object
     descale: object

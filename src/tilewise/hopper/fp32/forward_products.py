@@ -1,4 +1,4 @@
-"""Multiply 16-bit pieces in the fp32 forward, cut Q and P into pieces, and undo scales."""
+"""Multiply 16-bit pieces in the fp32 forward, split Q and P into pieces, and descale."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -72,7 +72,7 @@ def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """Split 64 rows of Q into pieces in shared memory; return what undoes each row's scale."""
+    """Split 64 rows of Q into pieces in shared memory; return each row's descale factor."""
     PIECES: gl.constexpr = tile.PIECES
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     x = whole.reshape([64, tile.D]).load(layout)
@@ -127,7 +127,7 @@ def slot(W: gl.constexpr, n: gl.constexpr):
 
 @gluon.jit
 def descale_of(X, t, tile: gl.constexpr):
-    """Return what undoes the scale of key tile t."""
+    """Return the descale factor of key tile t."""
     if X.descale is None:
         return gl.to_tensor(1.0)
     else:
@@ -153,7 +153,7 @@ def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.const
 
 @gluon.jit
 def accumulate_o(o, alpha, fresh, descale, P_SCALE_LOG2: gl.constexpr):
-    """Add a tile's product to O: rescale O, and undo the scales of V and P in the product."""
+    """Add a tile's product to O: rescale O, and descale the product by V's and P's factors."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     if P_SCALE_LOG2:
         fresh = fresh * (descale * 2.0**-P_SCALE_LOG2)

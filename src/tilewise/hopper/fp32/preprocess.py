@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Hold the numbers of each block: what undoes the scales of fp16 pieces, and bounds."""
+    """Hold the numbers of each block: descale factors of fp16 pieces, and bounds."""
 
     q: object
     do: object
@@ -140,7 +140,7 @@ def attention_backward_preprocess_fp32(
     CENTRED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Preprocess one block of Q, or one of dO and O, or one of ROWS keys. Each has a separate program, so that many run
-    concurrently. Also zero rows of gradients that no sequence owns. AHEAD: as in backward/preprocess.py, the next
+    concurrently. Also zero rows of gradients outside all sequences. PDL: as in backward/preprocess.py, the next
     kernel may begin."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

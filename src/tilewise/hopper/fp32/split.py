@@ -32,7 +32,7 @@ class Split(NamedTuple):
     pieces: object
     """Are (piece, block, row of the block, column)."""
     descale: object
-    """Undoes each block's scale."""
+    """Holds each block's descale factor."""
     norm: object = None
     """Holds the largest norm of a row of each block, or is None where it is not needed."""
     centre: object = None
@@ -63,7 +63,7 @@ def longest(x):
 
 @triton.jit
 def next_piece(rest, TYPE: tl.constexpr, LAST: tl.constexpr):
-    """Return the next piece of what is left of numbers, and what is left then."""
+    """Return the next piece of a remainder, and the remainder after it."""
     whole = rest
     if not LAST:
         whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
@@ -84,7 +84,7 @@ def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def store_pieces(to, x, block, blocks):
-    """Store numbers as block `block` of `blocks`: their pieces, what undoes the scale of fp16's, and their norm."""
+    """Store numbers as block `block` of `blocks`: their pieces, the descale factor of fp16's, and their norm."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     TYPE: tl.constexpr = to.pieces.dtype.element_ty
@@ -121,8 +121,8 @@ def attention_split_fp32(
     KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Split a block of one of the operands, which share their rows: those of the keys, or of the queries. With the
-    first block of a head, compute its centre. Before a forward, also fill the rows of its outputs that no sequence
-    owns. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
+    first block of a head, compute its centre. Before a forward, also fill the rows of its outputs outside all
+    sequences. PDL: the next kernel may begin, and waits for this one where it reads pieces."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])

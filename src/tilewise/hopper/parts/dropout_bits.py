@@ -1,4 +1,4 @@
-"""Generate dropout mask bits in shared memory, in separate warps, ahead of the warps that multiply.
+"""Generate dropout mask bits in shared memory, in separate warps, before the warps that multiply need them.
 
 Ten rounds of Philox take 20 wide multiplications, for sixteen entries of a tile. In a warpgroup that multiplies,
 nothing would run between two waits to hide them. In other warps they overlap with everything.
@@ -22,7 +22,7 @@ from .channel import Channel, arrive, barriers, stage, wait
 from .threads import as_tile
 
 TILES_AHEAD = gl.constexpr(4)
-"""Limits by how many tiles dropout bits may be ahead."""
+"""Limits by how many tiles dropout bits may be early."""
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def dropout_words(
 def words_by_query(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Generate the words of `rolled` where rows are queries: of 128 columns each half has its own counters."""
+    """Generate the words of `dropout_words` where rows are queries: of 128 columns each half has its own counters."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
     row = gl.arange(0, ROWS // 2, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, layout))[None, :]
@@ -100,8 +100,8 @@ def words_by_query(
 def words_by_key(
     seed, threshold, matrix, i0, j0, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Generate what 16 columns of each half add to the words of `rolled` where rows are keys, in front of the next
-    step's bits."""
+    """Generate what 16 columns of each half add to the words of `dropout_words` where rows are keys, in front of the
+    next step's bits."""
     ABOVE: gl.constexpr = min(WARPS, ROWS // 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [ABOVE, WARPS // ABOVE], [1, 0])
     row = gl.arange(0, ROWS // 8, gl.SliceLayout(1, layout))[:, None]

@@ -73,7 +73,7 @@ def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
 
 @gluon.jit
 def fill_outputs(unused, packed):
-    """Fill a forward's outputs in rows that no sequence owns, by four warps."""
+    """Fill a forward's outputs in rows of no sequence, by four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     fill_unused(unused, packed, rows, gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])
