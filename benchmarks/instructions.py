@@ -30,7 +30,7 @@ TRITON = {
     "attention_backward_dbias": "gradient of a bias", "attention_list_tiles": "lists of tiles",
     "attention_backward_renormalize": "sums beside a bias",
 }  # fmt: skip
-STATE = Path(__file__).parents[1] / "src" / "tilewise" / "bench" / "state.py"
+STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"
 GROUPS = {"hopper": HOPPER, "triton": TRITON}
 for names in GROUPS.values():
     names |= {runpy.run_path(str(STATE))["RENAMED"][name]: group for name, group in names.items()}

@@ -44,9 +44,9 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     assert anew["q, k or v off a 16-byte boundary"] == [
         f"attention_{name}" for name in ("backward_dkdv", "backward_dq", "forward")
     ]
-    assert anew["a gradient of lse (return_lse)"] == ["delta"]
+    assert anew["a gradient of lse (return_lse)"] == ["attention_backward_delta"]
     assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward", "attention_forward"]
-    assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["prepare"]
+    assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["attention_backward_preprocess"]
 
 
 def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_path, monkeypatch):

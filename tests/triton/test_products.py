@@ -53,7 +53,7 @@ ALLOWED = {
     },
     "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
         "hopper/backward/kernel.py": (
-            "share * each", "(share + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
+            "part * each", "(part + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
     },
     "a number of the centres, (B, H_k, 128), beside which the keys' pieces would fill 2^40 bytes": {
