@@ -11,7 +11,7 @@
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it
 #
-# TORCH names another PyTorch requirement, for example one with an index of its own for the CPU build.
+# TORCH names another PyTorch requirement, for example one with another index, for the CPU build.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -65,7 +65,7 @@ pytest: $(FOR_TEST)
 	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
-	$(PY) benchmarks/run.py $(ARGS)
+	$(PY) -m studies bench --results benchmarks/results $(ARGS)
 
 card: $(FOR_TEST)
 	$(PY) benchmarks/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)
@@ -93,7 +93,7 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# PyTorch first and alone, so that TORCH may carry an index of its own.
+# PyTorch first and alone, so that TORCH may name another index.
 $(VENV)/.torch: $(VENV)/.made
 	$(PIP) install $(TORCH)
 	touch $@
@@ -112,7 +112,7 @@ $(VENV)/.site: $(VENV)/.torch pyproject.toml
 	$(PIP) install --editable '.[site]'
 	touch $@
 
-# The newest Triton, in a folder of its own, for tests that only compile.
+# The newest Triton, in a separate folder, for tests that only compile.
 $(VENV)/.triton-newest: $(VENV)/.made
 	$(PIP) install --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
 	touch $@

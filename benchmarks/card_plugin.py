@@ -21,13 +21,13 @@ LONGEST = 2000
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """One line, whole, even beside other writers."""
+    """Append one line, whole even if others write at the same time."""
     with open(path, "ab", buffering=0) as file:
         file.write(json.dumps(line).encode() + b"\n")
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of a file that are whole: the last one may have been cut off."""
+    """Yield the whole lines of a file: the last one may have been cut off."""
     for text in path.read_text().splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):
             yield json.loads(text)
@@ -39,12 +39,12 @@ def _text(path: Path) -> bytes:
 
 
 def digest(root: Path, name: str) -> str:
-    """A test is its name and the text of its file: what has changed is to be seen again."""
+    """Hash a test's name and the text of its file, so that it runs again when its file changes."""
     return hashlib.sha256(name.encode() + _text(root / name.split("::", maxsplit=1)[0])).hexdigest()[:8]
 
 
 def unfinished(path: Path, step: str, state: str) -> list[str]:
-    """Tests of a step that have begun and not ended, by the file's last lines."""
+    """Return the tests of a step that have begun and not ended, by the file's last lines."""
     begun: dict[str, None] = {}
     for line in lines(path):
         if (line["step"], line["state"]) == (step, state):
@@ -56,26 +56,26 @@ def unfinished(path: Path, step: str, state: str) -> list[str]:
 
 
 class Keeper:
-    """The process that reports. Under xdist that is not one of those that run tests."""
+    """Write outcomes, in the process that reports. Under xdist that one runs no tests."""
 
     def __init__(self, config: pytest.Config, plan: dict[str, Any]) -> None:
         self.root, self.plan = config.rootpath, plan
 
     def write(self, **line: Any) -> None:
-        """A line of this step."""
+        """Write a line of this step."""
         append(Path(self.plan["log"]), {"step": self.plan["step"], "state": self.plan["state"], **line})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Kept for the one that never ends."""
+        """Write that a test begins, in case it never ends."""
         self.write(event="test", name=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Passed calls, and whatever else comes of a setup, a call or a teardown."""
+        """Write that a call passed, or that a setup, call or teardown did not."""
         if report.when == "call" or report.outcome != "passed":
             self._outcome(report.nodeid, report.outcome, report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be read."""
+        """Write that a file cannot be collected."""
         if report.failed:
             self._outcome(report.nodeid, "failed", report)
 
@@ -85,21 +85,21 @@ class Keeper:
 
 
 class Runner:
-    """A process that runs tests."""
+    """Choose the tests to run, in a process that runs them."""
 
     def __init__(self, config: pytest.Config, plan: dict[str, Any]) -> None:
         self.root, self.done, self.failed = config.rootpath, set(plan["done"]), set(plan["failed"])
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out what was seen."""
+        """Leave out what was seen."""
         seen = [item.nodeid in self.failed or digest(self.root, item.nodeid) in self.done for item in items]
         config.hook.pytest_deselected(items=[item for item, known in zip(items, seen, strict=True) if known])
         items[:] = [item for item, known in zip(items, seen, strict=True) if not known]
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
-        """After an illegal access every later call in a process fails: it ends, and xdist starts another one."""
+        """End this process after an illegal access, as every later call in it fails; xdist starts another one."""
         torch = sys.modules.get("torch")
         if torch and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
             try:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 import studies.ablation  # noqa: F401, adds its suite
-from tilewise.bench import state
-from tilewise.bench.results import kernels_of
-from tilewise.bench.suites import SUITES
+from studies.bench import state
+from studies.bench.results import kernels_of
+from studies.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -27,7 +27,7 @@ CHIPS = ("hopper",)
 
 @dataclass(frozen=True)
 class Step:
-    """One command, and of which kernels its outcome depends."""
+    """Name one command, and the kernels that its outcome depends on."""
 
     name: str
     command: tuple[str, ...]
@@ -37,7 +37,7 @@ class Step:
     minutes: float
     """About how long it takes."""
     files: tuple[str, ...] = ()
-    """Patterns of files of its own: where they have changed, it runs again."""
+    """Patterns of further files: where they have changed, it runs again."""
     silence: float = 3.0
     """Minutes without a word after which it hangs."""
     fine: tuple[int, ...] = (0,)
@@ -45,12 +45,12 @@ class Step:
     folder: Path = ROOT
 
     def state(self) -> str:
-        """Of its kernels, on a card of sm_90."""
+        """Hash its kernels, on sm_90."""
         found = state.states(chips=CHIPS)
         return state.digest({name: of for name, of in found.items() if name.startswith(self.kernels)})
 
     def text(self) -> str:
-        """Of its own files."""
+        """Hash its own files."""
         paths = sorted({path for pattern in self.files for path in self.folder.glob(pattern)})
         return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
 
@@ -63,14 +63,14 @@ def of_tests(
     name: str, *arguments: str, kernels: tuple[str, ...], minutes: float, files: str, workers: int = CORES,
     silence: float = 3.0,
 ) -> Step:  # fmt: skip
-    """A step of pytest's, which goes on with the tests that were not seen. Nothing left to run (5) is no failure."""
-    options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns beside xdist
+    """Return a step of pytest, which runs the tests that were not seen. No test left to run (5) is no failure."""
+    options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns with xdist
     options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 
 
 def of_suite(suite: str, seen: Path, minutes: float) -> Step:
-    """A step that measures a suite into the folder that is kept, and goes on with the cases that are not there."""
+    """Return a step that measures a suite's missing cases into the folder that is kept."""
     command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
     of, known = SUITES[suite], state.states(chips=CHIPS)
     rows = product(of.cases, of.peers, of.passes)
@@ -78,7 +78,7 @@ def of_suite(suite: str, seen: Path, minutes: float) -> Step:
 
 
 def steps(seen: Path) -> Iterator[Step]:
-    """All of them; `seen` is the folder that is kept."""
+    """Yield all steps; `seen` is the folder that is kept."""
     every = ("",)
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
     for path in (path for path in files if path != SIZES):

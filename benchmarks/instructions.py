@@ -6,32 +6,40 @@ Runs with a tree's own src and tests on PYTHONPATH; prints, by the kernel's stat
 import importlib.util
 import json
 import re
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-GROUPS = {
-    "hopper": {
-        "forward": "hopper forward", "fp32_forward": "hopper fp32 forward", "backward": "hopper backward",
-        "prepare": "hopper backward", "finish": "hopper backward", "give_turns": "hopper backward",
-        "fp32_prepare": "hopper fp32 backward", "fp32_backward": "hopper fp32 backward", "dbias": "gradient of a bias",
-        "split": "hopper fp32 forward", "list_tiles": "lists of tiles", "renormalize": "sums beside a bias",
-    },
-    "triton": {
-        "forward": "triton forward", "delta": "triton backward", "dkdv": "triton backward", "dq": "triton backward",
-        "dbias": "gradient of a bias", "list_tiles": "lists of tiles", "renormalize": "sums beside a bias",
-    },
+HOPPER = {
+    "attention_forward": "hopper forward", "attention_forward_fp32": "hopper fp32 forward",
+    "attention_backward": "hopper backward", "attention_backward_preprocess": "hopper backward",
+    "attention_backward_postprocess": "hopper backward", "attention_backward_init_semaphore": "hopper backward",
+    "attention_backward_preprocess_fp32": "hopper fp32 backward", "attention_backward_fp32": "hopper fp32 backward",
+    "attention_split_fp32": "hopper fp32 forward", "attention_backward_dbias": "gradient of a bias",
+    "attention_list_tiles": "lists of tiles", "attention_backward_renormalize": "sums beside a bias",
 }  # fmt: skip
-"""What a kernel's function belongs to. Keep a name that changes: the revision that is compared has the old one."""
+TRITON = {
+    "attention_forward": "triton forward", "attention_backward_delta": "triton backward",
+    "attention_backward_dkdv": "triton backward", "attention_backward_dq": "triton backward",
+    "attention_backward_dbias": "gradient of a bias", "attention_list_tiles": "lists of tiles",
+    "attention_backward_renormalize": "sums beside a bias",
+}  # fmt: skip
+STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"
+GROUPS = {"hopper": HOPPER, "triton": TRITON}
+for names in GROUPS.values():
+    names |= {runpy.run_path(str(STATE))["RENAMED"][name]: group for name, group in names.items()}
+"""The state that a kernel's function belongs to, under its name of today and that of earlier revisions."""
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 def load(name: str, file: str) -> Any:
-    """A module of the tree's tests."""
+    """Import a module of the tree's tests."""
     path = next(folder for folder in sys.path if folder.endswith("tests"))
     spec = importlib.util.spec_from_file_location(name, f"{path}/{file}")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -40,7 +48,7 @@ def load(name: str, file: str) -> Any:
 
 
 def launches() -> Iterator[tuple[str, int, str, Any]]:
-    """Back end, head size, what is called, and each of its launches."""
+    """Yield back end, head size, call, and each of its launches."""
     portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
     fp32 = load("fp32_offline", "hopper/offline_fp32_backward.py")
     portable.use_target("sm_90")
@@ -59,7 +67,7 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
 
 
 def main() -> None:
-    """A line for each launch."""
+    """Print a line for each launch."""
     sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
         kernel = str(one.kernel.fn.__name__)

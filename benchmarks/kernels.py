@@ -1,4 +1,4 @@
-"""The states of kernels (src/tilewise/bench/state.py), and results whose kernels are still the same.
+"""The states of kernels (studies/bench/state.py), and results whose kernels are still the same.
 
 python benchmarks/kernels.py            every state, and which results are older
 python benchmarks/kernels.py date       gives results that know their commit alone the states of that commit's kernels
@@ -16,7 +16,7 @@ from typing import Any
 
 from versions import source
 
-from tilewise.bench import results, state
+from studies.bench import results, state
 from tilewise.cli.console import sentences
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ CHIPS = ("hopper",)
 
 
 def environments(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of every run that a file holds."""
+    """Return the environment of every run that a file holds."""
     if "environment" in content:
         return [content["environment"]]
     slots = [slot["environment"] for slot in content.get("slots", ())]
@@ -35,7 +35,7 @@ def environments(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def date(files: list[Path]) -> None:
-    """Adds what is missing, from the commit that a result names; a commit with "+" was not what was measured."""
+    """Add missing states, from the commit that a result names; one with "+" was measured with uncommitted changes."""
     of_commit: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for file in files:
         content = results.unpacked(json.loads(file.read_text()))
@@ -54,7 +54,7 @@ def date(files: list[Path]) -> None:
 
 
 def carry(ref: str) -> list[dict[str, Any]]:
-    """States at a revision that have heirs here: all that was compiled of them has the same instructions, as often."""
+    """Find states at a revision that compile to the same instructions, as often, as their successors here."""
     now = state.states(chips=CHIPS)
     with source(ref, "tests") as src:
         before = state.states(src / "tilewise", CHIPS)
@@ -72,7 +72,7 @@ def carry(ref: str) -> list[dict[str, Any]]:
 
 
 def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """How often each instruction stands in each kernel of a tree."""
+    """Count each instruction in each kernel of a tree."""
     path = os.pathsep.join([str(tree / "src"), str(tree / "tests"), str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(ROOT / "benchmarks" / "instructions.py")]
@@ -83,7 +83,7 @@ def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def old() -> Iterator[str]:
-    """Results of older kernels, file by file."""
+    """Yield the results of older kernels, file by file."""
     carried = state.carried(RESULTS)
     for file in sorted(RESULTS.glob("*.json")):
         if file.name == state.CARRIED:
@@ -96,7 +96,7 @@ def old() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """The command."""
+    """Run the command."""
     match arguments:
         case []:
             for name, of in state.states(chips=CHIPS).items():

@@ -10,11 +10,11 @@ from typing import Any
 
 from studies.accuracy import measure as study
 from studies.accuracy.page import findings_of
+from studies.bench.costs import OURS
+from studies.bench.results import load, repeated, rows_of
+from studies.bench.suites import BACKWARD, FORWARD
+from studies.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 from studies.pages import field
-from tilewise.bench.costs import OURS
-from tilewise.bench.results import load, repeated, rows_of
-from tilewise.bench.suites import BACKWARD, FORWARD
-from tilewise.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "README.zh-CN.md")

@@ -1,6 +1,6 @@
 """python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
 
-A version is a git revision, or a folder that holds src/tilewise. Each has a process of its own, which keeps its kernels
+A version is a git revision, or a folder that holds src/tilewise. Each has its own process, which keeps its kernels
 and inputs. One works at a time, round after round, and each round another one first: a power-limited card is faster for
 whoever comes after a pause.
 """
@@ -13,53 +13,29 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from tilewise.bench.accuracy import Inputs
-from tilewise.bench.measure import bound, pace, sample
-from tilewise.bench.peers import PEERS
-from tilewise.bench.suites import SUITES, Case
-from tilewise.cli.bench import part, suites_for
+sys.path.append(str(Path(__file__).parents[1]))
+from studies.bench.command import part, suites_for
+from studies.bench.peers import PEERS
+from studies.bench.suites import SUITES, Case
 from tilewise.cli.console import err, out, pick_device, progress, sentences, table
 
 ROOT = Path(__file__).parents[1]
-SERVE = "serve"
-
-
-def serve() -> None:
-    """A version's process: for every line of questions, what to time, a line with the seconds of a call."""
-    answers = sys.stdout
-    held: Any = None
-    timed: Any = None
-    with ExitStack() as stack, redirect_stdout(sys.stderr):
-        for line in sys.stdin:
-            question = json.loads(line)
-            try:
-                if question != held:
-                    stack.close()
-                    device, peer = torch.device(question["device"]), PEERS[question["peer"]]
-                    case = peer.computes(Case(**question["case"]))
-                    x = Inputs.random(case, device)
-                    call = stack.enter_context(bound(peer, peer.prepare(case, device), x, question["pass"]))
-                    timed, held = partial(sample, call, pace(call, device), device), question
-                answer = {"seconds": timed()}
-            except Exception as error:  # what this version cannot do is told, and the others go on
-                held, answer = None, {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
-            print(json.dumps(answer), file=answers, flush=True)
+SERVED = Path(__file__).with_name("served.py")
+"""What the process of a version runs."""
 
 
 @contextmanager
 def source(version: str, *folders: str) -> Iterator[Path]:
-    """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards. With other
-    folders than src, these lie beside it, and so do its studies, if it has any."""
+    """Yield the src folder of a version: a folder's own, or a revision's in a temporary folder. Next to it lie the
+    other folders that are named, and the revision's studies, if it has any."""
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return
@@ -77,10 +53,12 @@ def source(version: str, *folders: str) -> Iterator[Path]:
 
 @contextmanager
 def started(version: str) -> Iterator[subprocess.Popen[str]]:
-    """The process of a version."""
+    """Start the process of a version."""
     with source(version) as src:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, __file__, SERVE]
+        home = src.parent if (src.parent / "studies" / "bench").is_dir() else ROOT
+        path = os.pathsep.join([str(src), str(home), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, str(SERVED)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         ) as process:
@@ -90,20 +68,20 @@ def started(version: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], question: dict[str, Any]) -> None:
-    """Puts a question to a version; `heard` tells if it has ended."""
+    """Put a question to a version; `heard` tells if it has ended."""
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(question) + "\n")  # type: ignore[union-attr]
         process.stdin.flush()  # type: ignore[union-attr]
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Its answer."""
+    """Read its answer."""
     line = process.stdout.readline()  # type: ignore[union-attr]
     return json.loads(line) if line else {"why": "its process has ended"}
 
 
 def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], rounds: int) -> list[list[float] | str]:
-    """The seconds of every version by round, or why there are none."""
+    """Return the seconds of every version by round, or why there are none."""
     for process in processes:  # all compile at once; these times do not count
         ask(process, question)
     found: list[list[float] | str] = [answer.get("why") or [] for answer in map(heard, processes)]
@@ -121,7 +99,7 @@ def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], r
 
 
 def cells(found: Sequence[list[float] | str]) -> list[str]:
-    """Milliseconds of each version, and its speed over the first's, from round to round."""
+    """Format each version's milliseconds, and its speed relative to the first in the same rounds."""
     first, shown = found[0], []
     for times in found:
         if isinstance(times, str):
@@ -140,7 +118,7 @@ def versions(
     rounds: Annotated[int, typer.Option(help="Of all versions.", min=1)] = 15,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
-    """Times versions of tilewise in turns, and compares them with the first."""
+    """Time versions of tilewise in turns, and compare them with the first."""
     with sentences(), ExitStack() as stack:
         where = pick_device(device)
         (whole,) = suites_for([suite or ("variants" if where.type == "cuda" else "cpu")], where)
@@ -169,4 +147,4 @@ def versions(
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == [SERVE] else typer.run(versions)
+    typer.run(versions)

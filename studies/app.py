@@ -2,12 +2,12 @@
 
 import typer
 
-from tilewise.cli.bench import bench
-
 from .accumulation.command import accumulation
 from .accuracy.command import accuracy
+from .bench.command import bench
 from .demo.demo import demo
 from .training.train import train
+from .tune.command import tune
 
 app = typer.Typer(
     help="Studies of tilewise, and its own documents.",
@@ -16,5 +16,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (accuracy, accumulation, train, demo, bench):
+for command in (accuracy, accumulation, train, demo, bench, tune):
     app.command()(command)

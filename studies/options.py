@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench import results
+from .bench import results
 
 
 def check_names(option: str, given: Sequence[str] | None, known: Iterable[str]) -> None:
@@ -15,7 +15,7 @@ def check_names(option: str, given: Sequence[str] | None, known: Iterable[str]) 
 
 
 def results_file(folder: Path | None, device: torch.device) -> Path | None:
-    """Where findings go. A file that cannot be merged is told before, not after, the measurement."""
+    """Return the file for results. Refuse one that cannot be merged before the measurement, not after it."""
     if folder is None:
         return None
     file = folder / f"{results.slug(results.device_name(device))}.json"

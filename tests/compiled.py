@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
-ELSEWHERE = ("bench", "cli", "compat", "cpu", "experimental")
+ELSEWHERE = ("cli", "compat", "cpu", "experimental")
 """Parts of the package from which no kernel of attention is made or launched."""
 SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
 """What the tests run to compile."""

@@ -1,6 +1,6 @@
 """Launches on a GPU that is not here, as far as a CPU goes: kernels compile, and what would start them does nothing.
 
-Runs in a process of its own with TRITON_INTERPRET=0, and prints JSON:
+Run it in a separate process with TRITON_INTERPRET=0, and prints JSON:
 
     python tests/elsewhere.py keys               hashes of the kernels that calls compile, and that `warm` foresees
     python tests/elsewhere.py ranks FOLDER       compilations by processes that start together, by case
@@ -28,13 +28,13 @@ import tilewise as tw
 from tilewise.api import with_defaults
 from tilewise.backend import select
 from tilewise.check import check_arguments, describe
-from tilewise.host import ahead, once
-from tilewise.host.elsewhere import Elsewhere, gpu_target
+from tilewise.host import compile_once, precompile
+from tilewise.host.cross_compile import TargetDriver, gpu_target
 from tilewise.host.launch import Launch
 from tilewise.warm import call_of
 
 
-class Pretended(Elsewhere):
+class Pretended(TargetDriver):
     """A driver whose launches do nothing."""
 
     utils = SimpleNamespace(
@@ -115,19 +115,19 @@ def keys() -> dict[str, Any]:
     asked: set[str] = set()
 
     def record(self: Any, key: str, *_: Any) -> Any:
-        asked.add(once.digest(key))
+        asked.add(compile_once.digest(key))
         return Ready()
 
-    submit, once._Turn.submit = once._Turn.submit, record  # type: ignore[method-assign]
+    submit, compile_once._LockedCompiler.submit = compile_once._LockedCompiler.submit, record  # type: ignore[method-assign]
     found = {}
     for (name, given), there in zip(calls("meta").items(), calls("cpu").values(), strict=True):
-        kernels, others = ahead.foresee(call_of("sm_90", True, **given))
+        kernels, others = precompile.list_kernels(call_of("sm_90", True, **given))
         asked.clear()
         run("sm_90", there)
         foreseen = {kernel.hash: kernel.name for kernel in kernels}
         unforeseen = {what: sorted({n for h, n in by.items() if h not in foreseen}) for what, by in others.items()}
-        found[name] = {"asked": sorted(asked), "foreseen": foreseen, "unforeseen": unforeseen}
-    once._Turn.submit = submit  # type: ignore[method-assign]
+        found[name] = {"asked": sorted(asked), "listed": foreseen, "unforeseen": unforeseen}
+    compile_once._LockedCompiler.submit = submit  # type: ignore[method-assign]
     return found
 
 
@@ -152,7 +152,7 @@ def attend() -> dict[str, Any]:
 def launches() -> list[Launch]:
     """Two kernels that compile in a moment: rowsum(dO * O), and less dlse."""
     asked = call_of("sm_80", True, **small(), return_lse=True)
-    return [launch for launch in ahead.launches(asked) if launch.kernel.fn.__name__ == "delta"]
+    return [launch for launch in precompile.launches(asked) if launch.kernel.fn.__name__ == "attention_backward_delta"]
 
 
 def rank(before: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -226,12 +226,12 @@ def no_locks() -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    once.fcntl.flock = flock  # type: ignore[union-attr]
+    compile_once.fcntl.flock = flock  # type: ignore[union-attr]
 
 
 def ranks(folder: Path) -> dict[str, list[Any]]:
     """Processes together, in several situations."""
-    ahead.kernels(call_of("sm_80", True, **small()))  # Triton's hash of itself, which takes seconds
+    precompile.kernels(call_of("sm_80", True, **small()))  # Triton's hash of itself, which takes seconds
     found = {}
 
     def case(name: str, *works: Callable[[], Any], cache: Path | None = None) -> None:
@@ -246,7 +246,7 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
     (folder / "file").touch()
     case("unwritable", *[rank] * 2, cache=folder / "file" / "cache")
     case("no locks", *[lambda: rank(no_locks)] * 2)
-    once.PATIENCE, stopped = 0.2, folder / "stopped"
+    compile_once.LOCK_TIMEOUT, stopped = 0.2, folder / "stopped"
     case("stuck", lambda: rank(lambda: stop_compiling(stopped)), lambda: rank(lambda: wait_for(stopped)))
     return found
 

@@ -4,7 +4,7 @@ import torch
 
 
 def captured(function):
-    """A graph of a call, warmed up on a stream of its own as PyTorch wants it, and the call's results in it."""
+    """A graph of a call, warmed up on a side stream as PyTorch wants it, and the call's results in it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -2,9 +2,9 @@
 
     python3 tests/pairs.py              every pair in PAIRS, one after the other; keeps pairs.json
     python3 tests/pairs.py 2.9.1        one of them
-    python3 tests/pairs.py --table      only writes the table in docs/support.md anew, as the others do at their end
+    python3 tests/pairs.py --table      only writes the table in docs/support.md again, as the others do at their end
 
-Each pair has an environment of its own, of 5 to 7 GB where PyTorch brings CUDA, which is removed behind it.
+Each pair has its own environment, of 5 to 7 GB where PyTorch brings CUDA, which is removed behind it.
 """
 
 import json

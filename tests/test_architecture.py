@@ -13,7 +13,7 @@ ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*) \|$", re.MULTILINE)
 LINK = re.compile(r"\]\(\.\./src/tilewise/([^)]+)\)")
 NAME = re.compile(r"`(\w+)`")
 BACK_ENDS = ("cpu", "hopper", "triton")
-UNORDERED = ("bench", "cli", "compat")
+UNORDERED = ("cli", "compat")
 """Folders whose rows do not name their files."""
 HOSTS = ("host", "hopper")
 """Folders that hold no device code themselves."""

@@ -122,21 +122,21 @@ WRONG = {
     "sink type": (call(sink=torch.zeros(4).half()), TypeError, ["sink", "float16", "fp32"]),
     "sink no tensor": (call(sink=1.0), TypeError, ["sink", "float", "(H,)"]),
     "sink elsewhere": (call(sink=torch.zeros(4, device="meta")), ValueError, ["sink", "meta", "cpu", ".to("]),
-    "mask no Mask": (call(mask="causal"), TypeError, ["mask", "'causal'", "Causal()"]),
+    "mask no Mask": (call(mask="causal"), TypeError, ["mask", "'causal'", "did you mean mask=tilewise.Causal()?"]),
     "mask a tensor": (
         call(mask=torch.ones(5, 7).bool()),
         TypeError,
         ["mask", "torch.bool", "(5, 7)", "mask=tilewise.Dense(...)", "score=tilewise.Bias(...)"],
     ),
-    "mask a class": (call(mask=tw.Causal), TypeError, ["mask", "class", "tilewise.Causal(...)"]),
+    "mask a class": (call(mask=tw.Causal), TypeError, ["mask", "class", "mask=tilewise.Causal()?"]),
     "mask None": (call(mask=None), TypeError, ["mask", "None", "leave it out"]),
-    "causal": (call(causal=True), TypeError, ["attention", "causal", "mask=tilewise.Causal()"]),
+    "causal": (call(causal=True), TypeError, ["attention", "got causal", "did you mean mask=tilewise.Causal()?"]),
     "is_causal": (call(is_causal=True), TypeError, ["attention", "is_causal", "mask=tilewise.Causal()", "aligns"]),
     "attn_mask": (call(attn_mask=None), TypeError, ["attn_mask", "tilewise.Dense(attn_mask)", "Bias(attn_mask)"]),
     "dropout_p": (call(dropout_p=0.1), TypeError, ["attention", "dropout_p", "dropout=", "evaluation"]),
     "window_size": (call(window_size=(3, 0)), TypeError, ["window_size", "mask=tilewise.Window(left, right)"]),
-    "enable_gqa": (call(enable_gqa=True), TypeError, ["enable_gqa", "nothing", "fewer heads"]),
-    "unknown": (call(masc=tw.Causal()), TypeError, ["attention", "masc", "mask", "return_lse"]),
+    "enable_gqa": (call(enable_gqa=True), TypeError, ["enable_gqa", "leave it out", "fewer heads"]),
+    "unknown": (call(masc=tw.Causal()), TypeError, ["attention", "got masc", "return_lse", "did you mean mask?"]),
     "causal for explain": (
         lambda: tw.explain(q(), k(), k(), causal=True),
         TypeError,
@@ -152,7 +152,26 @@ WRONG = {
         ValueError,
         ["(batch, length, heads, head size)", "scaled_dot_product_attention", ".transpose(1, 2)"],
     ),
-    "score a string": (call(score="softcap"), TypeError, ["score", "'softcap'", "SoftCap"]),
+    "heads before length, as the sink shows": (
+        call(q(2, 4, 5, 8), q(2, 4, 5, 8), sink=torch.zeros(4)),
+        ValueError,
+        ["sink", "(5,)", "(4,)", "did you mean q.transpose(1, 2)"],
+    ),
+    "heads before length, as slopes show": (
+        call(q(2, 4, 5, 8), q(2, 4, 5, 8), score=tw.Alibi(torch.zeros(4))),
+        ValueError,
+        ["Alibi: slopes", "(5,)", "(4,)", "did you mean q.transpose(1, 2)"],
+    ),
+    "heads before length, as a mask shows": (
+        call(q(2, 4, 6, 8), q(2, 4, 6, 8), mask=tw.Dense(torch.ones(6, 6).bool())),
+        ValueError,
+        ["Dense: seen", "(2, 6, 4, 4)", "(6, 6)", "did you mean q.transpose(1, 2)"],
+    ),
+    "score a string": (
+        call(score="softcap"),
+        TypeError,
+        ["score", "'softcap'", "did you mean score=tilewise.SoftCap(...)?"],
+    ),
     "score no Score": (call(score=["softcap"]), TypeError, ["score", "'softcap'", "SoftCap"]),
     "score a tensor": (call(score=torch.zeros(5, 7)), TypeError, ["score", "float32", "(5, 7)", "tilewise.Bias(...)"]),
     "scores of a tensor": (call(score=[torch.zeros(5, 7)]), TypeError, ["score", "Bias"]),
@@ -259,5 +278,5 @@ def test_an_error_in_a_call_leaves_the_next_call_right():
 def test_explain_says_the_same():
     with pytest.raises(ValueError, match="scale"):
         tw.explain(q(), k(), k(), scale=-1.0)
-    with pytest.raises(TypeError, match="unknown argument causal"):
+    with pytest.raises(TypeError, match="got causal; did you mean"):
         tw.explain(q(), k(), k(), causal=True)

@@ -1,4 +1,4 @@
-"""What `import tilewise` and a first call cost and bring along, each in a process of its own."""
+"""What `import tilewise` and a first call cost and bring along, each in a separate process."""
 
 import json
 import subprocess
@@ -93,7 +93,7 @@ def test_flops_are_counted_whichever_is_imported_first(order):
 def test_a_watch_for_an_import_that_fails_or_never_comes_is_harmless():
     assert run("""
     from importlib.util import find_spec
-    from tilewise.late import when_imported
+    from tilewise.import_hook import when_imported
     seen = []
     when_imported("no_such_module", seen.append)
     when_imported("colorsys", seen.append)

@@ -1,4 +1,4 @@
-"""Packed sequences: each one is a batch entry of its own."""
+"""Packed sequences: each one is a batch entry."""
 
 import pytest
 import torch

@@ -122,7 +122,7 @@ O, LSE = torch.zeros(2, 3, 4, 8), torch.zeros(2, 4, 3)
 @pytest.mark.parametrize(
     ("parts", "error", "words"),
     [
-        ([], ValueError, ["parts", "empty", "at least one"]),
+        ([], ValueError, ["parts", "at least one", "got none"]),
         ([(O,)], TypeError, ["part 0", "pair", "return_lse=True"]),
         ([O], (TypeError, ValueError), ["part 0"]),
         ([(O, 1.0)], TypeError, ["part 0", "pair of tensors"]),

@@ -36,7 +36,7 @@ def test_explain_names_the_version_and_what_to_install():
     for name in ("hopper", "triton"):
         (line,) = [line for line in told.splitlines() if line.startswith(name)]
         assert "refuses" in line
-        for word in ("Triton 3.6", "3.5.1", "torch 2.10"):
+        for word in ("Triton must be 3.6", "3.5.1", "torch 2.10"):
             assert word in line, line
 
 

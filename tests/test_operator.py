@@ -669,7 +669,7 @@ SEEN = []
 
 
 class Watched(TwoTensor):
-    """Two tensors in one, with no memory of its own; keeps which operators it saw in SEEN."""
+    """Two tensors in one, without memory; keeps which operators it saw in SEEN."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs):

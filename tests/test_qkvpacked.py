@@ -278,7 +278,7 @@ WRONG = {
         ValueError,
         r"qkv must have shape \(T, 3, H, D\)",
     ),
-    "unknown option": (lambda: tw.attention_qkvpacked(leaf(), causal=True), TypeError, "unknown argument causal"),
+    "unknown option": (lambda: tw.attention_qkvpacked(leaf(), causal=True), TypeError, "got causal; did you mean"),
     "a mask of another kind": (lambda: tw.attention_qkvpacked(leaf(), mask=True), TypeError, "mask must be a Mask"),
     "head size": (lambda: tw.attention_qkvpacked(leaf(D=300)), ValueError, "head size .*300"),
 }

@@ -18,7 +18,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POSITIONS = 41
 
 module = importlib.import_module("tilewise.rotary")  # not the function that the package exports by that name
-rotary, rotary_qk, Turn = module.rotary, module.rotary_qk, module.Turn
+rotary, rotary_qk, Rotation = module.rotary, module.rotary_qk, module.Rotation
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -156,10 +156,11 @@ def test_q_and_k_take_one_launch(monkeypatch):
 @needs_triton
 def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
     """As host/launch.py does for all others."""
-    from tilewise.tile.rotary import rotate
+    from tilewise.tile.rotary import rotary_embedding
 
-    seen, run = {}, rotate.run
-    monkeypatch.setattr(rotate, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
+    kernel, seen = rotary_embedding, {}
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
     monkeypatch.setattr(module, "_run", module._by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
     assert seen["enable_fp_fusion"] is True
@@ -243,10 +244,10 @@ def test_nothing_to_turn(form, shape):
 def test_kernel_clamps_positions(offset):
     x, (cos, sin) = random(1, 4, 2, 8), tables(8)
     position = (torch.arange(4) + offset).clamp(0, POSITIONS - 1)[None]
-    (y,) = module._by_kernel([x], Turn(cos, sin, None, None, offset, False))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, None, None, offset, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
-    assert torch.equal(y, module._in_torch(x, Turn(cos, sin, None, None, offset, False)))
-    (y,) = module._by_kernel([x], Turn(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
+    assert torch.equal(y, module._in_torch(x, Rotation(cos, sin, None, None, offset, False)))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
 
 
@@ -255,7 +256,7 @@ def test_kernel_clamps_positions(offset):
 def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
     x, (cos, sin) = random(6, 2, 8), tables(8)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    (y,) = module._by_kernel([x], Turn(cos, sin, None, cu_seqlens, 0, False))
+    (y,) = module._by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
     norms = [module.pairs(t, 8, False) for t in (x, y)]
     before, after = (first.square() + second.square() for first, second in norms)
     torch.testing.assert_close(after, before)  # each row turned by some row of the tables
@@ -275,7 +276,7 @@ def test_kernel_addresses_beyond_32_bits(dimension, monkeypatch):
     x = memory.as_strided(shape, strides)
     x.copy_(random(*shape))
     for R in (2, 4):
-        turn = Turn(*tables(R), None, None, 3, False)
+        turn = Rotation(*tables(R), None, None, 3, False)
         (y,) = module._by_kernel([x], turn)
         assert torch.equal(y, module._in_torch(x.contiguous(), turn))
 
@@ -308,7 +309,7 @@ heads = tuple(rotary.Heads(x, x, x.shape[2], *x.stride()) for x in (q, k))
 B_T, B_H, B_P, B_REST = tiles(32, 64, 128)
 constants = {"B_T": B_T, "B_H": B_H, "B_P": B_P, "B_REST": B_REST}
 for interleaved in (False, True):
-    kernel = rotary.rotate.warmup(
+    kernel = rotary.rotary_embedding.warmup(
         heads, tables, rotary.Places(None, cu), 128, 64, 2, 128, 0, 1.0, 64, 128, INTERLEAVED=interleaved, **constants,
         grid=(1,),
     )
@@ -436,18 +437,18 @@ CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 WRONG = [
     ({"x": [1.0]}, TypeError, "x must be a tensor.*got list"),
     ({"x": X.int()}, TypeError, "x must be of type.*got torch.int32; convert"),
-    ({"x": X[0]}, ValueError, r"x must have shape \(batch.*got \(5, 3, 8\); packed sequences need cu_seqlens"),
+    ({"x": X[0]}, ValueError, r"x must have shape \(batch.*got \(5, 3, 8\); pass cu_seqlens"),
     ({"cu_seqlens": CU}, ValueError, r"x must have shape \(T, heads, head size\), got \(2, 5, 3, 8\)"),
     ({"cos": None}, TypeError, "cos must be a tensor.*got NoneType"),
     ({"sin": COS.int()}, TypeError, "sin must be of type"),
     ({"cos": COS.to("meta")}, ValueError, "all tensors must be on cpu, got cos on meta"),
-    ({"cos": COS.clone().requires_grad_()}, ValueError, r"cos requires a gradient.*cos.detach\(\)"),
+    ({"cos": COS.clone().requires_grad_()}, ValueError, r"cos must have no gradient.*cos.detach\(\)"),
     ({"sin": COS[:-1]}, ValueError, r"cos and sin must have one shape \(positions, R / 2\), got sin \(40, 4\)"),
     ({"cos": COS[None], "sin": COS[None]}, ValueError, "one shape"),
     ({"cos": COS[:, :0], "sin": COS[:, :0]}, ValueError, "between 1 and D / 2 = 4 columns.*got 0"),
     ({"cos": COS.repeat(1, 2), "sin": COS.repeat(1, 2)}, ValueError, "got 8"),
-    ({"cos": COS[:4], "sin": COS[:4]}, ValueError, "have 4 rows, but positions reach 4; make the tables longer"),
-    ({"offsets": 37}, ValueError, "have 41 rows, but positions reach 41"),
+    ({"cos": COS[:4], "sin": COS[:4]}, ValueError, "every position up to 4, got 4 rows; make them longer"),
+    ({"offsets": 37}, ValueError, "every position up to 41, got 41 rows"),
     ({"offsets": -1}, ValueError, "offsets must be >= 0, got -1"),
     ({"offsets": 1.0}, TypeError, r"offsets must be an int or an integer tensor of shape \(B,\), got 1.0"),
     ({"offsets": True}, TypeError, "got True"),
@@ -457,16 +458,16 @@ WRONG = [
         ValueError,
         r"offsets must have shape \(B,\) = \(2,\), got \(3,\)",
     ),
-    ({"offsets": torch.tensor([0, 37])}, ValueError, r"positions must lie in \[0, 41\).*run from 0 to 41"),
-    ({"offsets": torch.tensor([-2, 0])}, ValueError, "run from -2 to 4"),
+    ({"offsets": torch.tensor([0, 37])}, ValueError, r"positions must lie in \[0, 41\).*got 0 to 41"),
+    ({"offsets": torch.tensor([-2, 0])}, ValueError, "got -2 to 4"),
     ({"x": X[0], "cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a tensor of type int32, got list"),
     ({"x": X[0], "cu_seqlens": CU.long()}, TypeError, "cu_seqlens must be of type int32, got torch.int64"),
     ({"x": X[0], "cu_seqlens": CU[None]}, ValueError, r"cu_seqlens must have shape \(B \+ 1,\), got \(1, 3\)"),
-    ({"x": X[0], "cu_seqlens": CU[:1]}, ValueError, "describes no sequence"),
+    ({"x": X[0], "cu_seqlens": CU[:1]}, ValueError, "got no sequence; pass"),
     ({"x": X[0], "cu_seqlens": CU + 1}, ValueError, r"start at 0.*total of 5 rows, got \[1, 3, 6\]"),
     ({"x": X[0], "cu_seqlens": CU.flip(0)}, ValueError, "never decrease"),
-    ({"x": X[0], "cu_seqlens": CU, "offsets": POSITIONS}, ValueError, "have 41 rows, but positions reach 41"),
-    ({"x": X[0], "cu_seqlens": CU, "offsets": 39}, ValueError, "run from 39 to 41"),
+    ({"x": X[0], "cu_seqlens": CU, "offsets": POSITIONS}, ValueError, "every position up to 41, got 41 rows"),
+    ({"x": X[0], "cu_seqlens": CU, "offsets": 39}, ValueError, "got 39 to 41"),
 ]
 
 

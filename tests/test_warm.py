@@ -34,17 +34,19 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     found = elsewhere("keys")
     assert len(found) == 18
     for name, call in found.items():
-        assert set(call["foreseen"]) == set(call["asked"]), name
-    assert "fp32_backward" in found["fp32"]["foreseen"].values()
-    assert "dbias" in found["rich triton"]["foreseen"].values()
+        assert set(call["listed"]) == set(call["asked"]), name
+    assert "attention_backward_fp32" in found["fp32"]["listed"].values()
+    assert "attention_backward_dbias" in found["rich triton"]["listed"].values()
     anew = found["causal triton"]["unforeseen"]
     assert not anew["other lengths"]
     assert not anew["another batch size"]
     assert not anew["q, k and v as parts of one tensor"]
-    assert anew["q, k or v off a 16-byte boundary"] == ["dkdv", "dq", "forward"]
-    assert anew["a gradient of lse (return_lse)"] == ["delta"]
-    assert found["causal"]["unforeseen"]["other lengths"] == ["backward", "forward"]
-    assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["prepare"]
+    assert anew["q, k or v off a 16-byte boundary"] == [
+        f"attention_{name}" for name in ("backward_dkdv", "backward_dq", "forward")
+    ]
+    assert anew["a gradient of lse (return_lse)"] == ["attention_backward_delta"]
+    assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward", "attention_forward"]
+    assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["attention_backward_preprocess"]
 
 
 def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_path, monkeypatch):
@@ -53,18 +55,18 @@ def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_p
     result = CliRunner().invoke(app, ["warm", *options.split()])
     assert result.exit_code == 0, result.output
     (kernel,) = json.loads(result.stdout)["kernels"]
-    assert kernel["name"] == "forward"
+    assert kernel["name"] == "attention_forward"
     assert kernel["seconds"] > 0.0
 
     again = tw.warm(SMALL, SMALL, SMALL, device="sm_80", backward=False)
     assert [one.found for one in again.kernels] == [True]
     assert again.kernels[0].hash == kernel["hash"]
-    assert str(again).splitlines()[1].split() == ["forward", "found"]
+    assert str(again).splitlines()[1].split() == ["attention_forward", "found"]
     assert "q, k or v off a 16-byte boundary" not in again.unforeseen, "rows of 16 entries are copied then"
 
     found = elsewhere("ranks", str(tmp_path))
     (first_call,) = found["warmed"]
-    assert first_call == {"compiled": [], "found": ["forward"]}
+    assert first_call == {"compiled": [], "found": ["attention_forward"]}
     for name, finish, compile in (
         ("together", 8, 1), ("again", 2, 0), ("killed", 3, 1), ("unwritable", 2, 2), ("no locks", 2, 2),
     ):  # fmt: skip
@@ -77,7 +79,7 @@ def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_p
     assert "set TRITON_CACHE_DIR" in found["unwritable"][0]["said"][0]
     assert len(found["unwritable"][0]["said"]) == 1
     slow, impatient = found["stuck"]
-    assert impatient["compiled"] == ["delta", "delta"]
+    assert impatient["compiled"] == ["attention_backward_delta", "attention_backward_delta"]
     assert len(slow["compiled"] + slow["found"]) == 2
 
 
@@ -92,7 +94,7 @@ def test_calls_of_the_cpu_need_no_kernel():
     [
         ({"processes": 0}, ValueError, "processes must be None or at least 1, got 0"),
         ({"mask": "causal", "device": "sm_90"}, TypeError, "mask must be a Mask"),
-        ({"masks": tw.Causal(), "device": "sm_90"}, TypeError, "unknown argument masks"),
+        ({"masks": tw.Causal(), "device": "sm_90"}, TypeError, r"got masks; did you mean mask\?"),
         ({"backend": "hopper", "device": "sm_80"}, tw.Unsupported, "written for sm_90"),
         ({"more": [{"dropout": 2.0}], "device": "sm_90"}, ValueError, "dropout must be"),
     ],
@@ -104,7 +106,7 @@ def test_wrong_arguments_are_named(options, error, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which meta tensors mean then")
 def test_meta_tensors_need_a_device_where_no_gpu_is():
-    with pytest.raises(ValueError, match='no GPU is here; name the one to compile for, with device="sm_90"'):
+    with pytest.raises(ValueError, match='PyTorch sees no GPU, got None; pass device="sm_90"'):
         tw.warm(SMALL, SMALL, SMALL)
 
 
@@ -118,7 +120,7 @@ def test_kernels_that_do_not_compile_are_named_when_the_others_are_done(monkeypa
     done = []
 
     def ask(self, request, call, hash=None):
-        if request == "foresee":
+        if request == "list_kernels":
             return [module.Kernel(name, name, name == "there") for name in ("good", "there", "bad", "fine")], {}
         if hash == "bad":
             raise RuntimeError("CompilationError: no")
@@ -126,7 +128,7 @@ def test_kernels_that_do_not_compile_are_named_when_the_others_are_done(monkeypa
         return 1.0
 
     monkeypatch.setattr(module.Workers, "ask", ask)
-    with pytest.raises(RuntimeError, match="1 of 3 kernels did not compile\nbad: CompilationError: no"):
+    with pytest.raises(RuntimeError, match=r"1 of 3 kernels did not compile; .*\nbad: CompilationError: no"):
         tw.warm(SMALL, SMALL, SMALL, device="sm_90", processes=1)
     assert done == ["good", "fine"]
 
@@ -135,7 +137,7 @@ def test_further_calls_differ_in_their_options(monkeypatch):
     seen = []
 
     def ask(self, request, call, hash=None):
-        if request == "foresee":
+        if request == "list_kernels":
             seen.append(call)
             return [module.Kernel("forward", "one", True)], {"other lengths": {"one": "forward", "two": "backward"}}
         return None

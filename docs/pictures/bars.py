@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
+from studies.bench.results import OK, load, rows_of
+from studies.bench.suites import BACKWARD, FORWARD
+from studies.bench.tables import CUDNN, geometric_mean
 from studies.pages.field import peers_of
 from studies.pages.plots import COLOURS
-from tilewise.bench.results import OK, load, rows_of
-from tilewise.bench.suites import BACKWARD, FORWARD
-from tilewise.bench.tables import CUDNN, geometric_mean
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200.json"
 LENGTHS = (4096, 16384)

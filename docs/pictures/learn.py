@@ -11,7 +11,7 @@ import torch
 from matplotlib.patches import Rectangle
 from timelines import GREY, GROUP, HEADS, INK, below
 
-from tilewise.bench.results import load
+from studies.bench.results import load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "minimal"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))

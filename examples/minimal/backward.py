@@ -14,7 +14,7 @@ Its sum runs over the whole row, which no tile holds. But the sum is a number th
 so delta = rowsum(dO * O), computed once per row from what is in memory anyway. P was not kept: that would be M x N
 numbers. It is computed again from S and lse, tile by tile, as the forward left it. More arithmetic, far less memory.
 
-dK and dV sum over rows, dQ sums over columns. Each gets a walk of its own, so every sum stays in registers and nobody
+dK and dV sum over rows, dQ sums over columns. Each gets its own loop, so every sum stays in registers and nobody
 adds to memory that another one writes. The price is that S and dP are computed twice.
 """
 

@@ -1,4 +1,4 @@
-"""Times every stage that this machine can run, beside torch's own attention, and sets them against a roofline.
+"""Time every stage that this machine can run, and torch's own attention, and compare them with a roofline.
 
 A machine has two limits: how many operations its matrix units do in a second, and how many bytes its memory moves.
 Operations per byte, the arithmetic intensity, say which of them holds an algorithm back:

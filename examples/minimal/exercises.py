@@ -68,5 +68,5 @@ def programs(heads, M, N, B_r, B_c, processors):
 
 
 def stages_that_fit(B_r, B_c, d, shared, size=2):
-    """Stage 8. How many stages of K and V fit into `shared` bytes beside a Q tile of B_r rows; barriers are free."""
+    """Stage 8. How many stages of K and V fit into `shared` bytes with a Q tile of B_r rows; barriers are free."""
     raise NotImplementedError

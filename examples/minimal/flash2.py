@@ -4,7 +4,7 @@ Query tiles outside, key tiles inside: a tile of O, with its m and l, stays in r
 the last and is written once. Four things follow.
 
 - No O, m, l is read back: only K and V are read again, once per tile of queries.
-- Query tiles do not depend on each other, so each can run on a processor of its own: one long head fills a GPU.
+- Query tiles do not depend on each other, so each can run on its own processor: one long head fills a GPU.
 - O is divided by l once, at the end, and not at every tile: divisions run far from the matrix units' rate.
 - m and l leave as one number per row, lse = m + log l, the log of the whole sum of e^S. The backward needs it: with
   it P = e^(S - lse) comes back exactly, in one step and already divided, from a tile of S computed again.

@@ -39,7 +39,7 @@ def bytes_moved(heads, M, N, d, size):
     """What the lines above read and write, full attention, numbers of `size` bytes.
 
     Each line is a pass over M x N numbers: the product writes them, * reads and writes, max reads, S - m and exp read
-    and write, sum reads, / reads and writes, the last product reads. That makes 12; Q, K, V, O are little beside it.
+    and write, sum reads, / reads and writes, the last product reads. That makes 12; Q, K, V, O add little.
     """
     return heads * size * (12 * M * N + 2 * M * d + 2 * N * d)
 

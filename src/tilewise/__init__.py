@@ -10,7 +10,7 @@ from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
 from .warm import Warmed, warm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Alibi",

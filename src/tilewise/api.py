@@ -121,11 +121,12 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     chosen = with_defaults("attention_qkvpacked", options)
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
-        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}; convert it with torch.as_tensor(...)")
     shape = "(B, N, 3, H, D)" if chosen["layout"] is None else "(T, 3, H, D)"
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
-        hint = "; packed sequences need layout=Varlen(...)" if qkv.ndim == 4 and chosen["layout"] is None else ""
-        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}{hint}")
+        packed = qkv.ndim == 4 and chosen["layout"] is None
+        hint = "pass layout=Varlen(...) for packed sequences" if packed else "stack q, k and v in front of the heads"
+        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}; {hint}")
     if (kind := autocast_type(qkv)) is not None:
         qkv = cast(qkv, kind)
     q, k, v = qkv.unbind(-3)

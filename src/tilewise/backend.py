@@ -67,8 +67,7 @@ def check_triton() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         least = ".".join(map(str, OLDEST_TRITON))
         raise OldTriton(
-            f"it needs Triton {least} or newer, here is {triton.__version__}; install torch 2.10 or newer, which "
-            "brings one"
+            f"Triton must be {least} or newer, got {triton.__version__}; install torch 2.10 or newer, which brings one"
         )
 
 

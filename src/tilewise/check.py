@@ -30,6 +30,12 @@ from .problem import (
 )
 from .score import Score
 
+TRANSPOSE = (
+    "did you mean q.transpose(1, 2), and so k and v? Shapes are (batch, length, heads, head size); those of torch's "
+    "scaled_dot_product_attention have the heads before the length"
+)
+"""The remedy where q, k and v with the heads first would fit."""
+
 
 def autocast_type(q: Tensor) -> torch.dtype | None:
     """Return autocast's type for q's device; None if autocast is off."""
@@ -66,18 +72,23 @@ def check_arguments(
         refuse_mask(mask)
     changes = _scores(score)
     if layout is not None and not isinstance(layout, Varlen):
-        raise TypeError(f"layout must be None or a Varlen, got {layout!r}")
+        raise TypeError(f"layout must be None or a Varlen, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)")
     if scale is not None:
         scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
     dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}")
+        raise ValueError(
+            f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}; "
+            "leave it out to follow torch.get_float32_matmul_precision()"
+        )
     if backend is not None and backend not in ORDER:
-        raise ValueError(f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}")
+        raise ValueError(
+            f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}; leave it out to have one chosen"
+        )
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}")
+        raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
     if (kind := autocast_type(q)) is not None:
         q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
@@ -116,7 +127,7 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
         if fixed and any([t.requires_grad for t in fixed]) and torch.is_grad_enabled():
             name, tensors = change.public_name(), " and ".join(change.captures)
             raise ValueError(
-                f"{name}: {tensors} requires a gradient, which {name} does not have; detach it, or write it as a Bias, "
+                f"{name}: {tensors} must have no gradient, got requires_grad=True; detach it, or write it as a Bias, "
                 "which has one"
             )
     return tuple(score)
@@ -135,11 +146,13 @@ _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-define
 def _refuse_operands(**operands: Any) -> None:
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor(...)"
+            )
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"q, k and v must be strided tensors, got {name} with layout {tensor.layout}; convert it with "
-                ".to_dense(), and pass sequences of several lengths packed, with layout=Varlen(...)"
+                f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense(), and pass "
+                "sequences of several lengths packed, with layout=Varlen(...)"
             )
 
 
@@ -148,14 +161,15 @@ def dropout_seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(
-                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}"
+                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}; "
+                "pass an int, or leave it out to have one drawn"
             )
         if seed.device != q.device:
             raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}")
+        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}; leave it out to have one drawn")
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit 64 bits, got {seed}")
+        raise ValueError(f"seed must fit 64 bits, got {seed}; pass one in [-2^63, 2^63)")
     if dropout == 0.0:
         return None
     if seed is None:
@@ -201,8 +215,8 @@ def check_values(values: Sequence[Value]) -> None:
     for value in values:
         if KINDS.get(type(value).__name__) is not type(value):
             raise TypeError(
-                f"{type(value).__name__} is no mask or score that the back ends know; use Dense or Bias for one of "
-                "your own, or add it as CONTRIBUTING.md shows"
+                f"mask and score must be of classes that the back ends know, got {type(value).__name__}; use Dense or "
+                "Bias for one of your own, or add it as CONTRIBUTING.md shows"
             )
 
 
@@ -210,8 +224,8 @@ def _check_operands(p: Problem) -> None:
     rank, shape = (3, "(T, heads, head size)") if p.recipe.varlen else (4, "(batch, length, heads, head size)")
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
         if len(spec.shape) != rank:
-            hint = "; packed sequences need layout=Varlen(...)" if len(spec.shape) == 3 else ""
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}{hint}")
+            hint = "pass layout=Varlen(...) for packed sequences" if len(spec.shape) == 3 else "reshape it"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
         if spec.dtype != p.q.dtype:
@@ -219,31 +233,48 @@ def _check_operands(p: Problem) -> None:
                 f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
             )
         if spec.device != p.q.device:
-            raise ValueError(f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}")
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
+                "move one of them with .to(...)"
+            )
     if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}")
+        sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
+        raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
     if p.k.shape[:-1] != p.v.shape[:-1]:
-        raise ValueError(f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}")
-    if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
-        hint = "there must be some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
         raise ValueError(
-            f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}. Shapes are (batch, length, heads, "
-            "head size): give what was laid out for torch's scaled_dot_product_attention as .transpose(1, 2)"
+            f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}; "
+            "give each key one value"
         )
+    if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
+        hint = "give both some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
+        other = _heads_first(p)
+        hint = TRANSPOSE if 0 not in (other.H, other.H_k) and other.H % other.H_k == 0 else hint
+        raise ValueError(f"q's heads must be a multiple of k's, got {p.H} and {p.H_k}; {hint}")
     if p.k.shape[-1] != p.D:
-        raise ValueError(f"q and k must have one head size, got {p.D} and {p.k.shape[-1]} (v's may differ)")
+        raise ValueError(
+            f"q and k must have one head size, got {p.D} and {p.k.shape[-1]}; project both to one (v's may differ)"
+        )
     for name, size in (("q and k", p.D), ("v", p.D_v)):
         if not 1 <= size <= MAX_HEAD_SIZE:
             raise ValueError(
-                f"the head size of {name} must be between 1 and {MAX_HEAD_SIZE}, got {size}; split the heads"
+                f"the head size of {name} must be between 1 and {MAX_HEAD_SIZE}, got {size}; split or pad the heads"
             )
+
+
+def _heads_first(p: Problem) -> Problem:
+    """Return the problem with q, k and v transposed, to see whether they were laid out with the heads first."""
+    if p.recipe.varlen:
+        return p
+    q, k, v = (s._replace(shape=(s.shape[0], s.shape[2], s.shape[1], s.shape[3])) for s in (p.q, p.k, p.v))
+    return p._replace(q=q, k=k, v=v)
 
 
 def _check_recipe(p: Problem) -> None:
     r = p.recipe
     if r.precision is not None and p.dtype != torch.float32:
         raise ValueError(
-            f"precision={r.precision!r} is for fp32 inputs, got {p.dtype}; leave it out, or convert q, k and v to fp32"
+            f"precision must be None for any type but fp32, got {r.precision!r} with {p.dtype}; "
+            "leave it out, or convert q, k and v to fp32"
         )
     if r.varlen:
         for kind in p.kinds:
@@ -269,23 +300,31 @@ def _check_lengths(p: Problem) -> None:
 def _check_extra(p: Problem) -> None:
     specs = iter(p.extra)
     for kind in p.kinds:
-        for capture, letters, whole in zip(kind.captures, kind.shapes, kind.whole_shapes(p), strict=True):
+        captures = zip(kind.captures, kind.shapes, kind.whole_shapes(p), strict=True)
+        for number, (capture, letters, whole) in enumerate(captures):
             spec, name = next(specs), f"{kind.public_name()}: {capture}"
             _same_device(p, name, spec)
             if kind.broadcasts:
                 if not _broadcasts(spec.shape, whole):
+                    other = kind.whole_shapes(_heads_first(p))[number]
+                    hint = TRANSPOSE if _broadcasts(spec.shape, other) else "expand or reshape it"
                     raise ValueError(
-                        f"{name} must broadcast to ({', '.join(letters)}) = {whole}, got {tuple(spec.shape)}"
+                        f"{name} must broadcast to ({', '.join(letters)}) = {whole}, got {tuple(spec.shape)}; {hint}"
                     )
                 continue
             allowed = (whole[1:], whole) if kind.unbatched else (whole,)
             if tuple(spec.shape) not in allowed:
-                raise ValueError(f"{name} must have shape {' or '.join(map(str, allowed))}, got {tuple(spec.shape)}")
+                other = kind.whole_shapes(_heads_first(p))[number]
+                fits = tuple(spec.shape) in ((other[1:], other) if kind.unbatched else (other,))
+                hint = TRANSPOSE if fits else "make it fit q and k"
+                shapes = " or ".join(map(str, allowed))
+                raise ValueError(f"{name} must have shape {shapes}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
         spec = next(specs)
         _same_device(p, "sink", spec)
         if tuple(spec.shape) != (p.H,):
-            raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}")
+            hint = TRANSPOSE if tuple(spec.shape) == (_heads_first(p).H,) else "give each query head one logit"
+            raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
     for name, spec in zip(("Varlen: cu_q", "Varlen: cu_k"), specs, strict=False):
@@ -318,20 +357,21 @@ def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
     steps = cu.diff()
     if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
         raise ValueError(
-            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}"
+            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
+            "write the cumulative sum of the lengths"
         )
     if steps.numel() and int(steps.max()) > longest:
         raise ValueError(
-            f"Varlen: the longest sequence of {name} has {int(steps.max())} rows, but max_{name[-1]} is {longest}; "
-            "pass the longest length, or None to have it read"
+            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
+            "pass that, or None to have it read"
         )
 
 
 def check_number(name: str, number: Any, allowed: str, low: float, high: float) -> float:
     """Return a finite float in [low, high), or raise an error that names the argument."""
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be a number {allowed}, got {number!r}")
+        raise TypeError(f"{name} must be {allowed}, got {number!r}; pass a number, or leave it out")
     number = constant(float(number))
     if not (math.isfinite(number) and low <= number < high):
-        raise ValueError(f"{name} must be {allowed}, got {number}")
+        raise ValueError(f"{name} must be {allowed}, got {number}; leave it out for the default")
     return number

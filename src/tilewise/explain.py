@@ -69,6 +69,9 @@ def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: st
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     target = device or target_of(x.q.device)
     if target == "meta":
-        raise ValueError('explain: tensors on the meta device need device="cpu", "sm_90", …')
+        raise ValueError(
+            "explain: device must name a chip for tensors on the meta device, got None; "
+            'pass device="cpu", "sm_90", "gfx942", …'
+        )
     addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
     return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)

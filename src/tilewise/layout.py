@@ -31,15 +31,22 @@ class Varlen(Frozen):
         for name in ("cu_q", "cu_k"):
             cu = getattr(self, name)
             if not isinstance(cu, Tensor):
-                raise TypeError(f"Varlen: {name} must be an int32 tensor of shape (B + 1,), got {type(cu).__name__}")
+                raise TypeError(
+                    f"Varlen: {name} must be an int32 tensor of shape (B + 1,), got {type(cu).__name__}; "
+                    "convert it with torch.tensor(..., dtype=torch.int32)"
+                )
             if cu.dtype != torch.int32:
                 raise TypeError(f"Varlen: {name} must be int32, got {cu.dtype}; convert it with .to(torch.int32)")
             check_strided(f"Varlen: {name}", cu)
             if cu.ndim != 1 or cu.shape[0] < 1:
-                raise ValueError(f"Varlen: {name} must have shape (B + 1,), got {tuple(cu.shape)}")
+                raise ValueError(
+                    f"Varlen: {name} must have shape (B + 1,), got {tuple(cu.shape)}; "
+                    "write the cumulative sum of the lengths, from 0 on"
+                )
         if self.cu_q.shape != self.cu_k.shape:
             raise ValueError(
-                f"Varlen: cu_q {tuple(self.cu_q.shape)} and cu_k {tuple(self.cu_k.shape)} must be of one length"
+                f"Varlen: cu_q and cu_k must have one shape, got {tuple(self.cu_q.shape)} and "
+                f"{tuple(self.cu_k.shape)}; give both as many sequences"
             )
         for name in ("max_q", "max_k"):
             longest = getattr(self, name)
@@ -47,7 +54,7 @@ class Varlen(Frozen):
                 continue
             longest = integer(f"Varlen: {name}", longest, "an int, or None to read it from cu_seqlens")
             if longest < 0:
-                raise ValueError(f"Varlen: {name} is {longest}; it must be >= 0")
+                raise ValueError(f"Varlen: {name} must be >= 0, got {longest}; pass None to have it read")
             object.__setattr__(self, name, longest)
 
     def to(self, device: torch.device | str | int) -> "Varlen":

@@ -32,7 +32,7 @@ def integer(name: str, number: Any, allowed: str) -> int:
     if isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool):
         return number  # type: ignore[return-value]
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name} is {number!r}; it must be {allowed}")
+        raise TypeError(f"{name} must be {allowed}, got {number!r}; convert it with int(...)")
     return operator.index(number)
 
 
@@ -238,7 +238,7 @@ class Window(Mask):
                 continue
             side = integer(f"Window: {name}", side, "an int >= 0, or None for an open side")
             if side < 0:
-                raise ValueError(f"Window: {name} is {side}; it must be >= 0, or None for an open side")
+                raise ValueError(f"Window: {name} must be an int >= 0 or None, got {side}; pass None for an open side")
             object.__setattr__(self, name, constant(side))
 
     def keys(self, i: Any) -> Ends:
@@ -343,7 +343,10 @@ class PaddingKeys(Padding):
     def check(self, keys: Tensor) -> None:
         check_strided("Padding", keys)
         if keys.ndim != 2:
-            raise ValueError(f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}")
+            raise ValueError(
+                f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}; "
+                "give each batch entry a row of keys"
+            )
 
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return self.real[:, None, None, :][..., j[0]]
@@ -372,7 +375,10 @@ class Documents(Mask):
             ids = getattr(self, name)
             _check_tensor(f"Documents: {name}", ids, INTEGER_TYPES, "int32 or int64")
             if ids.ndim != 2:
-                raise ValueError(f"Documents: {name} must have shape (B, length), got {tuple(ids.shape)}")
+                raise ValueError(
+                    f"Documents: {name} must have shape (B, length), got {tuple(ids.shape)}; "
+                    "give each batch entry a row of ids"
+                )
 
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         rows, columns = self.q_ids[:, i[:, 0] - shift], self.k_ids[:, j[0]]
@@ -400,7 +406,9 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         _check_tensor("Dense: seen", self.seen, (torch.bool,), "bool")
         if self.seen.ndim > 4:
-            raise ValueError(f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions")
+            raise ValueError(
+                f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions; reshape it to 4 or fewer"
+            )
 
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return tile_of(self.seen, i[:, 0] - shift, j[0])
@@ -425,19 +433,25 @@ def _check_lengths(mask: Mask, lengths: Tensor) -> None:
     name = mask.public_name()
     _check_tensor(f"{name}: lengths", lengths, INTEGER_TYPES, "int32 or int64")
     if lengths.ndim != 1:
-        raise ValueError(f"{name}: lengths must have shape (B,), got {tuple(lengths.shape)}")
+        raise ValueError(
+            f"{name}: lengths must have shape (B,), got {tuple(lengths.shape)}; give each batch entry one length"
+        )
 
 
 def _check_range(mask: Mask, lengths: Tensor, N: Any) -> None:
     if bool(((lengths < 0) | (lengths > N)).any()):
         raise ValueError(
-            f"{mask.public_name()}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}"
+            f"{mask.public_name()}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}; "
+            "clamp them with .clamp(...)"
         )
 
 
 def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allowed: str) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a {allowed} tensor, got {type(tensor).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}; "
+            "convert it with torch.as_tensor(...)"
+        )
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}; convert it with .to(...)")
     check_strided(name, tensor)

@@ -23,22 +23,29 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     parts = [tuple(part) for part in parts]  # type: ignore[misc]
     if not parts:
-        raise ValueError("merge: parts is empty; give at least one (o, lse) pair")
+        raise ValueError(
+            "merge: parts must hold at least one (o, lse) pair, got none; call attention with return_lse=True"
+        )
     for index, part in enumerate(parts):
         if len(part) != 2 or not all(isinstance(t, Tensor) for t in part):
             raise TypeError(
-                f"merge: part {index} must be a pair of tensors (o, lse); call attention with return_lse=True"
+                f"merge: part {index} must be a pair of tensors (o, lse), got "
+                f"({', '.join(type(t).__name__ for t in part)}); call attention with return_lse=True"
             )
         o, lse = part
         packed = o.ndim == 3
         rows = tuple(o.shape[:-1]) if packed else (o.shape[0], o.shape[1], o.shape[2]) if o.ndim == 4 else None
         if rows is None or tuple(lse.shape) != ((rows[1], rows[0]) if packed else (rows[0], rows[2], rows[1])):
             raise ValueError(
-                f"merge: part {index} has o {tuple(o.shape)} and lse {tuple(lse.shape)}; they must be (B, M, H, D) and "
-                "(B, H, M), or packed (T, H, D) and (H, T)"
+                f"merge: part {index} must have o (B, M, H, D) and lse (B, H, M), or packed (T, H, D) and (H, T), got "
+                f"{tuple(o.shape)} and {tuple(lse.shape)}; pass both as attention returns them"
             )
         if o.shape != parts[0][0].shape or o.dtype != parts[0][0].dtype or o.device != parts[0][0].device:
-            raise ValueError(f"merge: part {index} differs from part 0 in shape, type or device; make them equal")
+            first = parts[0][0]
+            raise ValueError(
+                f"merge: part {index} must have part 0's shape, type and device, {tuple(first.shape)}, {first.dtype} "
+                f"and {first.device}, got {tuple(o.shape)}, {o.dtype} and {o.device}; convert or reshape it"
+            )
     lses = torch.stack([lse for _, lse in parts])  # (parts, B, H, M)
     m = lses.detach().amax(0)
     m = m.masked_fill(m == -torch.inf, 0.0)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from .backend import select
 from .check import check_contents, describe, describe_fake
-from .late import when_imported
+from .import_hook import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
 from torch import Tensor
@@ -33,51 +34,58 @@ class Everything(Options, total=False):
 
 
 INSTEAD = {
-    "causal": "mask=tilewise.Causal()",
-    "is_causal": "mask=tilewise.Causal(), which aligns the last query with the last key, where torch aligns the first",
-    "attn_mask": "mask=tilewise.Dense(attn_mask) if it is bool, score=tilewise.Bias(attn_mask) if it is added",
-    "key_padding_mask": "mask=tilewise.Padding(...), of lengths, or of a bool tensor that is true where a key is real",
-    "dropout_p": "dropout=..., and 0.0 in evaluation",
-    "enable_gqa": "nothing: k and v may have fewer heads than q",
-    "softmax_scale": "scale=...",
-    "softcap": "score=tilewise.SoftCap(...)",
-    "alibi_slopes": "score=tilewise.Alibi(...)",
-    "window_size": "mask=tilewise.Window(left, right), None for an open side",
-    "cu_seqlens": "layout=tilewise.Varlen(cu_seqlens, cu_seqlens)",
-    "return_attn_probs": "return_lse=True, for the logarithm of the softmax's denominator",
+    "causal": "did you mean mask=tilewise.Causal()?",
+    "is_causal": "did you mean mask=tilewise.Causal()? It aligns the last query and key; torch aligns the first ones",
+    "attn_mask": "write mask=tilewise.Dense(attn_mask) if it is bool, score=tilewise.Bias(attn_mask) if it is added",
+    "key_padding_mask": "write mask=tilewise.Padding(...), of lengths or of a bool tensor, true where a key is real",
+    "dropout_p": "write dropout=..., and 0.0 in evaluation",
+    "enable_gqa": "leave it out: k and v may have fewer heads than q",
+    "softmax_scale": "did you mean scale=...?",
+    "softcap": "did you mean score=tilewise.SoftCap(...)?",
+    "alibi_slopes": "did you mean score=tilewise.Alibi(...)?",
+    "window_size": "write mask=tilewise.Window(left, right), with None for an open side",
+    "cu_seqlens": "write layout=tilewise.Varlen(cu_seqlens, cu_seqlens)",
+    "return_attn_probs": "write return_lse=True, for the logarithm of the softmax's denominator",
 }
-"""Argument names of other attention libraries, each with the spelling that tilewise uses."""
+"""Remedies for the argument names of other attention libraries."""
 
 
 def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:
     """Raise TypeError for unknown arguments, with tilewise's spelling if another library uses the name."""
-    for name in unknown:
-        if name in INSTEAD:
-            raise TypeError(f"{function}: unknown argument {name}; write {INSTEAD[name]}")
-    names = ", ".join(sorted(unknown))
-    raise TypeError(f"{function}: unknown argument {names}; it takes {', '.join(Everything.__annotations__)}")
+    known = tuple(Everything.__annotations__)
+    name = min(unknown, key=lambda name: (name not in INSTEAD, name))
+    close = get_close_matches(name, known, 1)
+    remedy = INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
+    raise TypeError(f"{function}: options must be among {', '.join(known)}, got {name}; {remedy}")
 
 
 def refuse_mask(mask: Any) -> NoReturn:
     """Raise TypeError for a mask that is no Mask, and say what to write instead."""
-    got, instead = repr(mask), "leave it out for none"
+    got, instead = repr(mask), _meant("mask", mask, Mask)
     if isinstance(mask, Tensor):
-        got = _told(mask)
+        got = _shown(mask)
         instead = "write mask=tilewise.Dense(...) if it is bool, score=tilewise.Bias(...) if it is added to the logits"
-    elif isinstance(mask, type) and issubclass(mask, Mask):
-        instead = f"write mask=tilewise.{mask.__name__}(...)"
     raise TypeError(f"mask must be a Mask such as tilewise.Causal(), got {got}; {instead}")
 
 
 def refuse_score(score: Any) -> NoReturn:
     """Raise TypeError for a score that is no Score, and say what to write instead."""
-    got, instead = repr(score), "leave it out for none"
+    got, instead = repr(score), _meant("score", score, Score)
     if isinstance(score, Tensor):
-        got, instead = _told(score), "write score=tilewise.Bias(...)"
+        got, instead = _shown(score), "did you mean score=tilewise.Bias(...)?"
     raise TypeError(f"score must be a Score such as tilewise.SoftCap(50.0), or several, got {got}; {instead}")
 
 
-def _told(tensor: Tensor) -> str:
+def _meant(option: str, given: Any, base: type) -> str:
+    """Return the remedy for a class, or the name of one, in place of its instance."""
+    for kind in base.__subclasses__():
+        if given is kind or str(given).lower() == kind.__name__.lower():
+            numbers = "" if getattr(kind, "__match_args__", None) == () else "..."
+            return f"did you mean {option}=tilewise.{kind.__name__}({numbers})?"
+    return "leave it out for none"
+
+
+def _shown(tensor: Tensor) -> str:
     return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
 
 

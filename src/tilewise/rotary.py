@@ -16,7 +16,7 @@ from .operator import CHECK, ReverseMode, intercepted, pick, refuse_forward_mode
 from .problem import FLOATING_TYPES
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The angles of a rotation: each row reads cos and sin at its position, which is its index plus an offset."""
 
     cos: Tensor
@@ -98,38 +98,38 @@ def _rotate(
     _check_tables(x, cos, sin)
     _check_places(x, offsets, cu_seqlens)
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
-    turn = Turn(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
-    _check_shapes(x, turn)
+    rotation = Rotation(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
+    _check_shapes(x, rotation)
     refuse_forward_mode(*xs.values(), cos, sin)
-    return _apply(list(xs.values()), turn)
+    return _apply(list(xs.values()), rotation)
 
 
-def _apply(xs: list[Tensor], turn: Turn) -> list[Tensor]:
+def _apply(xs: list[Tensor], rotation: Rotation) -> list[Tensor]:
     """Rotate all xs, differentiably: by the operator if something intercepts operators, else by the eager path."""
-    if intercepted(*xs, *[t for t in turn[:4] if t is not None]):
-        return torch.ops.tilewise.rotary(xs, *turn)
-    return list((_Transformed if transformed() else _Eager).apply(turn, *xs))
+    if intercepted(*xs, *[t for t in rotation[:4] if t is not None]):
+        return torch.ops.tilewise.rotary(xs, *rotation)
+    return list((_Transformed if transformed() else _Eager).apply(rotation, *xs))
 
 
-def _run(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
+def _run(xs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
     """Rotate all xs, by the kernel on a GPU with Triton, else in torch."""
     if CHECK or not xs[0].is_cuda:
-        _check_contents(xs[0], turn)
-    return _by_kernel(xs, turn) if xs[0].is_cuda and _launcher() else [_in_torch(x, turn) for x in xs]
+        _check_contents(xs[0], rotation)
+    return _by_kernel(xs, rotation) if xs[0].is_cuda and _launcher() else [_in_torch(x, rotation) for x in xs]
 
 
-def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], turn: Turn) -> list[Tensor | None]:
+def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], rotation: Rotation) -> list[Tensor | None]:
     """Return the gradients of those xs that want one: the inverse rotation, in one call."""
     present = [want and dy is not None for want, dy in zip(wanted, dys, strict=True)]
     given = [dy for dy, here in zip(dys, present, strict=True) if dy is not None and here]
-    dxs = iter(_apply(given, turn._replace(inverse=not turn.inverse)) if given else ())
+    dxs = iter(_apply(given, rotation._replace(inverse=not rotation.inverse)) if given else ())
     return [next(dxs) if here else None for here in present]
 
 
-def _keep(ctx: Any, turn: Sequence[Any]) -> None:
+def _keep(ctx: Any, rotation: Sequence[Any]) -> None:
     """Save for the backward the rotation that it inverts."""
-    ctx.save_for_backward(*turn[:4])
-    ctx.plain = turn[4:]
+    ctx.save_for_backward(*rotation[:4])
+    ctx.plain = rotation[4:]
     ctx.set_materialize_grads(False)
 
 
@@ -137,45 +137,45 @@ class _Eager(ReverseMode):
     """The eager path: an operator on lists would cost five times as much on the host."""
 
     @staticmethod
-    def forward(ctx: Any, turn: Turn, *xs: Tensor) -> Any:
-        _keep(ctx, turn)
-        return tuple(_run(xs, turn))
+    def forward(ctx: Any, rotation: Rotation, *xs: Tensor) -> Any:
+        _keep(ctx, rotation)
+        return tuple(_run(xs, rotation))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:  # type: ignore[override]
-        return None, *_turn_back(dys, ctx.needs_input_grad[1:], Turn(*ctx.saved_tensors, *ctx.plain))
+        return None, *_turn_back(dys, ctx.needs_input_grad[1:], Rotation(*ctx.saved_tensors, *ctx.plain))
 
 
 class _Transformed(_Eager):
     """The same path under torch.func's transforms, which need a separate setup_context and a rule for vmap."""
 
     @staticmethod
-    def forward(turn: Turn, *xs: Tensor) -> Any:  # type: ignore[override]
-        return tuple(_run(xs, turn))
+    def forward(rotation: Rotation, *xs: Tensor) -> Any:  # type: ignore[override]
+        return tuple(_run(xs, rotation))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _keep(ctx, inputs[0])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, turn: Turn, *xs: Tensor) -> Any:
-        ys = _vmap(info.batch_size, in_dims[1:], xs, in_dims[0] or (None,) * len(turn), turn)
+    def vmap(info: Any, in_dims: Any, rotation: Rotation, *xs: Tensor) -> Any:
+        ys = _vmap(info.batch_size, in_dims[1:], xs, in_dims[0] or (None,) * len(rotation), rotation)
         return tuple(ys), (0,) * len(ys)
 
 
 def _vmap(
-    size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], turn: Turn
+    size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], rotation: Rotation
 ) -> Any:
     """Fold the mapped dimension of (..., H, D) into the heads, (..., size * H, D), which all rotate alike.
 
     A mapped rotation runs one call at a time. The result has shape (size, ..., H, D).
     """
     if any(dim is not None for dim in of_turn):
-        calls = [pick((xs, turn), (dims, of_turn), index) for index in range(size)]
-        each = [_apply(one, Turn(*where)) for one, where in calls]
+        calls = [pick((xs, rotation), (dims, of_turn), index) for index in range(size)]
+        each = [_apply(one, Rotation(*where)) for one, where in calls]
         return [torch.stack(ys) for ys in zip(*each, strict=True)]
     whole = [x if dim is None else x.movedim(dim, -3).flatten(-3, -2) for x, dim in zip(xs, dims, strict=True)]
-    ys = _apply(whole, turn)
+    ys = _apply(whole, rotation)
     return [
         y.expand(size, *y.shape) if dim is None else y.unflatten(-2, (size, -1)).movedim(-3, 0)
         for y, dim in zip(ys, dims, strict=True)
@@ -194,56 +194,56 @@ def rotary_op(
     inverse: bool,
 ) -> list[Tensor]:
     """Rotate every x, or rotate it back if `inverse`, as one operator."""
-    return _run(xs, Turn(cos, sin, offsets, cu_seqlens, offset, interleaved, inverse))
+    return _run(xs, Rotation(cos, sin, offsets, cu_seqlens, offset, interleaved, inverse))
 
 
 @rotary_op.register_fake
-def _(xs: Sequence[Tensor], *turn: Any) -> list[Tensor]:
+def _(xs: Sequence[Tensor], *rotation: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in xs]
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *turn = inputs
-    _keep(ctx, turn)
+    _, *rotation = inputs
+    _keep(ctx, rotation)
 
 
 def _differentiate(ctx: Any, dys: Sequence[Tensor | None]) -> Any:
-    return _turn_back(dys, ctx.needs_input_grad[0], Turn(*ctx.saved_tensors, *ctx.plain)), *(None,) * 7
+    return _turn_back(dys, ctx.needs_input_grad[0], Rotation(*ctx.saved_tensors, *ctx.plain)), *(None,) * 7
 
 
 rotary_op.register_autograd(_differentiate, setup_context=_setup)
 
 
 @rotary_op.register_vmap
-def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *turn: Any) -> Any:
-    ys = _vmap(info.batch_size, in_dims[0], xs, in_dims[1:], Turn(*turn))
+def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *rotation: Any) -> Any:
+    ys = _vmap(info.batch_size, in_dims[0], xs, in_dims[1:], Rotation(*rotation))
     return ys, [0] * len(ys)
 
 
-def _in_torch(x: Tensor, turn: Turn) -> Tensor:
+def _in_torch(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x in plain torch; this is also the kernel's specification."""
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = positions(x, turn).clamp(0, turn.cos.shape[0] - 1)
-    c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (turn.cos, turn.sin))  # (…, 1, R / 2)
-    s = -s if turn.inverse else s
+    rows = positions(x, rotation).clamp(0, rotation.cos.shape[0] - 1)
+    c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (rotation.cos, rotation.sin))  # (…, 1, R / 2)
+    s = -s if rotation.inverse else s
     y = x.clone(memory_format=torch.contiguous_format)
-    y_0, y_1 = pairs(y, 2 * turn.cos.shape[1], turn.interleaved)
+    y_0, y_1 = pairs(y, 2 * rotation.cos.shape[1], rotation.interleaved)
     x_0, x_1 = y_0.to(accumulator, copy=True), y_1.to(accumulator, copy=True)
     y_0.copy_(x_0 * c - x_1 * s)
     y_1.copy_(x_1 * c + x_0 * s)
     return y
 
 
-def positions(x: Tensor, turn: Turn) -> Tensor:
+def positions(x: Tensor, rotation: Rotation) -> Tensor:
     """Return each row's position, int64: (S,) or (B, S), for packed sequences (T,)."""
-    if turn.cu_seqlens is None:
-        i = torch.arange(x.shape[1], device=x.device) + turn.offset
-        return i if turn.offsets is None else i + turn.offsets[:, None]
+    if rotation.cu_seqlens is None:
+        i = torch.arange(x.shape[1], device=x.device) + rotation.offset
+        return i if rotation.offsets is None else i + rotation.offsets[:, None]
     t = torch.arange(x.shape[0], device=x.device)
-    cu = turn.cu_seqlens.long()
+    cu = rotation.cu_seqlens.long()
     b = torch.searchsorted(cu[1:], t, right=True).clamp(max=cu.shape[0] - 2)
-    i = t - cu[b] + turn.offset
-    return i if turn.offsets is None else i + turn.offsets[b]
+    i = t - cu[b] + rotation.offset
+    return i if rotation.offsets is None else i + rotation.offsets[b]
 
 
 def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | None:
+def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Rotation], None] | None:
     """Return the kernel's launcher, imported on first use; None without Triton."""
     try:
         from .host.rotary import launch
@@ -261,13 +261,13 @@ def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Turn], None] | 
     return launch
 
 
-def _by_kernel(xs: Sequence[Tensor], turn: Turn) -> list[Tensor]:
+def _by_kernel(xs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
     """Rotate all xs in one launch. CPU tensors work in Triton's interpreter, for tests."""
     launch = _launcher()
     assert launch is not None
     ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     if max(y.numel() for y in ys) > 0:
-        launch(xs, ys, turn)
+        launch(xs, ys, rotation)
     return ys
 
 
@@ -277,14 +277,14 @@ def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
     for name, x in xs.items():
         _check_tensor(name, x, FLOATING_TYPES, first)
         if x.ndim != rank:
-            hint = "; packed sequences need cu_seqlens" if x.ndim == 3 else ""
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}{hint}")
+            hint = "pass cu_seqlens for packed sequences" if x.ndim == 3 else "reshape it"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}; {hint}")
         if x.dtype != first.dtype:
             raise TypeError(f"q and k must have one type, got {first.dtype} and {x.dtype}; convert one of them")
         if (*x.shape[:-2], x.shape[-1]) != (*first.shape[:-2], first.shape[-1]):
             raise ValueError(
                 f"q and k must agree in all but the heads, got {tuple(first.shape)} and {tuple(x.shape)}; "
-                "turn them by two calls of rotary"
+                "call rotary for each"
             )
     return first
 
@@ -293,12 +293,16 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         _check_tensor(name, table, FLOATING_TYPES, x)
         if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, which rotary does not have; pass {name}.detach()")
+            raise ValueError(f"{name} must have no gradient, got requires_grad=True; pass {name}.detach()")
         if table.ndim != 2 or table.shape != cos.shape:
-            raise ValueError(f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}")
+            raise ValueError(
+                f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}; "
+                "give each position a row"
+            )
     if not 1 <= cos.shape[1] <= x.shape[-1] // 2:
         raise ValueError(
-            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, one per pair, got {cos.shape[1]}"
+            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[1]}; "
+            "give each pair of dimensions one"
         )
 
 
@@ -307,16 +311,21 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
     if cu_seqlens is not None:
         _check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), x)
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
-            raise ValueError(f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
+            raise ValueError(
+                f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}; "
+                "write the cumulative sum of the lengths, from 0 on"
+            )
         B = cu_seqlens.shape[0] - 1
     if isinstance(offsets, Tensor):
         _check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
         if offsets.ndim != 1 or offsets.shape[0] != B:
-            raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; or pass one int")
+            raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; pass one int for all")
     elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
-        raise TypeError(f"offsets must be an int or an integer tensor of shape (B,), got {offsets!r}")
+        raise TypeError(
+            f"offsets must be an int or an integer tensor of shape (B,), got {offsets!r}; convert it with int(...)"
+        )
     elif offsets < 0:
-        raise ValueError(f"offsets must be >= 0, got {offsets}; positions count from 0")
+        raise ValueError(f"offsets must be >= 0, got {offsets}; pass the position of the first row")
 
 
 def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
@@ -326,36 +335,40 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like:
         raise ValueError(f"all tensors must be on {like.device}, got {name} on {tensor.device}; move it with .to(...)")
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}; "
+            "convert it with torch.as_tensor(...)"
+        )
     raise TypeError(f"{name} must be of type {allowed}, got {tensor.dtype}; convert it with .to(...)")
 
 
-def _check_shapes(x: Tensor, turn: Turn) -> None:
+def _check_shapes(x: Tensor, rotation: Rotation) -> None:
     """Check what shapes alone say about positions."""
-    rows = turn.cos.shape[0]
-    if turn.cu_seqlens is not None and turn.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
+    rows = rotation.cos.shape[0]
+    if rotation.cu_seqlens is not None and rotation.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
+        raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
+    longest = x.shape[1] if rotation.cu_seqlens is None else 1  # a sequence that has rows has at least one
+    if x.shape[0] > 0 and 0 < longest > rows - rotation.offset:
+        last = rotation.offset + longest - 1
         raise ValueError(
-            f"cu_seqlens describes no sequence, but there are {x.shape[0]} rows; pass (0, …, {x.shape[0]})"
+            f"cos and sin must have a row for every position up to {last}, got {rows} rows; make them longer"
         )
-    longest = x.shape[1] if turn.cu_seqlens is None else 1  # a sequence that has rows has at least one
-    if x.shape[0] > 0 and 0 < longest > rows - turn.offset:
-        last = turn.offset + longest - 1
-        raise ValueError(f"cos and sin have {rows} rows, but positions reach {last}; make the tables longer")
 
 
-def _check_contents(x: Tensor, turn: Turn) -> None:
+def _check_contents(x: Tensor, rotation: Rotation) -> None:
     """Check the values in tensors. This synchronises with a GPU."""
-    if turn.cu_seqlens is not None:
-        cu, total = turn.cu_seqlens, x.shape[0]
+    if rotation.cu_seqlens is not None:
+        cu, total = rotation.cu_seqlens, x.shape[0]
         if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}"
+                f"cu_seqlens must start at 0, never decrease and end at the total of {total} rows, got {cu.tolist()}; "
+                "write the cumulative sum of the lengths"
             )
-    elif turn.offsets is None:
+    elif rotation.offsets is None:
         return  # the shapes were enough to check
-    rows = positions(x, turn)
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < turn.cos.shape[0]:
+    rows = positions(x, rotation)
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < rotation.cos.shape[0]:
         raise ValueError(
-            f"positions must lie in [0, {turn.cos.shape[0]}), the rows of cos and sin, but run from {int(rows.min())} "
-            f"to {int(rows.max())}; make the tables longer, or change offsets"
+            f"positions must lie in [0, {rotation.cos.shape[0]}), the rows of cos and sin, got {int(rows.min())} to "
+            f"{int(rows.max())}; make the tables longer, or change offsets"
         )

@@ -45,11 +45,11 @@ class SoftCap(Score):
 
     def __post_init__(self) -> None:
         if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
-            raise TypeError(f"SoftCap: cap is {self.cap!r}; it must be a number > 0")
+            raise TypeError(f"SoftCap: cap must be a number > 0, got {self.cap!r}; convert it with float(...)")
         cap = constant(float(self.cap))
         if not 0 < cap <= 2.0**126:
             raise ValueError(
-                f"SoftCap: cap is {cap}; it must be finite, > 0 and at most 2^126; leave the score out for no cap"
+                f"SoftCap: cap must be finite, > 0 and at most 2^126, got {cap}; leave the score out for no cap"
             )
         object.__setattr__(self, "cap", cap)
 
@@ -76,7 +76,9 @@ class Alibi(Score):
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
         if self.slopes.ndim not in (1, 2):
-            raise ValueError(f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}")
+            raise ValueError(
+                f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}; give each head one"
+            )
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
@@ -106,7 +108,9 @@ class Bias(Score):
     def __post_init__(self) -> None:
         _check_floating("Bias: bias", self.bias)
         if self.bias.ndim > 4:
-            raise ValueError(f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions")
+            raise ValueError(
+                f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions; reshape it to 4 or fewer"
+            )
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return S + tile_of(self.bias, i[:, 0] - shift, j[0]).to(S.dtype)
@@ -120,7 +124,9 @@ class Bias(Score):
 
 def _check_floating(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a floating tensor, got {type(tensor).__name__}")
+        raise TypeError(
+            f"{name} must be a floating tensor, got {type(tensor).__name__}; convert it with torch.as_tensor(...)"
+        )
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}; convert it with .to(...)")
     check_strided(name, tensor)

@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Warmed:
-    """The result of `warm`: the kernels, and what it could not foresee. It prints as a table."""
+    """The result of `warm`: the kernels, and what it could not list_kernels. It prints as a table."""
 
     kernels: tuple[Kernel, ...]
     unforeseen: dict[str, tuple[str, ...]]
@@ -142,7 +142,7 @@ def warm(
         RuntimeError: a kernel does not compile, or the cache is not writable.
     """
     if processes is not None and processes < 1:
-        raise ValueError(f"processes must be None or at least 1, got {processes}")
+        raise ValueError(f"processes must be None or at least 1, got {processes}; leave it out for one per core")
     given = {"q": q, "k": k, "v": v, **options}
     return warm_calls([call_of(device, backward, **(given | dict(other))) for other in ({}, *more)], processes)
 
@@ -158,7 +158,9 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if device is None and x.q.is_meta:
         if not torch.cuda.is_available():
-            raise ValueError('warm: no GPU is here; name the one to compile for, with device="sm_90", …')
+            raise ValueError(
+                'warm: device must name a chip where PyTorch sees no GPU, got None; pass device="sm_90", "gfx942", …'
+            )
         device = target_of(torch.device("cuda", torch.cuda.current_device()))
     problem = problem_on(x, recipe, longest, device)
     card = _card(problem.target, x.q.device)
@@ -184,7 +186,7 @@ def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch
         needed: dict[str, tuple[Call, Kernel]] = {}
         others: list[tuple[str, dict[str, str]]] = []
         for call in calls:
-            kernels, elsewhere = workers.ask("foresee", call)
+            kernels, elsewhere = workers.ask("list_kernels", call)
             needed |= {kernel.hash: (call, kernel) for kernel in kernels if kernel.hash not in needed}
             others += elsewhere.items()
         unforeseen: dict[str, tuple[str, ...]] = {}
@@ -216,7 +218,8 @@ def _compiled(
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:
-        raise RuntimeError("\n".join([f"warm: {len(failures)} of {len(missing)} kernels did not compile", *failures]))
+        first = f"warm: {len(failures)} of {len(missing)} kernels did not compile; change these calls, or report them"
+        raise RuntimeError("\n".join([first, *failures]))
     return list(done.values())
 
 
@@ -242,7 +245,10 @@ class Workers:
             process.stdin.flush()  # type: ignore[union-attr]
             good, answer = pickle.load(process.stdout)  # type: ignore[arg-type]
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise RuntimeError(f"the process that compiled it ended with exit status {process.wait()}") from None
+            raise RuntimeError(
+                f"the process that compiled it ended with exit status {process.wait()}; "
+                "pass processes=1 if memory ran out"
+            ) from None
         self.idle.append(process)
         if not good:
             raise RuntimeError(answer)
@@ -250,7 +256,7 @@ class Workers:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", f"{__package__}.host.ahead", self.target]
+        command = [sys.executable, "-m", f"{__package__}.host.precompile", self.target]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.all.append(process)
         return process

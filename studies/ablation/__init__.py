@@ -2,10 +2,10 @@
 
 import torch
 
-from tilewise.bench.peers import CHANGED, PEERS, Peer
-from tilewise.bench.suites import FORWARD, SUITES, Case, Suite
 from tilewise.problem import target_of
 
+from ..bench.peers import CHANGED, PEERS, Peer
+from ..bench.suites import FORWARD, SUITES, Case, Suite
 from . import changes
 from .changes import CHANGES, Change
 

@@ -95,7 +95,7 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     tile = launch.constants["tile"]._replace(WARPGROUPS=2)
     B_r = 64 * tile.WARPGROUPS
     if given["variant"].mask and tile.B_C % B_r:  # the diagonal of all rows crosses several tiles of keys
-        tile = tile._replace(EDGES=True)
+        tile = tile._replace(MASK_IN_LOOP=True)
     shape = given["shape"]._replace(tiles=-(-given["shape"].M // B_r))
     Q, O = (replace(given[name], block_shape=[1, 1, B_r, tile.D]) for name in "QO")
     arguments = Q, given["K"], given["V"], O, given["L"], given["variant"], given["c"], shape
@@ -107,17 +107,17 @@ def without_warp_roles(launch: "Launch") -> "Launch":
 
 def without_overlap(launch: "Launch") -> "Launch":
     """O += P V is over before the next softmax begins."""
-    return with_tile(launch, SPLIT=3)
+    return with_tile(launch, WAIT_PV=3)
 
 
 def without_turns(launch: "Launch") -> "Launch":
     """No named barriers between warpgroups."""
-    return with_tile(launch, TURNS=False)
+    return with_tile(launch, PINGPONG=False)
 
 
 def with_turns(launch: "Launch") -> "Launch":
     """Named barriers order the warpgroups' products."""
-    return with_tile(launch, TURNS=True)
+    return with_tile(launch, PINGPONG=True)
 
 
 def without_persistence(launch: "Launch") -> "Launch":
@@ -136,7 +136,7 @@ def shortest_first(launch: "Launch") -> "Launch":
 
 def whole_corners(launch: "Launch") -> "Launch":
     """Warpgroup 0 computes the half of its first tile that its rows do not see, too."""
-    return with_tile(launch, CORNER=False)
+    return with_tile(launch, HALF_FIRST_TILE=False)
 
 
 def masks_everywhere(launch: "Launch") -> "Launch":
@@ -145,7 +145,7 @@ def masks_everywhere(launch: "Launch") -> "Launch":
 
     variant = by_name(launch)["variant"]
     variant = variant._replace(mask=(*variant.mask, NO_TILE_FULL))
-    return with_tile(with_arguments(launch, variant=variant), EDGES=True)
+    return with_tile(with_arguments(launch, variant=variant), MASK_IN_LOOP=True)
 
 
 # The portable forward

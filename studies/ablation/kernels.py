@@ -3,6 +3,8 @@
 one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and does its softmax
 keys_outside    the portable forward in FlashAttention-1's order: keys outside, queries inside
 """
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -16,16 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.hopper.forward.kernel import write
-from tilewise.hopper.forward.queries import is_edge, key_tile, query_tile, walk_of
+from tilewise.hopper.forward.queries import is_partial, key_tile, loop_of, query_tile
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
 from tilewise.hopper.parts.channel import Channel, barriers, expect, stage, wait
 from tilewise.tile.blocks import block, dot, load_rows, store_rows
 from tilewise.tile.masks import OPEN, Part, everywhere, visible
+from tilewise.tile.ranges import query_range, tile_at
 from tilewise.tile.rows import row_values
 from tilewise.tile.schedule import assign
 from tilewise.tile.softmax import finalize, online_softmax
-from tilewise.tile.visits import query_range, tile_at
 
 
 @triton.jit
@@ -66,15 +68,15 @@ def fetch(X, channel, y, walk, place, variant, shape):
 
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
-def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
-    """O and L of one tile of queries. A stage is loaded anew once all warps are done with it, so they wait for each
+def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR0915, a role is one function
+    """O and L of one tile of queries. A stage is loaded again once all warps are done with it, so they wait for each
     other at every key tile; the products are as asynchronous as the product's."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     ROWS: gl.constexpr = 64 * WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     STAGES: gl.constexpr = tile.KV_STAGES
-    EDGES: gl.constexpr = tile.EDGES
+    MASK_IN_LOOP: gl.constexpr = tile.MASK_IN_LOOP
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, D, 16])
@@ -87,7 +89,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     triton_compat.barrier()
 
     place, tile_of_head, _, _ = query_tile(gl.program_id(0), shape, None, tile)
-    walk = walk_of(place, tile_of_head, variant, tile)
+    walk = loop_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
     for s in gl.static_range(STAGES):
@@ -105,7 +107,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
     fetch(K, keys, STAGES, walk, place, variant, shape)
-    m, l, P = begin(S, is_edge(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
+    m, l, P = begin(S, is_partial(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
@@ -118,8 +120,8 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
         wait(values.full, y)
         o_next = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
         S_new = warpgroup_mma_wait(1, [S_next])
-        if EDGES:
-            if is_edge(x, walk):
+        if MASK_IN_LOOP:  # noqa: SIM102, a constant of the compiler stands alone
+            if is_partial(x, walk):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
         o = warpgroup_mma_wait(0, [o_next])

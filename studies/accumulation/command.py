@@ -10,10 +10,10 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.bench import results
 from tilewise.cli.console import err, out, pick_device, progress, sentences, table
 from tilewise.problem import target_of
 
+from ..bench import results
 from ..options import check_names, results_file
 from . import measure as sums
 from . import page as accumulation_page

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from tilewise.check import describe_fake
-from tilewise.host.elsewhere import use_target
+from tilewise.host.cross_compile import use_target
 from tilewise.problem import Operands, Recipe
 
 from . import launch

@@ -1,7 +1,8 @@
 """The portable forward with a choice of what it sums in, when it divides and how it takes exponents.
 
-One program owns a tile of queries, as in triton/forward.py, and the masks, rows and visits are the same functions.
+One program owns a tile of queries, as in triton/forward.py, with the same functions for masks, rows and lists of tiles.
 """
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
@@ -10,10 +11,10 @@ import triton.language as tl
 
 from tilewise.tile.blocks import block, load_rows, store_rows
 from tilewise.tile.masks import visible
+from tilewise.tile.ranges import Place, key_range, list_at, partial_at, tile_at
 from tilewise.tile.rows import rows_of
 from tilewise.tile.schedule import assign
 from tilewise.tile.softmax import finalize, row_max
-from tilewise.tile.visits import Place, key_range, list_at, partial_at, tile_at
 
 from . import rounded
 
@@ -107,13 +108,13 @@ def forward(
     acc = tl.zeros(out.at.shape, VALUES)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    lists = list_at(variant.visits, b, h, t)
+    lists = list_at(variant.lists, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):  # every entry is seen
-        j = tile_at(variant.visits, lists, x)
+        j = tile_at(variant.lists, lists, x)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, lower, sums, False)
     for x in range(full_lo - lo + hi - full_hi):  # edges of the mask, and the ragged end
-        j = partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
+        j = partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, lower, sums, True)
     o = acc.to(tl.float32)
     IN_LOOP: tl.constexpr = sums.in_loop

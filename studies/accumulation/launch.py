@@ -13,11 +13,11 @@ from tilewise.host.launch import (
     device_values,
     on_device,
     rows,
-    visits,
+    tile_lists,
     with_adjacent_rows,
 )
 from tilewise.problem import Operands, Problem
-from tilewise.tile.visits import Variant
+from tilewise.tile.ranges import Variant
 from tilewise.triton import backend as portable
 from tilewise.triton.launch import meta, plan
 from tilewise.triton.tiles import AMPERE, Tiles, current
@@ -61,7 +61,7 @@ def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
         halves if accumulate.exp2 == "halves" else "fp32",
     )  # fmt: skip
     constants = {name: portable_plan.constants[name] for name in ("G", "d", "d_v")}
-    assert portable_plan.c is not None  # None beside a bias, and there are no scores here
+    assert portable_plan.c is not None  # None only with a bias, and there are no scores here
     return Plan(portable_plan.c, portable_plan.section, p.listed, {"sums": sums, **constants, **meta(tiles)}, {})
 
 
@@ -69,7 +69,7 @@ def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles
     """One launch, and one before it if tiles are listed."""
     pl = planned(p, accumulate, tiles)
     parts, _, _ = device_values(p, x.extra)
-    lists, listing = visits(p, pl, tiles, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, tiles, parts, x.q.device, by_key=False)
     across, heads = cdiv(p.M, tiles.B_r), p.B * p.H
     arguments = (
         *(rows(p, t) for t in (*x[:3], o)), Variant(parts, (), None, lists), pl.c, float(accumulate.lower(p.N)),

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.bench.engine import excuse
-from tilewise.bench.results import OK
 from tilewise.check import describe
 from tilewise.problem import Operands, Problem, Recipe
 
+from ..bench.engine import excuse
+from ..bench.results import OK
 from . import LARGEST, Accumulate, rounded
 
 PART = "accumulation"

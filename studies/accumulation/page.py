@@ -1,13 +1,12 @@
-"""The accumulation study for people: tables, sentences, and docs/accumulation.md."""
+"""Write the accumulation study as tables, sentences, and docs/accumulation.md."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench.results import OK
-from tilewise.bench.tables import folded, geometric_mean, length_label, markdown
-
+from ..bench.results import OK
+from ..bench.tables import folded, geometric_mean, length_label, markdown
 from .measure import COMBINATIONS, HEAD_SIZE, HEADS, IN_LOOP, PART, PLAIN, QUERIES, SWEEPS, Combination, Finding, Point
 from .plots import SHOWN, TITLES, picture, ratios_of, speed_picture, value
 from .speed import Kernel, Time

@@ -10,8 +10,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from tilewise.bench.tables import geometric_mean, length_label
-
+from ..bench.tables import geometric_mean, length_label
 from ..pages.plots import OUR_RED, STYLE, legend_below, save
 from .measure import FACTOR, FITTED, IN_LOOP, PLAIN, SWEEPS, Combination, Finding, Point
 from .speed import Time

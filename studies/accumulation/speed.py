@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.bench.engine import excuse
-from tilewise.bench.measure import Pace, pace, sample, spread
-from tilewise.bench.peers import PEERS
-from tilewise.bench.suites import FORWARD, Case
 from tilewise.check import describe
 from tilewise.problem import Operands, Problem, Recipe
 
 from .. import environment
+from ..bench.engine import excuse
+from ..bench.measure import Pace, pace, sample, spread
+from ..bench.peers import PEERS
+from ..bench.suites import FORWARD, Case
 from .measure import KERNELS, TILES, Combination, tiles_for
 
 # Registers and spills

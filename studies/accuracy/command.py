@@ -8,9 +8,9 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.bench import results
 from tilewise.cli.console import err, out, pick_device, progress, sentences, table
 
+from ..bench import results
 from ..options import check_names, results_file
 from . import page as study_page
 from .measure import PART, SWEEPS, Finding, Point, quick, run

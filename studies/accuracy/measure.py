@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.bench.accuracy import NAMES, Inputs, Truth, run_once
-from tilewise.bench.engine import excuse
-from tilewise.bench.peers import PEERS, Peer
-from tilewise.bench.results import OK, REFUSED
-from tilewise.bench.suites import PRECISE, Case
-from tilewise.bench.tables import STANDARD
+from ..bench.accuracy import NAMES, Inputs, Truth, run_once
+from ..bench.engine import excuse
+from ..bench.peers import PEERS, Peer
+from ..bench.results import OK, REFUSED
+from ..bench.suites import PRECISE, Case
+from ..bench.tables import STANDARD
 
 PART = "accuracy"
 """Of a results file."""

@@ -1,4 +1,4 @@
-"""The accuracy study for people: tables, pictures, sentences, and the sections of docs/accuracy.md."""
+"""Write the accuracy study as tables, pictures, sentences, and the sections of docs/accuracy.md."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from tilewise.bench.accuracy import ENTRIES, NAMES
-from tilewise.bench.results import OK
-from tilewise.bench.tables import STANDARD, folded, geometric_mean, is_ours, length_label
-
+from ..bench.accuracy import ENTRIES, NAMES
+from ..bench.results import OK
+from ..bench.tables import STANDARD, folded, geometric_mean, is_ours, length_label
 from ..pages.plots import COLOURS, STYLE, legend_below, save
 from .measure import OUTLIERS, PART, SWEEPS, Finding, Point
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tilewise.bench.results import Row, environment
-from tilewise.bench.suites import SUITES, Suite
-from tilewise.bench.tables import headlines
-from tilewise.cli.bench import measure, print_suite
 from tilewise.cli.console import err, out, pick_device, sentences
 from tilewise.cli.info import info
 
+from ..bench.command import measure, print_suite
+from ..bench.results import Row, environment
+from ..bench.suites import SUITES, Suite
+from ..bench.tables import headlines
 from ..pages.plots import draw
 from ..training.comparison import Comparison
 from ..training.pictures import training
@@ -32,7 +32,7 @@ def demo(
     ),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of each training.", min=1)] = None,
-    seconds: Annotated[float, typer.Option(help="Begin no benchmark case after so many seconds.")] = BENCH_SECONDS,
+    seconds: Annotated[float, typer.Option(help="Begin no case after this time, in seconds.")] = BENCH_SECONDS,
 ) -> None:
     """Show what tilewise does on this machine, and leave a page about it."""
     begin = time.monotonic()

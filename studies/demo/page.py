@@ -6,8 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench.suites import Suite
-
+from ..bench.suites import Suite
 from ..training.comparison import NAMES, Comparison
 
 STYLE = """

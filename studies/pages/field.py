@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from tilewise.bench.results import OK, Row, repeated, rows_of
-from tilewise.bench.suites import BACKWARD, FORWARD
-from tilewise.bench.tables import length_label, markdown
+from ..bench.results import OK, Row, repeated, rows_of
+from ..bench.suites import BACKWARD, FORWARD
+from ..bench.tables import length_label, markdown
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 OURS, THEIRS = "tilewise", "sdpa cudnn"
 Line = tuple[int, bool, str]
 """Head size, causal or not, pass."""
 FIELD = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
-"""Names in such a file, and for people."""
+"""Names in such a file, and as shown."""
 SUFFIXES = {FORWARD: "", BACKWARD: "_bwd"}
 
 
@@ -75,7 +75,7 @@ def ratios(runs: Sequence[Sequence[Row]], best: dict[Line, tuple[float, ...]]) -
 
 
 def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[float, float]:
-    """What 128 rows cost beside their blocks of 128 x 128 scores, in blocks; and how far the fit is off at most.
+    """Fit what 128 rows cost besides their blocks of 128 x 128 scores, in blocks; return it and the largest error.
 
     Least squares over a grid, by relative error: milliseconds = a blocks + b rows / 128; gives b / a. Rows are those of
     tiles that stay: queries forward, keys backward. A causal mask leaves n (n + 1) / 2 blocks of n^2.

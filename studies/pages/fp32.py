@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tilewise.bench.tables import markdown
-
+from ..bench.tables import markdown
 from ..training.contests import PART
 
 SUITE = "llmc"
@@ -284,7 +283,7 @@ tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl
 
 ## What was measured
 
-- `python benchmarks/run.py --suite llmc`: attention alone, in llm.c's shape, each precision beside PyTorch's
+- `make bench ARGS='--suite llmc'`: attention alone, in llm.c's shape, each precision beside PyTorch's
   memory-efficient kernel, and beside attention written out in torch (*standard*), in fp32 and in TF32. How times are
   taken stands in [Performance](performance.md).
 - `python -m studies train --model gpt2-124m --precision fp32`: the whole of GPT-2 124M as llm.c trains it, once with

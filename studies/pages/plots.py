@@ -10,11 +10,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from tilewise.bench.costs import OURS, Cost, costs
-from tilewise.bench.peers import CHANGED
-from tilewise.bench.results import OK, Row
-from tilewise.bench.suites import BOTH, Case
-from tilewise.bench.tables import (
+from ..bench.costs import OURS, Cost, costs
+from ..bench.peers import CHANGED
+from ..bench.results import OK, Row
+from ..bench.suites import BOTH, Case
+from ..bench.tables import (
     EFFICIENT,
     RATE,
     SPEEDUP,

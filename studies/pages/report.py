@@ -6,11 +6,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.bench import state, tuned
-from tilewise.bench.costs import OURS
-from tilewise.bench.results import OK, changed, kernels_of, load, rows_of
-from tilewise.bench.suites import SUITES
-from tilewise.bench.tables import (
+from .. import ablation  # noqa: F401, adds its suite
+from ..accumulation import measure as accumulation
+from ..accumulation.page import HEADER as ACCUMULATION_HEADER
+from ..accumulation.page import section as accumulation_section
+from ..accuracy import measure as study
+from ..accuracy.page import HEADER as ACCURACY_HEADER
+from ..accuracy.page import section as accuracy_section
+from ..bench import state
+from ..bench.costs import OURS
+from ..bench.results import OK, changed, kernels_of, load, rows_of
+from ..bench.suites import SUITES
+from ..bench.tables import (
     COST,
     ERROR,
     HOST,
@@ -31,16 +38,9 @@ from tilewise.bench.tables import (
     slowdown,
     worth,
 )
-
-from .. import ablation  # noqa: F401, adds its suite
-from ..accumulation import measure as accumulation
-from ..accumulation.page import HEADER as ACCUMULATION_HEADER
-from ..accumulation.page import section as accumulation_section
-from ..accuracy import measure as study
-from ..accuracy.page import HEADER as ACCURACY_HEADER
-from ..accuracy.page import section as accuracy_section
 from ..training import contests as trainings
 from ..training import contexts
+from ..tune import tuned
 from . import field, plots
 from . import fp32 as fp32_page
 from . import variants as variants_page
@@ -59,7 +59,7 @@ precisions that promise less, bf16x3 and tf32, may err by 2e-5 and 2e-3 of the l
 
 fp32 in the shape of llm.c, and whole trainings, have [a page of their own](fp32.md).
 """
-TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
+TILES = """Measured by `python -m studies tune`. A candidate is a row of a table of tiles, or a declared
 neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
 this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
 kernel.

@@ -4,14 +4,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench.costs import Cost, costs
-from tilewise.bench.results import repeated, rows_of
-from tilewise.bench.tables import markdown
+from ..bench.costs import Cost, costs
+from ..bench.results import repeated, rows_of
+from ..bench.tables import markdown
 
 SUITE = "variants"
 TEXT = """\
 Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile. An aim is
-what the project asks of a variant (`AIMS` in [`costs.py`](../src/tilewise/bench/costs.py)).
+what the project asks of a variant (`AIMS` in [`costs.py`](../studies/bench/costs.py)).
 """
 
 

@@ -1,4 +1,4 @@
-"""Runs a contest: one GPT trained with each attention from the same beginning, each in a process of its own."""
+"""Run a contest: train one GPT with each attention from the same weights, each in a separate process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench.peers import PEERS
 from tilewise.cli.console import log_loss, out, progress, table
 
+from ..bench.peers import PEERS
 from .contests import COLUMNS, MOVED, Contest, Trial
 from .trainer import Settings, TrainingError, train_apart
 

@@ -11,9 +11,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from tilewise.bench.results import load, merge
-from tilewise.bench.tables import STANDARD, markdown
-
+from ..bench.results import load, merge
+from ..bench.tables import STANDARD, markdown
 from ..pages.plots import COLOURS, STYLE
 
 PART = "training"

@@ -9,8 +9,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from tilewise.bench.tables import length_label, markdown
-
+from ..bench.tables import length_label, markdown
 from ..pages.plots import COLOURS, STYLE, legend_below, save
 from .contests import COLUMNS, Contest
 

@@ -14,9 +14,9 @@ import torch
 import typer
 
 import tilewise as tw
-from tilewise.bench.results import environment, slug
 from tilewise.cli.console import err, log_loss, out, pick_device, print_json, progress, sentences, table
 
+from ..bench.results import environment, slug
 from .comparison import NAMES, Comparison
 from .contest import CONTENDERS, contest, known
 from .contest import show as show_contest

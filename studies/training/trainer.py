@@ -1,4 +1,4 @@
-"""One training in a process of its own, so that its time and its memory are its own.
+"""Run one training in a separate process, so that its time and memory are measured alone.
 
 Prints one JSON object a line: {"loss": ...} for each step, {"time_s": ..., "peak_bytes": ...} at the end.
 """
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.bench.costs import OURS
-from tilewise.bench.measure import Resident, pace, sample, spread, synchronize
-from tilewise.bench.peers import PEERS
-from tilewise.bench.suites import Case
-from tilewise.bench.tables import is_ours
 
 from .. import environment
+from ..bench.costs import OURS
+from ..bench.measure import Resident, pace, sample, spread, synchronize
+from ..bench.peers import PEERS
+from ..bench.suites import Case
+from ..bench.tables import is_ours
 from .contests import MOVED
 from .gpt import GPT, Attend, batches, in_order, library_text, move, read_tokens
 
@@ -106,7 +106,7 @@ def attend_with(name: str, settings: Settings) -> Attend:
 
 
 def text_of(settings: Settings, file: str | None, rows: int | None = None) -> Tensor:
-    """The tokens of a file, or the bytes of the standard library; enough of them for so many rows, or for a step."""
+    """Return the tokens of a file, or the bytes of the standard library; at least as many as `rows` or a step need."""
     text = read_tokens(Path(file)) if file else library_text()
     needed = (rows or settings.batch) * settings.context + 1
     if len(text) < needed:
@@ -121,7 +121,7 @@ class TrainingError(RuntimeError):
 
 
 def train_apart(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
-    """What a process of its own prints, as it prints it."""
+    """Yield the lines of a separate process as it prints them."""
     request = json.dumps({"settings": asdict(settings), "attention": attention})
     command = [sys.executable, "-m", f"{__package__}.trainer", request]
     with tempfile.TemporaryFile("w+") as complaints:

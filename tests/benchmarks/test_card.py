@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import card
 from card_steps import ROOT, Step, of_tests, steps
 
-from tilewise.bench import results
-from tilewise.bench.results import Row
-from tilewise.bench.suites import FORWARD, SUITES
+from studies.bench import results
+from studies.bench.results import Row
+from studies.bench.suites import FORWARD, SUITES
 
 CASES = """
 import time, pathlib

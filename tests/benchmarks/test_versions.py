@@ -1,4 +1,4 @@
-"""benchmarks/versions.py: versions of the package, each in a process of its own, timed in turns."""
+"""benchmarks/versions.py: versions of the package, each in a separate process, timed in turns."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""One call with head sizes of its own, on a GPU: o, lse and all gradients, by the rule of the conformance tests."""
+"""One call with given head sizes, on a GPU: o, lse and all gradients, by the rule of the conformance tests."""
 
 import pytest
 import torch

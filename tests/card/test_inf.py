@@ -23,7 +23,7 @@ NOT_FINITE = [name for name in VALUES if "in" in name.split()]
 
 
 def differences(got, true):
-    """What is of another kind than the truth, for people."""
+    """Describe the entries of another kind than the truth."""
     told = []
     for name, t in true.items():
         x = got[name]

@@ -1,4 +1,4 @@
-"""Narrow rows beside padded ones, on a GPU: the interpreter and the CPU have no shared memory (docs/adr/0004)."""
+"""Narrow rows with padded ones, on a GPU: the interpreter and the CPU have no shared memory (docs/adr/0004)."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 from .sizes import TYPES, check, on_gpu
 
 NARROW = list(product((3, 12, 20, 24, 33, 40, 72), (1, 2, 4, 8, 16, 32)))
-"""A row of q that is padded beside a short one of v."""
+"""A row of q that is padded, with a short one of v."""
 
 
 @on_gpu

@@ -123,7 +123,7 @@ def test_wrong_shapes():
     for wrong, options, message in (
         (random(B, S, D), {}, r"qkv must have shape \(B, S, 3, H, D\), or .*got \(2, 5, 10\)"),
         (random(B, S, 2, H, D), {}, "qkv must have shape"),
-        (random(B, S, 5, D), {}, "num_heads_q must say how many of the 5 heads.*got None"),
+        (random(B, S, 5, D), {}, "num_heads_q must leave an even number of the 5 heads.*got None"),
         (random(B, S, 5, D), {"num_heads_q": 2}, "got 2"),
         (random(B, S, 5, D), {"num_heads_q": 5}, "got 5"),
     ):
@@ -154,7 +154,7 @@ def test_layer_on_q_and_kv():
     q, kv = torch.randn(B, S, H, D), torch.randn(B, S, 2, 1, D)
     together = torch.cat([q, kv[:, :, 0], kv[:, :, 1]], 2)
     offsets = torch.tensor([0, 6])
-    with pytest.raises(ValueError, match="max_seqlen must be given"):
+    with pytest.raises(ValueError, match="max_seqlen must be an int if seqlen_offset is a tensor"):
         layer(together, seqlen_offset=offsets, num_heads_q=H)
     layer(together, seqlen_offset=offsets, max_seqlen=16, num_heads_q=H)
     y, y_kv = layer(q, kv, seqlen_offset=offsets, max_seqlen=16)

@@ -286,7 +286,7 @@ def bias(shape: str = "BHMN", dtype: torch.dtype | None = None) -> Callable[[Dra
 
 
 def filled(number: float, *where: Any) -> Callable[[Draw], tw.Score]:
-    """A bias (M, N) in fp32 that is one number in rows 0 and 1, or where it is told."""
+    """A bias (M, N) in fp32 that is one number in rows 0 and 1, or in the rows given."""
 
     def build(draw: Draw) -> tw.Score:
         entries = draw.normal(draw.M, draw.N, dtype=fp32)
@@ -420,7 +420,7 @@ def _heads() -> Iterator[Case]:
         yield Case(f"D {D} bf16", B=1, D=D, dtype=bf16, M=40, N=40, mask=causal)
     for D, D_v in ((16, 24), (64, 32), (8, 128), (1, 3), (3, 1), (256, 64), (64, 256)):
         yield Case(f"D {D} D_v {D_v}", B=1, D=D, D_v=D_v, mask=causal)
-    for D, D_v in ((12, 8), (20, 4), (3, 1), (24, 16)):  # rows that are padded beside short ones, on matrix units
+    for D, D_v in ((12, 8), (20, 4), (3, 1), (24, 16)):  # rows that are padded, with short ones, on matrix units
         for dtype in (fp16, bf16):
             yield Case(f"D {D} D_v {D_v} {_name(dtype)}", B=1, M=40, N=40, D=D, D_v=D_v, dtype=dtype, mask=causal)
     for name, H, H_k in (("GQA", 4, 2), ("MQA", 4, 1), ("GQA by 3", 6, 2)):
@@ -628,7 +628,7 @@ def _short() -> Iterator[Case]:
 
 
 def _blocks(draw: Draw, *heads: int) -> tw.Mask:
-    """A block-sparse mask: empty, full and partial tiles, others in each of so many heads."""
+    """A block-sparse mask: empty, full and partial tiles, others in each head."""
     sizes = *heads, -(-draw.M // 128), -(-draw.N // 128)
     coarse = draw.bools(*sizes) & draw.bools(*sizes)
     fine = coarse.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : draw.M, : draw.N]

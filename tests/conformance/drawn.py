@@ -26,7 +26,7 @@ SCALES = {
 
 def drawn(number: int, size: str) -> Case:
     """Case `number` of a size, a key of SCALES. Its name is what was drawn. `Case.size` stays "tiny", which makes plain
-    torch sum in 32 orders: among so many cases luck with four would fail some."""
+    torch sum in 32 orders: among this many cases luck with four would fail some."""
     draw, (tile, sizes, entries) = Random(f"{size} {number}"), SCALES[size]
     far, near = draw.randrange(6 * tile), draw.choice((0, 0, draw.randrange(2 * tile)))
     masks = {

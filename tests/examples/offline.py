@@ -1,6 +1,6 @@
 """Compiles the kernels of examples/minimal without a GPU: one JSON line each. Its argument is "sm_80" or "sm_90".
 
-Runs in a process of its own with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
+Run it in a separate process with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
 """
 
 import json

@@ -257,7 +257,7 @@ def test_compiles_without_a_gpu(target, tmp_path):
 
 
 def run(file, tmp_path, *arguments, **environment):
-    """A script in a process of its own."""
+    """Run a script in a separate process."""
     given = {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, str(file), *arguments]
     return subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)

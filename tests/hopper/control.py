@@ -33,7 +33,7 @@ def wait(bar, phase, WAITS: gl.constexpr):
 
 
 @gluon.jit
-def draw(Counter):
+def fetch_next_tile(Counter):
     """The next number; Triton tells it to the whole warp through shared memory."""
     return gl.atomic_add(Counter, 1)
 
@@ -42,7 +42,7 @@ def draw(Counter):
 def lead(Counter, number, filled, emptied, WAITS: gl.constexpr):
     """The number of every round."""
     for n in range(ROUNDS):
-        drawn = draw(Counter)
+        drawn = fetch_next_tile(Counter)
         wait(emptied, (n & 1) ^ 1, WAITS)
         number.store(gl.full([1], drawn, gl.int32, NUMBER))
         mbarrier.arrive(filled)
@@ -77,7 +77,7 @@ def named(specialization):
 
 
 @gluon.jit(repr=named)
-def hand_over(Out, Counter, WAITS: gl.constexpr):
+def send_dq(Out, Counter, WAITS: gl.constexpr):
     """All three roles."""
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     row = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -3,7 +3,7 @@
     python tests/hopper/offline.py               every call in `CALLS`
     python tests/hopper/offline.py streaming     one call in all its sizes; this one where CONTRIBUTING.md was followed
 
-Runs in a process of its own with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
+Run it in a separate process with TRITON_INTERPRET=0, as tests/triton/offline.py does, whose tools it uses.
 """
 
 import json
@@ -104,7 +104,9 @@ def main(only: str | None = None) -> Iterator[dict[str, Any]]:
         for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if kernel.endswith("dbias" if name == "biased" else ("forward", "backward")):
+                if kernel.endswith(
+                    "attention_backward_dbias" if name == "biased" else ("attention_forward", "attention_backward")
+                ):
                     yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 

@@ -1,6 +1,6 @@
 """Compiles racecheck's control for sm_90 without a GPU: one JSON line a kernel, with its arrivals at mbarriers.
 
-Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does.
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py does.
 """
 
 import json
@@ -38,7 +38,7 @@ def main() -> Iterator[dict[str, Any]]:
     use_target("sm_90")
     for waits in (True, False):
         memory = meta(128, dtype=torch.int64), meta(1, dtype=torch.int32)
-        compiled = control.hand_over.warmup(*memory, WAITS=waits, grid=(1,), num_warps=4)
+        compiled = control.send_dq.warmup(*memory, WAITS=waits, grid=(1,), num_warps=4)
         yield {"kernel": compiled.metadata.name, "events": events(compiled.asm["ptx"])}
 
 

@@ -1,6 +1,6 @@
 """Compiles the fp32 backward's main kernel for sm_90 without a GPU: one JSON line a row of its table and kind of call.
 
-Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does.
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py does.
 """
 
 import json
@@ -68,8 +68,10 @@ def main() -> Iterator[dict[str, Any]]:
         for precision in KINDS:
             for call in calls:
                 made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
-                compiled = made["fp32_backward"].compile()
-                yield {"kernel": "fp32_backward", "D": D, "call": f"{precision} {call}"} | read_hopper(compiled)
+                compiled = made["attention_backward_fp32"].compile()
+                yield {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"} | read_hopper(
+                    compiled
+                )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class World:
         self.changed.notify_all()
 
     def run(self, roles: Sequence[tuple[Role, Callable[[], Any]]], instead: int = 0) -> None:
-        """All roles side by side, to their end; meanwhile so many of those that live do nothing."""
+        """All roles side by side, to their end; meanwhile some of those that live do nothing."""
 
         def thread(role: Role, work: Callable[[], Any]) -> None:
             self.here.role = role
@@ -285,12 +285,12 @@ def multiply(a: Any, b: Any, *_: Any, **__: Any) -> Numbers:
     return Numbers()
 
 
-def until(at: Pointer, value: Any) -> None:
+def wait_equal(at: Pointer, value: Any) -> None:
     """In place of polling."""
     world.wait(lambda: at.get() == int(value), "a number in memory")
 
 
-def take_turns(op: str, who: int) -> None:
+def named_barrier(op: str, who: int) -> None:
     """In place of a named barrier, of two warpgroups of a program."""
     barrier = world.named.setdefault((world.here.role[0], who), Barrier(2))
 
@@ -386,5 +386,7 @@ def functions(module: str) -> dict[str, Any]:
     return names
 
 
-INSTEAD: dict[str, dict[str, Any]] = {"tilewise.hopper.parts.channel": {"until": until, "take_turns": take_turns}}
+INSTEAD: dict[str, dict[str, Any]] = {
+    "tilewise.hopper.parts.channel": {"wait_equal": wait_equal, "named_barrier": named_barrier}
+}
 """By module, functions that others do not import as they are written."""

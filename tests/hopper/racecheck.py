@@ -28,14 +28,14 @@ FROM_A_GROUP = "a hand-over from a warpgroup"
 AGAIN = ", written again"
 ELSEWHERE = "elsewhere"
 ORDERED = {
-    "control.py draw": ("control.py draw", DRAW),
-    "parts/queue.py draw": ("parts/queue.py draw", DRAW),
+    "control.py fetch_next_tile": ("control.py fetch_next_tile", DRAW),
+    "parts/queue.py fetch_next_tile": ("parts/queue.py fetch_next_tile", DRAW),
     "parts/queue.py leave": ("parts/queue.py leave", DRAW),
-    "parts/channel.py until": ("parts/channel.py until", DRAW),
+    "parts/channel.py wait_equal": ("parts/channel.py until", DRAW),
     "control.py lead": ("control.py pass_on", FROM_A_WARP),
-    "parts/queue.py hand_on": ("parts/queue.py ticket", FROM_A_WARP),
+    "parts/queue.py send_tile": ("parts/queue.py receive_tile", FROM_A_WARP),
     "control.py pass_on": ("control.py collect", FROM_A_GROUP),
-    "backward/split256.py side_of_v": ("backward/split256.py side_of_k", FROM_A_GROUP),
+    "backward/split256.py dv_group": ("backward/split256.py dk_group", FROM_A_GROUP),
 }
 """Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
 WAITS = ("control.py wait", "parts/channel.py wait")

@@ -9,18 +9,18 @@ from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
 from tilewise.hopper import fp32_backward_launch
-from tilewise.hopper.backward.gqa_reduce import Shares
+from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.masks import Part
-from tilewise.tile.rows import Packed, Unowned
-from tilewise.tile.visits import Variant, Visits
+from tilewise.tile.ranges import TileLists, Variant
+from tilewise.tile.rows import Packed, Unused
 
 
-def weights(S, logs, place, j0, edge, *_):
+def weights(S, logs, place, j0, partial, *_):
     """In place of the softmax: whether it is asked for the mask, and where."""
-    pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), bool(edge))
+    pretend.world.record("weights", int(place.b), int(place.h), int(place.i0), int(j0), bool(partial))
     return Numbers()
 
 
@@ -55,13 +55,13 @@ def store_inside(G, x, b, h, row, count, *_):
 INSTEAD["tilewise.hopper.forward.kernel"] = {"finalize": pair}
 INSTEAD["tilewise.hopper.forward.softmax"] = {"masked": masked, "row_max": pair}
 INSTEAD["tilewise.hopper.parts.ragged"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
-INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"rolled": lambda *_: Numbers()}
+INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"dropout_words": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.backward.gradients"] = {
-    "weights": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
+    "tile_probabilities": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
 }  # fmt: skip
 INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
 INSTEAD["tilewise.hopper.fp32.backward"] = {"store_gradient": store_gradient}
-INSTEAD["tilewise.hopper.fp32.backward_products"] = {"cut": lambda x, PIECES: (x,) * PIECES}
+INSTEAD["tilewise.hopper.fp32.backward_products"] = {"split_registers": lambda x, PIECES: (x,) * PIECES}
 
 
 class Rehearsal(NamedTuple):
@@ -73,8 +73,8 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
-    """A call's forward by so many programs, with so many matrices side by side. Where tiles are listed, `seen` is the
-    mask written out, (H, M, N)."""
+    """Run a call's forward by `programs` programs, with `section` matrices side by side. Where tiles are listed,
+    `seen` is the mask written out, (H, M, N)."""
     pretend.world = World(programs)
     pl = plan(p)
     tile, made, rows = pl.constants["tile"], pl.shape, 64 * pl.constants["tile"].WARPGROUPS
@@ -84,8 +84,8 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
-    kernel = functions("tilewise.hopper.forward.kernel")["forward"]
-    end = Unowned((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
+    kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
+    end = Unused((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
     perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
@@ -98,21 +98,21 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     shape = type(made)(*map(Scalar, made._replace(section=section)))
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
-    turns = turns_given(p, packed, variant, tile, shape) if tile.TURN else None
-    shares = Shares(Numbers(), Pointer([0] * (2 * keys))) if tile.SHARES > 1 else None
+    dq_semaphore = semaphore_given(p, packed, variant, tile, shape) if tile.SEMAPHORE_TILES else None
+    gqa_sums = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
     counter = Pointer([0, 0])
     q, do = (Box(name, 2 * tile.D * tile.B_R) for name in ("q", "do"))
     k, v = (Box(name, 2 * tile.D * (64 if fp32 else tile.B_C)) for name in ("k", "v"))
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
     done = Pointer([0] * heads)
-    end = shares, counter, turns, packed, variant, 1.0, 1.0, shape, tile
+    end = gqa_sums, counter, dq_semaphore, packed, variant, 1.0, 1.0, shape, tile
     if fp32:
-        kernel = functions("tilewise.hopper.fp32.backward")["fp32_backward"]
+        kernel = functions("tilewise.hopper.fp32.backward")["attention_backward_fp32"]
         arguments = q, k, v, do, L, D, Numbers(), dQ, done, dK, dV, *end
     else:
-        kernel = functions("tilewise.hopper.backward.kernel")["backward"]
-        ready = None if tile.SIDES or packed else Pointer([0] * made.heads)
+        kernel = functions("tilewise.hopper.backward.kernel")["attention_backward"]
+        ready = None if tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
         arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
     perform(kernel, arguments, counter)
     return Rehearsal(tile, made, pretend.world.events)
@@ -134,7 +134,7 @@ def packed_of(p: Problem, x: Operands) -> Packed | None:
     return Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:]), Scalar(2 * p.max_q + 1), Scalar(2 * p.max_k + 1))
 
 
-def variant_of(p: Problem, x: Operands, lists: Visits | None) -> Variant:
+def variant_of(p: Problem, x: Operands, lists: TileLists | None) -> Variant:
     """What the call asks for."""
     dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
     return Variant(() if p.listed else intervals(p, x), (), dropout, lists)
@@ -164,7 +164,7 @@ def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
     return tuple(Part(*(masks[f.fn.__name__] for f in part[:3]), tuple(map(captured, part.captured))) for part in parts)
 
 
-def listed(seen: torch.Tensor, B_R: int, B_C: int) -> Visits:
+def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:
     """The lists that `list_tiles` writes, by key tile; of (H, N, M), by query tile."""
     H, M, N = seen.shape
     size = -(-M // B_R) + 2
@@ -176,15 +176,15 @@ def listed(seen: torch.Tensor, B_R: int, B_C: int) -> Visits:
             partial = [m for m, x in enumerate(tiles) if x.any() and m not in full]
             entries = [len(partial), len(full), *partial, *full]
             numbers += entries + [0] * (size - len(entries))
-    return Visits(Pointer(numbers), Scalar(0), Scalar(len(numbers) // H), Scalar(size))
+    return TileLists(Pointer(numbers), Scalar(0), Scalar(len(numbers) // H), Scalar(size))
 
 
-def turns_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
+def semaphore_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
     """Who adds first, as the kernel before says."""
-    turns = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
-    give = functions("tilewise.hopper.backward.deterministic")["give_turns"]
+    dq_semaphore = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
+    give = functions("tilewise.hopper.backward.deterministic")["attention_backward_init_semaphore"]
     sizes = shape.M, shape.N, shape.H, shape.tiles, shape.blocks
     for n in range(p.B * p.H * int(shape.tiles)):
         pretend.world.here.role = (n,)
-        give(turns, packed, variant, *sizes, tile.B_R, tile.B_C, tile.TURN)
-    return turns
+        give(dq_semaphore, packed, variant, *sizes, tile.B_R, tile.B_C, tile.SEMAPHORE_TILES)
+    return dq_semaphore

@@ -20,7 +20,7 @@ CALLS = (
     (128, {"mask": tw.Causal(), "precision": "bf16x6"}),
 )
 """Head sizes and options; with a precision, fp32. Most are compiled for other tests, too."""
-plan.SHORT_WALK = 400  # of two heads: four that share keys are then in two walks
+plan.SHORT_LOOP = 400  # of two heads: four that share keys are then in two walks
 
 
 def watch(D, options):
@@ -36,10 +36,10 @@ def watch(D, options):
 def watch_control():
     """The kernel that waits sums up right; of the one that does not, nothing can be said."""
     sums, counter = torch.zeros(128, dtype=torch.int64).cuda(), torch.zeros(1, dtype=torch.int32).cuda()
-    control.hand_over[(1,)](sums, counter, WAITS=True, num_warps=4)
+    control.send_dq[(1,)](sums, counter, WAITS=True, num_warps=4)
     rounds = control.ROUNDS.value
     assert sums.tolist() == [rounds * n + rounds * (rounds - 1) // 2 for n in range(128)], sums.tolist()
-    control.hand_over[(1,)](sums, counter, WAITS=False, num_warps=4)
+    control.send_dq[(1,)](sums, counter, WAITS=False, num_warps=4)
     torch.cuda.synchronize()
     print("ran the control", flush=True)
 

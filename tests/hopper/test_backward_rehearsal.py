@@ -55,14 +55,14 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
         if where not in masks or not masks[where].all() or masks[where].shape != (tile.B_R, 64):
             yield f"{where} needs the mask"
     yield from (f"query head {h} meets key head {h_k}" for h, h_k in read.pairs if h * H_k // H != h_k)
-    walks = Counter((h, i) for h, i, _ in read.visits)
+    walks = Counter((h, i) for h, i, _ in read.lists)
     pieces = tile.D * tile.B_R // 4096
     for where, number in numbers.items():
         for piece in range(pieces):  # of a single one, both groups add their part
             if read.adds[number * pieces + piece] != walks[where] * (2 if pieces == 1 else 1):
                 yield f"dQ of {where} gets {read.adds[number * pieces + piece]} pieces {piece}"
     rows = {k0 + j for _, k0, seen in sequences for j in range(0, seen.shape[2], 64)}
-    halves = both or (not read.fp32 and tile.SIDES)
+    halves = both or (not read.fp32 and tile.SPLIT_DKDV)
     for box in ((g, h, row) for g in ("dk", "dv") for h in range(H_k) for row in rows):
         if read.boxes[box] != 1 + halves:
             yield f"{box} is stored {read.boxes[box]} times"
@@ -75,7 +75,7 @@ class Reader:
         self.sequences, self.tile, self.keys, self.queries = sequences, tile, keys, queries
         self.fp32 = hasattr(tile, "PIECES")
         self.products, self.placed, self.asked, self.adds, self.boxes = (Counter() for _ in range(5))
-        self.visits, self.pairs = set(), set()
+        self.lists, self.pairs = set(), set()
 
     def product(self, left, row, right):
         """Of K and Q; of their pieces the first alone counts."""
@@ -90,7 +90,7 @@ class Reader:
             (_, _, h_k, j, _), (_, _, h, i, _) = left, right
             number = j
         self.products[h, i, j + row] += 1
-        self.visits.add((h, i, number))
+        self.lists.add((h, i, number))
         self.pairs.add((h, h_k))
 
     def weights(self, b, h, i, j, edge):
@@ -157,5 +157,5 @@ def test_packed_sequences(mask, D, H_k):
 
 def test_walks_share_keys():
     tile, wrong = rehearsed(2560, 512, 128, 1, tw.Causal(), section=3)
-    assert tile.SHARES > 1
+    assert tile.GQA_PROGRAMS > 1
     assert not wrong

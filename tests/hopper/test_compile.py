@@ -1,8 +1,8 @@
 """Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
 
 How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and
-may not grow; `python tests/hopper/test_compile.py` measures it anew. A wait too many means that ptxas put products that
-were meant to run side by side one after the other.
+may not grow; `python tests/hopper/test_compile.py` measures it again. A wait too many means that ptxas put
+products one after the other that were meant to run side by side.
 """
 
 import json
@@ -18,15 +18,15 @@ HERE = Path(__file__).parent
 RECORD = HERE / "spills.json"
 SHARED = 227 * 1024
 MEANT = {
-    "forward": ["UTMALDG", "UTMASTG"],
-    "backward": ["UTMALDG", "UTMASTG", "UTMAREDG"],
-    "fp32_forward": ["UTMALDG"],
-    "fp32_backward": ["UTMALDG", "UTMAREDG"],
-    "dbias": [],
+    "attention_forward": ["UTMALDG", "UTMASTG"],
+    "attention_backward": ["UTMALDG", "UTMASTG", "UTMAREDG"],
+    "attention_forward_fp32": ["UTMALDG"],
+    "attention_backward_fp32": ["UTMALDG", "UTMAREDG"],
+    "attention_backward_dbias": [],
 }
 """How kernels move memory by TMA: loads, stores, additions. The gradient of a bias comes from a Triton kernel."""
 SIDE_BY_SIDE = 1024
-"""Bytes within which all barriers of a kernel lie, if each has memory of its own; tiles are larger."""
+"""Bytes within which all barriers of a kernel lie, if each has separate memory; tiles are larger."""
 RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 
@@ -82,7 +82,12 @@ def test_every_kernel_compiles_well(release, compiled_once):
     rows = offline(os.environ[variable] if variable else None)
     record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
     every = {64, 128, 256}
-    for kernel, sizes in {"forward": every, "backward": every, "dbias": every, "fp32_forward": {64, 128}}.items():
+    for kernel, sizes in {
+        "attention_forward": every,
+        "attention_backward": every,
+        "attention_backward_dbias": every,
+        "attention_forward_fp32": {64, 128},
+    }.items():
         assert {row["D"] for row in rows if row["kernel"] == kernel} == sizes
     wrong = {name(row): found for row in rows if (found := faults(row, record))}
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
@@ -101,7 +106,14 @@ def test_the_fp32_backward_compiles_well(release, compiled_once):
 
 
 def test_a_barrier_among_tiles_is_a_fault():
-    row = {"kernel": "backward", "D": 128, "call": "x", "shared": 1, "matrix": ["HGMMA"], "tma": MEANT["backward"]}
+    row = {
+        "kernel": "attention_backward",
+        "D": 128,
+        "call": "x",
+        "shared": 1,
+        "matrix": ["HGMMA"],
+        "tma": MEANT["attention_backward"],
+    }
     row |= {"alone": True, "spills": 0, "waits": [0]}
     record = {"backward 128 x": {"spills": 0, "waits": 0}}
     assert faults(row | {"barriers": [206464, 206472]}, record) == []

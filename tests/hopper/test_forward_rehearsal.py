@@ -110,5 +110,5 @@ def test_packed_sequences(mask, D):
 
 def test_warpgroups_take_turns():
     tile, wrong = rehearsed(2048, 2048, 128, 8, tw.Causal())
-    assert tile.TURNS
+    assert tile.PINGPONG
     assert not wrong

@@ -12,7 +12,7 @@ import tilewise as tw
 from tilewise.check import check_arguments, describe
 from tilewise.hopper import fp32_backward_launch as backward
 from tilewise.hopper import fp32_launch
-from tilewise.hopper.fp32.split import split
+from tilewise.hopper.fp32.split import attention_split_fp32
 from tilewise.problem import Grads, Saved
 from tilewise.reference import attention, gradients
 
@@ -36,7 +36,7 @@ def described(q, k, v, **options):
 
 def run(launch):
     """In the interpreter, which has no next kernel."""
-    launch._replace(constants={**launch.constants, "AHEAD": False}).run()
+    launch._replace(constants={**launch.constants, "PDL": False}).run()
 
 
 def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
@@ -74,10 +74,10 @@ def same(some, others):
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
 
 
-def numbers(pieces, undo):
+def numbers(pieces, descale):
     """What pieces stand for: (blocks, rows, columns), in fp64."""
     total = pieces.double().sum(0)
-    return total * undo.double()[:, None, None] if pieces.dtype == torch.float16 else total
+    return total * descale.double()[:, None, None] if pieces.dtype == torch.float16 else total
 
 
 def by_head(p, blocks, heads):
@@ -262,6 +262,6 @@ def test_attention_may_begin_early_because_splitting_comes_right_before_it(liste
     keys = backward.empty_keys(p, q.device)
     *before, splitting, attend = fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
     assert len(before) == listed
-    assert (splitting.kernel, splitting.constants["AHEAD"]) == (split, True)
+    assert (splitting.kernel, splitting.constants["PDL"]) == (attention_split_fp32, True)
     assert attend.constants["launch_pdl"]
     assert not any(launch.constants.get("launch_pdl") for launch in (*before, splitting)), "they wait for all before"

@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.hopper.backward import scores as backward_scores
 from tilewise.hopper.launch import forward_launches
 from tilewise.hopper.parts import scores
-from tilewise.hopper.plan import LEFT_TO_FINISH, plan, programs_of_main
+from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
 from tilewise.host.launch import DEVICE_SCORES, device_values, empty_saved
 from tilewise.problem import KINDS
 from tilewise.tile.softmax import LOG2E
@@ -40,8 +40,8 @@ def tiles(seen, rows, columns):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
     for M, N in ((512, 512), (512, 1024), (300, 512)):
-        assert launched(M, N, D, H_k=2, mask=tw.Causal()).backward_tile.EDGES
-        assert not launched(M, N, D, H_k=2).backward_tile.EDGES
+        assert launched(M, N, D, H_k=2, mask=tw.Causal()).backward_tile.MASK_IN_LOOP
+        assert not launched(M, N, D, H_k=2).backward_tile.MASK_IN_LOOP
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
 )
 def test_query_heads_that_share_keys_are_shared_out_among_walks(M, H, H_k, deterministic, heads):
     pl = launched(M, M, 128, H=H, H_k=H_k, mask=tw.Causal(), deterministic=deterministic)
-    assert (pl.backward_tile.GROUP, pl.backward_tile.SHARES) == (heads, H // H_k // heads)
+    assert (pl.backward_tile.GROUP, pl.backward_tile.GQA_PROGRAMS) == (heads, H // H_k // heads)
     assert pl.backward_shape.heads == 2 * H // heads
 
 
@@ -85,17 +85,17 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
         seen = mask.dense(M, N).expand(2, 1, M, N)[:, 0]
         for b in range(2):
             for start, found_tiles in tiles(seen[b], 64, forward.B_C):
-                if not forward.EDGES:
+                if not forward.MASK_IN_LOOP:
                     assert all(bool(part.all()) for part in found_tiles[1:]), (M, N, start)
-                if forward.CORNER and start % pl.forward.B_r == 0:
+                if forward.HALF_FIRST_TILE and start % pl.forward.B_r == 0:
                     assert not bool(found_tiles[0][:, forward.B_C // 2 :].any()), (M, N, start)
-            if not pl.backward_tile.EDGES:
-                own = 64 if pl.backward_tile.PARTS else pl.backward.B_c  # keys with a walk of their own
+            if not pl.backward_tile.MASK_IN_LOOP:
+                own = 64 if pl.backward_tile.HALF_LOOPS else pl.backward.B_c  # keys with a walk of their own
                 flipped = seen[b].flip(0, 1).T  # the first query tile that keys see becomes the last key tile
                 if M % pl.backward.B_r == 0 and N % pl.backward.B_c == 0:
                     for start, found_tiles in tiles(flipped, own, pl.backward.B_r):
                         assert all(bool(part.all()) for part in found_tiles[1:]), (M, N, start)
-        found.add((forward.EDGES, forward.CORNER))
+        found.add((forward.MASK_IN_LOOP, forward.HALF_FIRST_TILE))
     if mask.parts == (mask,) and isinstance(mask, tw.Causal):
         assert (False, D != 256) in found, "square calls have a loop without a mask"
 
@@ -124,7 +124,7 @@ def test_alibi_takes_no_sign_off_where_the_mask_hides_later_keys():
 def test_under_a_narrow_window_finish_has_processors_of_its_own():
     def programs(mask, M=8192, H=16):
         p = problem(M, M, 128, H=H, H_k=H, mask=mask)
-        return programs_of_main(p, plan(p).backward_shape)
+        return main_programs(p, plan(p).backward_shape)
 
     causal = tw.Causal()
     for narrow in (
@@ -133,7 +133,7 @@ def test_under_a_narrow_window_finish_has_processors_of_its_own():
         causal & tw.Window(511, 511),
         causal & tw.Window(900, None),
     ):
-        assert programs(narrow) == 132 - LEFT_TO_FINISH
+        assert programs(narrow) == 132 - POSTPROCESS_PROCESSORS
     for wide in (tw.Full(), tw.Causal(), tw.Window(1024, 0), tw.Window(512, 512), tw.Window(8, None)):
         assert programs(wide) == 132
     assert programs(tw.Window(127, 0), M=2048) == 132, "four tiles a processor end at four times anyway"
@@ -169,6 +169,6 @@ def test_a_mask_without_tensors_is_listed_for_every_call(mask, monkeypatch):
     listed = isinstance(mask, Listed)
     for _ in range(2):
         *before, main = forward_launches(p, plan(p), x, empty_saved(p, x, None), torch.zeros(2, dtype=torch.int32))
-        assert [launch.kernel.fn.__name__ for launch in before] == ["list_tiles"] * listed
-        (variant,) = [a for a in main.arguments if hasattr(a, "visits")]
-        assert (variant.visits is not None) == listed
+        assert [launch.kernel.fn.__name__ for launch in before] == ["attention_list_tiles"] * listed
+        (variant,) = [a for a in main.arguments if hasattr(a, "lists")]
+        assert (variant.lists is not None) == listed

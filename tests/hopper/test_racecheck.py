@@ -27,42 +27,50 @@ def said_of(*pairs, first="Write", other="Read"):
     return "".join(["========= COMPUTE-SANITIZER\nran all\n", *reports, summary])
 
 
-TICKET = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/queue.py", ".load("))
-WAITED = ("forward", line("parts/queue.py", ".store(gl.full"), line("parts/channel.py", "mbarrier.wait"))
-DRAWN = ("backward", *[line("parts/queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
-SIDES = (
-    "backward",
+TILE_ID = ("attention_forward", line("parts/queue.py", ".store(gl.full"), line("parts/queue.py", ".load("))
+WAITED = ("attention_forward", line("parts/queue.py", ".store(gl.full"), line("parts/channel.py", "mbarrier.wait"))
+FETCHED = ("attention_backward", *[line("parts/queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
+SPLIT_DKDV = (
+    "attention_backward",
     line("backward/split256.py", "shared.p.memory.store"),
     line("backward/split256.py", "shared.p.memory.load"),
 )
-ROLES = ("backward", line("backward/kernel.py", "def backward("), line("backward/kernel.py", "gl.warp_specialize("))
-IN_IF = ("forward", line("forward/kernel.py", "    if DICE:"), line("forward/kernel.py", "def forward("))
+ROLES = (
+    "attention_backward",
+    line("backward/kernel.py", "def attention_backward("),
+    line("backward/kernel.py", "gl.warp_specialize("),
+)
+IN_IF = (
+    "attention_forward",
+    line("forward/kernel.py", "    if DROPOUT_WARPS:"),
+    line("forward/kernel.py", "def attention_forward("),
+)
 LOST = (
-    "backward",
+    "attention_backward",
     line("backward/gradients.py", "stage(shared.ds.memory"),
     line("backward/gradients.py", "shared.logs, y).load"),
 )
 WARP = ("control", line("control.py", "number.store("), line("control.py", "number.load("))
 GROUP = ("control", line("control.py", "row.store("), line("control.py", "row.load("))
 DRAW = ("control", *[line("control.py", "gl.atomic_add")] * 2)
-START = ("control", line("control.py", "def hand_over("), line("control.py", "gl.warp_specialize("))
+START = ("control", line("control.py", "def send_dq("), line("control.py", "gl.warp_specialize("))
 KINDS = {
-    racecheck.FROM_A_WARP: (WARP, TICKET, WAITED),
-    racecheck.FROM_A_GROUP: (GROUP, SIDES),
-    racecheck.DRAW: (DRAW, DRAWN),
+    racecheck.FROM_A_WARP: (WARP, TILE_ID, WAITED),
+    racecheck.FROM_A_GROUP: (GROUP, SPLIT_DKDV),
+    racecheck.DRAW: (DRAW, FETCHED),
     racecheck.LAUNCH: (START, ROLES, IN_IF),
-    racecheck.ELSEWHERE: (LOST, (*LOST[:2], TICKET[2]), (TICKET[0], TICKET[1], LOST[2])),
+    racecheck.ELSEWHERE: (LOST, (*LOST[:2], TILE_ID[2]), (TILE_ID[0], TILE_ID[1], LOST[2])),
 }
 
 
 def test_reports_are_read():
-    (report,) = racecheck.read(said_of(TICKET))
-    write, load = (int(at.removeprefix("parts/queue.py:")) for at in TICKET[1:])
-    assert report.access == ("Write", "forward", "parts/queue.py", write)
-    assert report.others == (("Read", "forward", "parts/queue.py", load),) * 2
+    (report,) = racecheck.read(said_of(TILE_ID))
+    write, load = (int(at.removeprefix("parts/queue.py:")) for at in TILE_ID[1:])
+    assert report.access == ("Write", "attention_forward", "parts/queue.py", write)
+    assert report.others == (("Read", "attention_forward", "parts/queue.py", load),) * 2
     assert racecheck.read(said_of()) == []
-    assert len(racecheck.read(said_of(TICKET, ROLES))) == 2
-    assert racecheck.read(said_of(TICKET).replace("\n=========     and", " and")) == [report]
+    assert len(racecheck.read(said_of(TILE_ID, ROLES))) == 2
+    assert racecheck.read(said_of(TILE_ID).replace("\n=========     and", " and")) == [report]
 
 
 def test_a_file_goes_by_its_path_however_much_of_it_racecheck_says():
@@ -75,7 +83,7 @@ def test_a_file_goes_by_its_path_however_much_of_it_racecheck_says():
 
 def test_a_report_without_lines_is_of_no_kind():
     for lost in (r" in parts/queue\.py:\d+", r"parts/queue\.py"):
-        (report,) = racecheck.read(re.sub(lost, lambda m: "" if ":" in m[0] else "other.py", said_of(TICKET)))
+        (report,) = racecheck.read(re.sub(lost, lambda m: "" if ":" in m[0] else "other.py", said_of(TILE_ID)))
         assert report.kinds() == {racecheck.ELSEWHERE}, str(report)
 
 
@@ -118,9 +126,9 @@ def test_only_the_control_excuses_a_report(control):
     "said",
     [
         "",
-        said_of(TICKET).replace("1 hazard displayed (1 error", "1 hazard displayed (7 errors"),
-        said_of(TICKET).replace("Race reported between Write access", "Race between a write access"),
-        said_of(TICKET).replace(" and Read access at", " and elsewhere"),
+        said_of(TILE_ID).replace("1 hazard displayed (1 error", "1 hazard displayed (7 errors"),
+        said_of(TILE_ID).replace("Race reported between Write access", "Race between a write access"),
+        said_of(TILE_ID).replace(" and Read access at", " and elsewhere"),
     ],
     ids=["no summary", "reports held back", "other words", "one access"],
 )

@@ -2,7 +2,7 @@
 
 python tests/host/launches.py    records them in launches.json
 
-Runs in a process of its own with TRITON_INTERPRET=0, as it shares tests/*/offline.py, and needs no GPU.
+Run it in a separate process with TRITON_INTERPRET=0, as it shares tests/*/offline.py, and needs no GPU.
 """
 
 import json

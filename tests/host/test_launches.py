@@ -29,7 +29,7 @@ def test_launches_are_as_recorded():
 
 def test_every_kernel_is_recorded():
     kernels = {(name.split()[0], name.split(": ")[1].split()[0]) for name in RECORDED}
-    assert {
-        ("hopper", name) for name in ("forward", "backward", "prepare", "finish", "fp32_forward", "fp32_backward")
-    } <= kernels
-    assert {("triton", name) for name in ("forward", "dkdv", "dq", "delta", "dbias", "list_tiles")} <= kernels
+    names = "forward", "backward", "backward_preprocess", "backward_postprocess", "forward_fp32", "backward_fp32"
+    assert {("hopper", f"attention_{name}") for name in names} <= kernels
+    names = "forward", *(f"backward_{name}" for name in ("dkdv", "dq", "delta", "dbias")), "list_tiles"
+    assert {("triton", f"attention_{name}") for name in names} <= kernels

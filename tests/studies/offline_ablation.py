@@ -1,6 +1,6 @@
 """Compiles the changed kernels of the ablation suite for sm_90 without a GPU, and the kernels that they change.
 
-One JSON line each; the unchanged ones are called by their back end. Runs in a process of its own with
+One JSON line each; the unchanged ones are called by their back end. Run it in a separate process with
 TRITON_INTERPRET=0, as offline.py does.
 """
 

@@ -9,16 +9,16 @@ import triton.language as tl
 
 import tilewise as tw
 from studies.ablation.changes import CHANGES, attention, by_name, forward, problem, why_not
+from studies.bench import results, tables
+from studies.bench.engine import run
+from studies.bench.peers import PEERS, Peer
+from studies.bench.results import Row
+from studies.bench.suites import FORWARD, SUITES, Case, Suite
 from studies.pages import report
 from tilewise import reference
-from tilewise.bench import results, tables
-from tilewise.bench.engine import run
-from tilewise.bench.peers import PEERS, Peer
-from tilewise.bench.results import Row
-from tilewise.bench.suites import FORWARD, SUITES, Case, Suite
 from tilewise.problem import Operands
 from tilewise.tile.masks import key_range_of
-from tilewise.tile.visits import Place, key_range
+from tilewise.tile.ranges import Place, key_range
 
 SUITE = SUITES["ablation"]
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def refused(name, D, causal=True, target="sm_90"):
 
 
 def measured(slower):
-    """Rows of the whole suite as if a kernel took 2 ms, and each change so many times that."""
+    """Rows of the whole suite as if a kernel took 2 ms, and each change a multiple of that."""
     rows = []
     for case in SUITE.cases:
         for name in SUITE.peers:
@@ -92,9 +92,9 @@ def test_reasons_against_a_change():
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("without overlap", "SPLIT", 3),
-        ("without ping-pong", "TURNS", False),
-        ("masks on every tile", "EDGES", True),
+        ("without overlap", "WAIT_PV", 3),
+        ("without ping-pong", "PINGPONG", False),
+        ("masks on every tile", "MASK_IN_LOOP", True),
     ],
 )
 def test_a_change_of_the_tile_changes_nothing_else(name, field, value):

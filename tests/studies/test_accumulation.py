@@ -31,9 +31,9 @@ from studies.accumulation.measure import (
 )
 from studies.accumulation.speed import LENGTHS, Kernel, Time, cases
 from studies.app import app
+from studies.bench import results
 from studies.pages import report
 from tilewise import reference
-from tilewise.bench import results
 
 CPU = torch.device("cpu")
 SMALL = Point(length=96)

@@ -12,12 +12,12 @@ import tilewise as tw
 from studies.accuracy import page as study_page
 from studies.accuracy.measure import PART, SWEEPS, Finding, Point, quick, run
 from studies.app import app
+from studies.bench import results
+from studies.bench.accuracy import NAMES
+from studies.bench.peers import PEERS, Peer
+from studies.bench.tables import STANDARD
 from studies.pages import report
 from tilewise import reference
-from tilewise.bench import results
-from tilewise.bench.accuracy import NAMES
-from tilewise.bench.peers import PEERS, Peer
-from tilewise.bench.tables import STANDARD
 
 CPU = torch.device("cpu")
 SMALL = Point(length=40, head_size=16)

@@ -10,6 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from studies.app import app
+from studies.bench.results import Row, environment, load
+from studies.bench.suites import BOTH, SUITES
 from studies.demo.page import write_page
 from studies.pages import report
 from studies.training import contest, contexts, trainer
@@ -20,8 +22,6 @@ from studies.training.contests import Contest, Trial
 from studies.training.gpt import GPT, batches, in_order, library_text, move, read_tokens
 from studies.training.pictures import training
 from studies.training.trainer import Settings, attend_with, train
-from tilewise.bench.results import Row, environment, load
-from tilewise.bench.suites import BOTH, SUITES
 
 SMALL = Settings(steps=4, context=64, batch=2, layers=2, heads=2, width=32)
 SIZES = ("steps", "context", "batch", "layers", "heads", "width")

@@ -19,7 +19,7 @@ def factors(Z, dice, row, i0, j0, B_R: tl.constexpr, B_C: tl.constexpr, TRANSPOS
         i, j = tl.arange(0, B_R)[None, :], tl.arange(0, B_C)[:, None]
     else:
         i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
-    tl.store(Z + i * B_C + j, dropout.kept(dice, row, i0, i, j0, j))
+    tl.store(Z + i * B_C + j, dropout.dropout_mask(dice, row, i0, i, j0, j))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

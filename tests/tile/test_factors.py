@@ -8,7 +8,16 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.check import check_arguments, describe
 from tilewise.tile.blocks import block, store_rows
-from tilewise.tile.factors import load_left, load_passing, load_right, load_still, load_values, meet, product, weights
+from tilewise.tile.factors import (
+    left_slices,
+    load_left,
+    load_right,
+    load_stationary,
+    load_streamed,
+    load_values,
+    product,
+    tile_product,
+)
 from tilewise.tile.rows import Rows
 from tilewise.triton import launch
 from tilewise.triton.tiles import DKDV, DQ, FORWARD, current
@@ -26,16 +35,16 @@ def twice(A, B, C, S, O, M, N, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.const
     rows, columns = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
     tl.store(S.ptr + rows * S.row + columns, s, mask=rows < M)
     c = load_values(block(C, b, b, 0, B_C, d), 0, N, True, PRECISION)
-    store_rows(block(O, b, b, 0, B_R, d), 0, M, product(weights(s, c[0].dtype, PRECISION), c, PRECISION))
+    store_rows(block(O, b, b, 0, B_R, d), 0, M, product(left_slices(s, c[0].dtype, PRECISION), c, PRECISION))
 
 
 @triton.jit
 def turned(A, B, S, M, N, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr):
     """A B^T or its transpose, whichever way the backward takes it."""
     b = tl.program_id(0)
-    still = load_still(block(A, b, b, 0, B_R, d), 0, M, PRECISION)
-    passing = load_passing(block(B, b, b, 0, B_C, d), 0, N, True, PRECISION)
-    s = meet(still, passing, PRECISION)
+    stationary = load_stationary(block(A, b, b, 0, B_R, d), 0, M, PRECISION)
+    streamed = load_streamed(block(B, b, b, 0, B_C, d), 0, N, True, PRECISION)
+    s = tile_product(stationary, streamed, PRECISION)
     tl.store(S.ptr + tl.arange(0, s.shape[0])[:, None] * S.row + tl.arange(0, s.shape[1])[None, :], s)
 
 

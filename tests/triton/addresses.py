@@ -1,7 +1,7 @@
 """Reads a kernel's Triton IR for products of 32-bit integers that reach an address.
 
 From what is added to a pointer it goes back through sums, products, choices and loops. A quotient, a remainder or a
-number from memory begins anew. Products of numbers that are known to be small, such as a row of a tile times its
+number from memory begins again. Products of numbers that are known to be small, such as a row of a tile times its
 width, are left out.
 """
 

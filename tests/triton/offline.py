@@ -1,6 +1,6 @@
 """Compiles the kernels of calls for a chip that is not here, and reads what came out.
 
-Runs in a process of its own with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
+Run it in a separate process with TRITON_INTERPRET=0, one per target, because Triton keeps compiled kernels by device:
 
     python tests/triton/offline.py compile sm_90      one JSON line a kernel of every call in `calls`
     python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: its kernels' cache keys
@@ -26,7 +26,7 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.host.elsewhere import use_target
+from tilewise.host.cross_compile import use_target
 from tilewise.triton import launch
 from tilewise.triton.tiles import SPECIAL
 
@@ -68,29 +68,34 @@ class Call(NamedTuple):
     kernels: tuple[str, ...]
 
 
-WALKS = ("forward", "dkdv", "dq")
+WALKS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
 """The kernels that walk tiles."""
 
 
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), rich, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
-    units, and "tf32x3" where it has rows of its own."""
+    units, and "tf32x3" where it has its own rows."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
-        yield Call("plain", half, D, (*WALKS, "delta"))
+        yield Call("plain", half, D, (*WALKS, "attention_backward_delta"))
     yield Call("plain", torch.float32, 64, WALKS)
     yield Call("rich", half, 64 if old else 128, WALKS)
-    yield Call("listed", half, 64 if old else 128, ("list_tiles", "renormalize", "dbias"))
+    yield Call(
+        "listed",
+        half,
+        64 if old else 128,
+        ("attention_list_tiles", "attention_backward_renormalize", "attention_backward_dbias"),
+    )
     if target in ("sm_86", "sm_120"):  # with little shared memory
-        yield Call("biased", half, 128, ("dbias",))
+        yield Call("biased", half, 128, ("attention_backward_dbias",))
     if target in MAIN:
         yield Call("full", half, 64, WALKS)
-        yield Call("biased", half, 256, ("dbias",))
+        yield Call("biased", half, 256, ("attention_backward_dbias",))
         yield Call("plain", half, 256, WALKS)
         yield Call("rich", half, 64, WALKS)
         yield Call("plain", torch.float32, 128, WALKS)
-        yield Call("listed", half, 64, (*WALKS, "dbias"))
+        yield Call("listed", half, 64, (*WALKS, "attention_backward_dbias"))
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, WALKS)
         yield Call("ieee", torch.float32, 128, WALKS)
@@ -246,7 +251,7 @@ def natural_loops(text: str) -> dict[frozenset[int], str]:
     """The blocks of each loop, by their first lines, and its lines.
 
     A jump back closes a loop if nothing reaches it but through its target; so a wait that stands behind the loop and
-    returns into its middle is part of the loop and not one of its own.
+    returns into its middle is part of the loop and not another loop.
     """
     lines = text.splitlines()
     place: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Products of 32-bit integers that reach an address, and whether products and sums may fuse: one JSON line a kernel.
 
-Runs in a process of its own with TRITON_INTERPRET=0, as offline.py does, and stops each kernel after its first stage.
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py does, and stops each kernel after its first stage.
 """
 
 import json

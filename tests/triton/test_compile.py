@@ -1,7 +1,7 @@
 """Tier 3: the kernels compile for chips that are not here, with the oldest and the newest Triton, and compile well.
 
 From sm_80 on, no local loads or stores in the loops of 16-bit kernels with head sizes up to 128. Elsewhere their number
-is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it anew.
+is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it again.
 """
 
 import json
@@ -47,7 +47,15 @@ NEWEST = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that are compiled for with both: a Triton takes a minute of each."""
 ALWAYS = ("sm_86", "oldest")
 """What is compiled in every run; the others only if something has changed since they passed (compiled.py)."""
-KERNELS = {"forward", "dkdv", "dq", "delta", "list_tiles", "renormalize", "dbias"}
+KERNELS = {
+    "attention_forward",
+    "attention_backward_dkdv",
+    "attention_backward_dq",
+    "attention_backward_delta",
+    "attention_list_tiles",
+    "attention_backward_renormalize",
+    "attention_backward_dbias",
+}
 
 
 def folder_of(release):
@@ -60,7 +68,7 @@ def folder_of(release):
 
 @cache
 def offline(folder, *arguments):
-    """The lines that offline.py prints in a process of its own."""
+    """The lines that offline.py prints in a separate process."""
     path = [folder] if folder else []
     path += [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     installed = Path(find_spec("triton").origin).parent
@@ -96,7 +104,7 @@ def faults(target, row, record):
         found.append(f"{row['shared']} bytes of shared memory, the chip has {limit}")
     if row["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
         found.append(f"{row['tensor_memory']} columns of tensor memory, the chip has {TENSOR_MEMORY_COLUMNS}")
-    if row["kernel"] in ("delta", "list_tiles"):
+    if row["kernel"] in ("attention_backward_delta", "attention_list_tiles"):
         if row["matrix"]:
             found.append(f"uses {row['matrix']}, but multiplies no matrices")
         return found
@@ -107,7 +115,9 @@ def faults(target, row, record):
         found.append(f"uses the matrix instructions {row['matrix']}; meant are {sorted(meant)}")
     if row["dtype"] == "float32" and not meant and row["conflicts"]:
         found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
-    loops = 1 if row["kernel"] in ("dbias", "renormalize") else 2  # with and without a mask
+    loops = (
+        1 if row["kernel"] in ("attention_backward_dbias", "attention_backward_renormalize") else 2
+    )  # with and without a mask
     if row["loops"] != loops:
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")
     allowed = 0 if is_strict(target, row) else record.get(name(row))
@@ -159,10 +169,12 @@ def test_a_new_length_costs_no_compile_of_its_own(release):
         most = 2 if at[0] in ("full", "causal") else 16 if at[0] in ("documents", "dense") else 8
         assert len(found) <= most, f"{at}: {len(found)} kernels for 36 lengths"
     for variant, D, kernel, position in keys:
-        if kernel != "list_tiles":  # it knows no head size
+        if kernel != "attention_list_tiles":  # it knows no head size
             other = keys[variant, 144 - D, kernel, position]
             assert not keys[variant, D, kernel, position] & other, "another head size is another kernel"
-    assert not keys["full", 64, "forward", 0] & keys["causal", 64, "forward", 0], "another mask is another kernel"
+    assert not keys["full", 64, "attention_forward", 0] & keys["causal", 64, "attention_forward", 0], (
+        "another mask is another kernel"
+    )
 
 
 def test_every_loop_that_multiplies_is_found():
@@ -198,7 +210,11 @@ def measure(targets):
         for target in targets:
             rows = offline(folder, "compile", target)
             kept = {name(row): row["spills"] for row in rows if "spills" in row and not is_strict(target, row)}
-            kept = {key: spills for key, spills in kept.items() if key.split()[0] not in ("delta", "list_tiles")}
+            kept = {
+                key: spills
+                for key, spills in kept.items()
+                if key.split()[0] not in ("attention_backward_delta", "attention_list_tiles")
+            }
             record.setdefault(rows[0]["triton"], {})[target] = dict(sorted(kept.items()))
             found = [f"{key}: {spills}" for key, spills in kept.items() if spills]
             print(rows[0]["triton"], target, *found, sep="\n  ", flush=True)

@@ -78,11 +78,12 @@ def test_strided_operands_are_read_where_they_lie(view, given):
     q, k, v, do = make(2, 20, 2, 16), make(2, 23, 2, 16), make(2, 23, 2, 16), make(2, 20, 2, 16)
     assert all(launch.adjacent(t) is t for t in (q, k, v, do))
     got = gradients(q, k, v, do, mask=tw.Causal())
-    for kernel, tensors in (("forward", (q, k, v)), ("dkdv", (q, k, v, do)), ("dq", (q, k, v, do))):
+    read = {"forward": (q, k, v), "backward_dkdv": (q, k, v, do), "backward_dq": (q, k, v, do)}
+    for kernel, tensors in ((f"attention_{name}", of) for name, of in read.items()):
         for operand, t in zip(given[kernel], tensors, strict=False):
             assert operand.ptr.data_ptr() == t.data_ptr(), kernel
             assert (operand.batch, operand.row, operand.head) == t.stride()[:3], kernel
-    assert given["delta"][1].ptr.data_ptr() == do.data_ptr()
+    assert given["attention_backward_delta"][1].ptr.data_ptr() == do.data_ptr()
     want = gradients(*(t.contiguous() for t in (q, k, v, do)), mask=tw.Causal())
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b), "the same numbers, bit for bit"

@@ -25,13 +25,13 @@ ALLOWED = {
             "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
         ),
         "tile/renormalize.py": ("t * B_R", "x * B_C"),
-        "tile/visits.py": ("r * B_R", "c * B_C"),
+        "tile/ranges.py": ("r * B_R", "c * B_C"),
         "triton/backward.py": (
             "t * B_R", "t * B_C",
-            "tile_at(variant.visits, lists, x) * B_R",
-            "partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_R",
-            "tile_at(variant.visits, lists, x) * B_C",
-            "partial_at(variant.visits, lists, x, lo, full_lo, full_hi) * B_C",
+            "tile_at(variant.lists, lists, x) * B_R",
+            "partial_at(variant.lists, lists, x, lo, full_lo, full_hi) * B_R",
+            "tile_at(variant.lists, lists, x) * B_C",
+            "partial_at(variant.lists, lists, x, lo, full_lo, full_hi) * B_C",
         ),
         "triton/forward.py": ("t * B_R", "j * B_C"),
     },
@@ -49,11 +49,11 @@ ALLOWED = {
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
         "hopper/parts/row_blocks.py": ("(b * H + h) * stride", "h * stride"),
         "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
-        "hopper/backward/deterministic.py": ("turn * TURN",),
+        "hopper/backward/deterministic.py": ("slot * SEMAPHORE_TILES",),
     },
     "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
         "hopper/backward/kernel.py": (
-            "share * each", "(share + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
+            "part * each", "(part + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
     },
     "a number of the centres, (B, H_k, 128), beside which the keys' pieces would fill 2^40 bytes": {
@@ -67,13 +67,17 @@ ALLOWED = {
     },
 }  # fmt: skip
 """Products that stay, by reason and file. `python tests/triton/products.py` lists what there is."""
+PORTABLE = ("forward", *(f"backward_{name}" for name in ("delta", "dkdv", "dq")))
+HOPPER = (
+    "forward", "backward", *(f"backward_{name}" for name in ("preprocess", "postprocess", "init_semaphore")),
+    "split_fp32", "forward_fp32", "backward_preprocess_fp32", "backward_fp32",
+)  # fmt: skip
+BOTH = ("backward_renormalize", "backward_dbias", "list_tiles")
 KERNELS = {
     "experiment forward",
-    *(f"portable {name}" for name in ("forward", "delta", "dkdv", "dq", "renormalize", "dbias", "list_tiles")),
-    *(f"hopper {name}" for name in ("forward", "prepare", "backward", "finish", "list_tiles", "give_turns")),
-    *(f"hopper {name}" for name in ("renormalize", "dbias")),
-    *(f"hopper {name}" for name in ("split", "fp32_forward", "fp32_prepare", "fp32_backward")),
-}  # fmt: skip
+    *(f"portable attention_{name}" for name in PORTABLE + BOTH),
+    *(f"hopper attention_{name}" for name in HOPPER + BOTH),
+}
 
 
 @cache

@@ -11,9 +11,7 @@ import typer
 
 import tilewise as tw
 
-from ..bench.suites import TYPES
-
-DTYPES = TYPES | {"fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
 
 
@@ -36,11 +34,11 @@ def arguments(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeatable gradients.")] = False,
     backend: Annotated[str | None, typer.Option(help="Ask for this one only.")] = None,
 ) -> dict[str, Any]:
-    """Arguments of `attention` on the meta device."""
+    """Return arguments of `attention` on the meta device."""
     B, M, H, D = numbers("q", q, 4)
     N = M if keys is None else keys
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for bf16")
     H_k, D_v = H if kv_heads is None else kv_heads, D if v_size is None else v_size
     shapes = (B, M, H, D), (B, N, H_k, D), (B, N, H_k, D_v)
     layout = None
@@ -66,7 +64,7 @@ OPTIONS = inspect.signature(arguments).parameters
 
 
 def with_call(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of one call, given as `call`: the values of OPTIONS by name, which it takes beside its own options."""
+    """Add the options of a call to a command, which receives their values by name as `call`."""
     _, *own = inspect.signature(command).parameters.values()
 
     @wraps(command)
@@ -80,13 +78,16 @@ def with_call(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def numbers(name: str, text: str, count: int) -> list[int]:
-    """Whole numbers from "2,1024,16,64"."""
+    """Read whole numbers from "2,1024,16,64"."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
     if len(found) != count or min(found) < 0:
-        raise ValueError(f"{name} must be {count} whole numbers joined by commas, got {text!r}")
+        example = ",".join(("2", "1024", "16", "64")[:count])
+        raise ValueError(
+            f"{name} must be {count} whole numbers joined by commas, got {text!r}; write {example} or the like"
+        )
     return found
 
 
@@ -102,12 +103,12 @@ def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) ->
     }
     for name in names:
         if name not in makers:
-            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {name!r}; a window has its own option")
+            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {name!r}; use --window for a window")
     parts = [makers[name]() for name in names]
     if window is not None:
         ends = window.split(",")
         if len(ends) != 2:
-            raise ValueError(f"window must be left,right such as 1023,0, got {window!r}")
+            raise ValueError(f"window must be left,right such as 1023,0, got {window!r}; write - for an open side")
         parts.append(tw.Window(*(None if end == "-" else numbers("window", end, 1)[0] for end in ends)))
     return reduce(and_, parts, tw.Full())
 
@@ -127,4 +128,6 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=dtype, device="meta")
     except RuntimeError as error:
-        raise ValueError(f"no tensor can have shape {shape}: {error}") from None
+        raise ValueError(
+            f"shapes must be ones that torch can allocate, got {shape} ({error}); make it smaller"
+        ) from None

@@ -10,15 +10,15 @@ from rich.markup import escape
 import tilewise as tw
 
 from ..backend import ORDER, load
-from ..bench.results import device_name, versions
 from ..check import describe
-from ..host.tables import whose
+from ..host.tables import source_of_rows
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
+from .machine import device_name, versions
 
 
 def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Versions, devices, and each back end with what stands against it."""
+    """Show versions, devices, and each back end with its reasons not to run."""
     with sentences():
         found = gather()
     if json:
@@ -38,7 +38,7 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead o
 
 
 def gather() -> dict[str, Any]:
-    """All of it, as plain values."""
+    """Return all of it as plain values."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     probes = {device: _probe(device) for device in devices}
     default = devices[min(1, len(devices) - 1)]
@@ -47,19 +47,19 @@ def gather() -> dict[str, Any]:
         "versions": versions() | {"system": f"{platform.system()} {platform.machine()}"},
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
         "backends": {name: {str(d): load(name).why_not(probes[d]) for d in devices} for name in ORDER},
-        "tiles": {str(d): whose(d) for d in devices},
+        "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }
 
 
 def _probe(device: torch.device) -> Any:
-    """A plain call in fp32, which every device knows."""
+    """Describe a plain call in fp32, which every device knows."""
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))
 
 
 def backend_in_words(device: torch.device) -> str:
-    """The back end that plain calls on this device get, and its tiles."""
+    """Name the back end that plain calls on this device get, and its tiles."""
     q = torch.zeros(1, 1024, 4, 32, device=device)
     plan = tw.explain(q, q, q, mask=tw.Causal())
     return f"{plan.backend}: {plan.tiles}"

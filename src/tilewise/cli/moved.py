@@ -7,15 +7,17 @@ import typer
 from .console import err
 
 MOVED = {
+    "bench": "python -m studies bench",
     "demo": "python -m studies demo",
     "study": "python -m studies accuracy or accumulation",
     "train": "python -m studies train",
+    "tune": "python -m studies tune",
 }
 """By their old names."""
 
 
 def moved(name: str) -> Callable[[typer.Context], None]:
-    """A command that tells the new one, and fails."""
+    """Make a command that names the new one, and fails."""
 
     def tell(context: typer.Context) -> None:
         err.print(f"`tilewise {name}` is now `{MOVED[name]}`, from a checkout of tilewise", soft_wrap=True)

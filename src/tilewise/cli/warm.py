@@ -39,7 +39,7 @@ def warm(
 
 
 def _options(text: str) -> dict[str, Any]:
-    """The options of a call that are in a text, and no others."""
+    """Read the options of a call that are in a text, and no others."""
     parser = typer.Typer(add_completion=False)
     parser.command("--also")(with_call(lambda call: None))
     context = typer.main.get_command(parser).make_context("--also", shlex.split(text))
@@ -48,7 +48,7 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
-    """The call; a bias is learned."""
+    """Return the call; a bias is learned."""
     made = arguments(**options)
     for score in made["score"]:
         if isinstance(score, Bias):
@@ -57,7 +57,7 @@ def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
 
 
 def _watched(calls: list[Call], processes: int | None) -> Warmed:
-    """With a bar on the terminal."""
+    """Compile with a bar on the terminal."""
     with progress() as bar:
         task = bar.add_task("looking for kernels", total=None)
         return warm_calls(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..host.launch import on_device
-from ..host.tables import whose
+from ..host.tables import source_of_rows
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
 from . import fp32_launch, launch
 from .tiles import KINDS, current, current_fp32, precision
@@ -43,12 +43,12 @@ class Hopper:
         """Describe the tiles of the two main kernels."""
         if problem.dtype == torch.float32:
             row, name = current_fp32(problem), precision(problem)
-            return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {whose(problem.q.device)}"
+            return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
         row, back = current(problem)
-        sides = "gradient" if back.sides else "keys"
+        split = "gradient" if back.split_dkdv else "keys"
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {sides}; {whose(problem.q.device)}"
+            f"backward {back.B_r}x{back.B_c}, split by {split}; {source_of_rows(problem.q.device)}"
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:

@@ -10,17 +10,27 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, unowned, visits
+from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unused
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile.visits import Variant
-from .backward.deterministic import give_turns
-from .backward.gqa_reduce import Shares
-from .backward.postprocess import finish
+from ..tile.ranges import Variant
+from .backward.deterministic import attention_backward_init_semaphore
+from .backward.gqa_reduce import GqaSums
+from .backward.postprocess import attention_backward_postprocess
 from .descriptors import PIECE, TYPES, Descriptor, vector
-from .fp32.backward import Shape, Tile, fp32_backward
-from .fp32.preprocess import Blocks, Scales, fp32_prepare
-from .fp32.split import Split, split
-from .plan import CACHED_QUERIES, TINY, empty_shares, evenly, heads_of_walk, key_tiles, processors, row_blocks, turn
+from .fp32.backward import Shape, Tile, attention_backward_fp32
+from .fp32.preprocess import Blocks, Scales, attention_backward_preprocess_fp32
+from .fp32.split import Split, attention_split_fp32
+from .plan import (
+    CACHED_QUERIES,
+    TINY,
+    empty_gqa_sums,
+    even_section,
+    heads_per_loop,
+    key_tiles,
+    processors,
+    row_blocks,
+    semaphore_tiles,
+)
 from .tiles import KINDS, Kind, padded, precision
 
 
@@ -30,7 +40,7 @@ class Row(NamedTuple):
     B_c: int
     q_stages: int
     do_stages: int
-    in_step: bool = False
+    sync_groups: bool = False
     B_r: int = 64
 
 
@@ -38,7 +48,7 @@ ROWS = {
     (64, "fp16x3"): Row(128, 2, 2),
     (64, "bf16x6"): Row(128, 2, 1),
     (128, "fp16x3"): Row(64, 2, 2),
-    (128, "bf16x6"): Row(64, 1, 1, in_step=True),
+    (128, "bf16x6"): Row(64, 1, 1, sync_groups=True),
 }
 """Maps a head size in shared memory and a precision to a row."""
 BLOCK = 64
@@ -47,12 +57,12 @@ BLOCK = 64
 
 class Keys(NamedTuple):
     """Hold K and V in pieces, (piece, block, row, column), as the forward reads them, too. A block is a key tile of the
-    backward. Each has what undoes its scales, and the largest norm of a row of V; each head has its centres."""
+    backward. Each has its descale factors, and the largest norm of a row of V; each head has its centres."""
 
     k: Tensor
     v: Tensor
-    k_undo: Tensor
-    v_undo: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
     v_norm: Tensor
     k_centre: Tensor
     v_centre: Tensor
@@ -69,8 +79,8 @@ class Scratch(NamedTuple):
     logs: Tensor
     delta: Tensor
     dq: Tensor
-    turns: Tensor | None
-    shares: Shares | None
+    dq_semaphore: Tensor | None
+    gqa_sums: GqaSums | None
     done: Tensor
     kept: bool
     """Says whether the keys are the forward's."""
@@ -102,7 +112,7 @@ def sizes_of(p: Problem) -> Sizes:
     batch = 1 if p.recipe.varlen else p.B
     return Sizes(
         row, D, KINDS[name], of_queries, of_keys, batch * p.H * of_queries, batch * p.H_k * of_keys,
-        heads_of_walk(p, row),
+        heads_per_loop(p, row),
     )  # fmt: skip
 
 
@@ -122,18 +132,18 @@ def kept_keys(p: Problem, saved: Saved) -> Keys | None:
 
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
-    """Allocate scratch without writing it, except the keys kept and `turns`: these hold -1, no tile."""
+    """Allocate scratch without writing it, except the keys kept and semaphores: these hold -1, no tile."""
     row, D, kind, *_, queries, _, heads = sizes_of(p)
     keys = kept or empty_keys(p, device)
     q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))
-    q_undo, do_undo, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
-    scales = Scales(q_undo, do_undo, keys.k_undo, keys.v_undo, do_norm, keys.v_norm, D_top)
+    q_descale, do_descale, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
+    scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
     rows = queries * BLOCK
     logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
-    turns = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    dq_semaphore = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    shares = empty_shares(p, row, p.H // p.H_k // heads, device)
-    return Scratch(q, do, keys, scales, logs, delta, dq, turns, shares, done, kept is not None)
+    gqa_sums = empty_gqa_sums(p, row, p.H // p.H_k // heads, device)
+    return Scratch(q, do, keys, scales, logs, delta, dq, dq_semaphore, gqa_sums, done, kept is not None)
 
 
 def launches(
@@ -147,8 +157,8 @@ def launches(
     rows.
     """
     row, D, _, query_tiles, *_, heads = sizes_of(p)
-    splits = [] if scratch.kept else [splitting(p, pl, x, scratch.keys)]
-    before = preparation(p, pl, x, saved, do, dlse, scratch, grads)
+    splits = [] if scratch.kept else [split_launch(p, pl, x, scratch.keys)]
+    before = preprocess_launch(p, pl, x, saved, do, dlse, scratch, grads)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
@@ -156,25 +166,25 @@ def launches(
         cdiv(p.N, row.B_c), query_tiles, heads,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
-    after = Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
+    after = Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
     return [*splits, *listing, before, main, after]
 
 
-def splitting(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
+def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
     """Return the launch that splits K and V. It serves the forward, whose outputs are `saved`, and a backward that
     finds no keys kept."""
     row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
-        Split(rows(p, x.k), keys.k, keys.k_undo, None, keys.k_centre),
-        Split(rows(p, x.v), keys.v, keys.v_undo, keys.v_norm, keys.v_centre),
+        Split(rows(p, x.k), keys.k, keys.k_descale, None, keys.k_centre),
+        Split(rows(p, x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
     )
-    arguments = operands, packed(p, x), unowned(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
-    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "AHEAD": True, "num_warps": 8}
-    return Launch(split, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, saved is None)
+    arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
+    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "PDL": True, "num_warps": 8}
+    return Launch(attention_split_fp32, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, saved is None)
 
 
-def preparation(
+def preprocess_launch(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
 ) -> Launch:
     """Return the preprocess launch over blocks of queries and of keys."""
@@ -194,49 +204,50 @@ def preparation(
         of_keys = 0
     arguments = (
         *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, scratch.done,
-        packed(p, x), unowned(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys,
+        packed(p, x), unused(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys,
         of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
-        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "AHEAD": True,
+        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "PDL": True,
         "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
-    return Launch(fp32_prepare, programs, arguments, constants, pl.compiled, key)
+    return Launch(attention_backward_preprocess_fp32, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """Return the main kernel's launch, and before it one that lists tiles or orders the sums of dQ, if needed."""
-    row, D, kind, query_tiles, key_tiles, *_, of_walk = sizes_of(p)
+    row, D, kind, query_tiles, key_tiles, *_, per_program = sizes_of(p)
     where, (M, N) = packed(p, x), lengths(p)
     parts, _, _ = pl.values or device_values(p, x.extra)
-    lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
+    lists, listing = tile_lists(p, pl, row, parts, x.q.device, by_key=True)
     variant = Variant(parts, (), None, lists)
-    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // of_walk
-    edges = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
+    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // per_program
+    masked_loop = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
     tile = Tile(
-        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, edges, turn(p, sides=False), of_walk,
-        p.H // p.H_k // of_walk, row.in_step,
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, masked_loop,
+        semaphore_tiles(p, split_dkdv=False), per_program, p.H // p.H_k // per_program, row.sync_groups,
     )  # fmt: skip
     if p.recipe.deterministic:
-        order = scratch.turns, where, variant, M, N, p.H, tiles, query_tiles
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": tile.TURN}
-        listing = [Launch(give_turns, p.B * p.H * tiles, order, constants, pl.compiled)]
-    cached = CACHED_QUERIES // (of_walk * p.M * D * 4 * (kind.pieces + 1))
-    section = evenly(heads, max(1, 2 * processors(p.q.device) // tiles, cached))  # two tiles a multiprocessor, or more
+        order = scratch.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
+        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
+    cached = CACHED_QUERIES // (per_program * p.M * D * 4 * (kind.pieces + 1))
+    least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
+    section = even_section(heads, least)
     sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums, scratch.done,
-        rows(p, grads.k), rows(p, grads.v), scratch.shares, counter, scratch.turns, where, variant,
+        rows(p, grads.k), rows(p, grads.v), scratch.gqa_sums, counter, scratch.dq_semaphore, where, variant,
         max(p.scale, TINY), p.scale,
         Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))
-    return [*listing, Launch(fp32_backward, programs, arguments, constants, pl.compiled)]
+    return [*listing, Launch(attention_backward_fp32, programs, arguments, constants, pl.compiled)]
 
 
 def boxes(t: Tensor) -> Descriptor:

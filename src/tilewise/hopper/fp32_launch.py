@@ -17,18 +17,18 @@ from ..host.launch import (
     lengths,
     packed,
     rows,
-    visits,
+    tile_lists,
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..tile.ranges import Variant
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
-from ..tile.visits import Variant
 from . import fp32_backward_launch as gradients
 from .descriptors import TYPES, Box, Descriptor, addressable, box
 from .fp32 import forward as kernels
 from .launch import by_row, counter
-from .plan import CACHED_KEYS, SECTION, TINY, evenly, has_edges, processors
+from .plan import CACHED_KEYS, SECTION, TINY, even_section, needs_mask_in_loop, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
 KEPT_SHARE = 256
@@ -72,10 +72,10 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would idle in the tail
-    section = evenly(heads, least) if p.recipe.mask else 1
+    section = even_section(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
-        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_apart, row.paired, row.turns,
-        has_edges(p, 64, row.B_c), row.split, kind.raised,
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_separate, row.paired, row.pingpong,
+        needs_mask_in_loop(p, 64, row.B_c), row.wait_pv, kind.p_scale_log2,
     )  # fmt: skip
     shape = kernels.Shape(
         *lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, sizes.key_tiles, sizes.keys * in_block
@@ -107,16 +107,16 @@ def forward_launches(
     """Return the launches: list tiles if needed, split K and V into pieces, then attention, which begins while these
     are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
-    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    scales = (keys.k_undo, keys.v_undo) if pl.kind.type == torch.float16 else (None, None)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    scales = (keys.k_descale, keys.v_descale) if pl.kind.type == torch.float16 else (None, None)
     B_c = pl.forward.B_c
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
         Descriptor(x.q, *pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
         packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
     )  # fmt: skip
-    attend = Launch(kernels.fp32_forward, pl.programs, arguments, pl.constants, pl.compiled)
-    return [*listing, gradients.splitting(p, pl, x, keys, saved), attend]
+    attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
+    return [*listing, gradients.split_launch(p, pl, x, keys, saved), attend]
 
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:

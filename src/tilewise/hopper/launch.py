@@ -10,7 +10,6 @@ from torch import Tensor
 from ..host.launch import (
     Launch,
     adjacent,
-    beside_lse,
     bias_launches,
     cdiv,
     current_stream,
@@ -20,25 +19,26 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
-    renormalizing,
+    renormalize_launches,
     rows,
-    unowned,
-    visits,
+    tile_lists,
+    unused,
+    with_lse_shift,
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..tile.ranges import Variant
 from ..tile.rows import Packed
-from ..tile.visits import Variant
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
-from .backward.deterministic import give_turns
-from .backward.gqa_reduce import Shares
-from .backward.postprocess import finish
-from .backward.preprocess import prepare
+from .backward.deterministic import attention_backward_init_semaphore
+from .backward.gqa_reduce import GqaSums
+from .backward.postprocess import attention_backward_postprocess
+from .backward.preprocess import attention_backward_preprocess
 from .descriptors import PIECE, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
 from .parts import scores
-from .plan import Plan, empty_shares, plan, planned, programs_of_main, row_blocks  # noqa: F401  who launches plans
+from .plan import Plan, empty_gqa_sums, main_programs, plan, planned, row_blocks  # noqa: F401  who launches plans
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -51,13 +51,13 @@ class Scratch(NamedTuple):
     logs: Tensor
     delta: Tensor
     dq: Tensor
-    turns: Tensor | None
-    """Names, per block, the key tile that may add to it and to the others of its turn (see
-    backward/deterministic.py)."""
+    dq_semaphore: Tensor | None
+    """Names, per block, the key tile that may add to it and to the blocks with the same
+    semaphore (see backward/deterministic.py)."""
     ready: Tensor | None
     """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
     for packed sequences, and with the dK/dV split, where ptxas would spill."""
-    shares: Shares | None
+    gqa_sums: GqaSums | None
     done: Tensor
     """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""
 
@@ -68,10 +68,10 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     q, k, v, o, *_ = pl.boxes
     arguments = (
         Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
-        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), unowned(p, saved), sink,
+        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), unused(p, saved), sink,
         variant, None if p.biased else pl.c, pl.shape,
     )  # fmt: skip
-    return [*listing, Launch(kernels.forward, pl.programs, arguments, pl.constants, pl.compiled)]
+    return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
 def forward_variant(
@@ -79,7 +79,7 @@ def forward_variant(
 ) -> tuple[Variant, Tensor | None, list[Launch]]:
     """Return the forward's variant, the sink, and the launches that list tiles."""
     parts, changes, sink = pl.values or device_values(p, x.extra, scores)
-    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
     return Variant(parts, changes, dropout(p, seed), lists), sink, listing
 
 
@@ -94,20 +94,20 @@ def backward_launches(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
-    lists, listing = visits(p, pl, row, parts, x.q.device, by_key=True)
-    variant = Variant(parts, beside_lse(p, changes, lse), dropout(p, saved.seed), lists)
+    lists, listing = tile_lists(p, pl, row, parts, x.q.device, by_key=True)
+    variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
-        order = scratch.turns, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "TURN": pl.backward_tile.TURN}
-        listing = [Launch(give_turns, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
-    before = preparation(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
+        order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
+        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
+        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
+    before = preprocess_launch(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
-    after = finishing(p, pl, scratch, grads.q, where)
-    sums, biases = of_biases(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
+    after = postprocess_launch(p, pl, scratch, grads.q, where)
+    sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
     return [*listing, before, *sums, main, after, *biases]
 
 
-def preparation(
+def preprocess_launch(
     p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, grads: Grads,
     where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
@@ -117,11 +117,11 @@ def preparation(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, unowned(p, grads=grads),
+        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, unused(p, grads=grads),
         lengths(p)[0], p.H, tiles, shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
-    return Launch(prepare, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
+    return Launch(attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
 
 
 def main_launch(
@@ -131,20 +131,20 @@ def main_launch(
     """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
-    edge = (row.B_c, 8192 // row.B_c) if row.sides else (64, D)
-    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *edge, p)) for t in grads[1:3])
+    box_shape = (row.B_c, 8192 // row.B_c) if row.split_dkdv else (64, D)
+    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *box_shape, p)) for t in grads[1:3])
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, scratch.done,
-        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), scratch.shares, counter,
-        scratch.turns, where, variant, pl.c, p.scale, shape,
+        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), scratch.gqa_sums, counter,
+        scratch.dq_semaphore, where, variant, pl.c, p.scale, shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
-    return Launch(backward_kernel.backward, programs_of_main(p, shape), arguments, constants, pl.compiled, key)
+    return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)
 
 
-def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
+def postprocess_launch(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
     """Return the postprocess launch, which computes dQ from its sums."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
@@ -153,10 +153,10 @@ def finishing(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed 
         pl.backward_tile.GROUP,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
-    return Launch(finish, p.B * p.H * tiles, arguments, constants, pl.compiled)
+    return Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
 
-def of_biases(
+def bias_gradients(
     p: Problem, pl: Plan, x: Operands, do: Tensor, lse: Tensor, scratch: Scratch, grads: Grads, variant: Variant,
     key: Any,
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
@@ -168,24 +168,32 @@ def of_biases(
         "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
         "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    variant = variant._replace(scores=beside_lse(p, device_values(p, x.extra)[1], lse))
+    variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse))
     stride = pl.backward_shape.blocks * pl.backward.B_r
     given = (*operands[:2], scratch.logs)
-    sums = renormalizing(p, given, lse, variant, pl.c, stride, tiles, constants, pl, key)
+    sums = renormalize_launches(p, given, lse, variant, pl.c, stride, tiles, constants, pl, key)
     return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
 
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
-    """Allocate scratch without writing it, except `turns`: these hold -1, no tile."""
+    """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
     B_r = pl.backward.B_r
     blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
     sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
-    turns = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
+    dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    walks = pl.backward_shape.heads
-    ready = None if p.recipe.varlen or pl.backward.sides else torch.empty(walks, dtype=torch.int32, device=device)
+    loops = pl.backward_shape.heads
+    ready = None if p.recipe.varlen or pl.backward.split_dkdv else torch.empty(loops, dtype=torch.int32, device=device)
     done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    return Scratch(logs, delta, dq, turns, ready, empty_shares(p, pl.backward, pl.backward_tile.SHARES, device), done)
+    return Scratch(
+        logs,
+        delta,
+        dq,
+        dq_semaphore,
+        ready,
+        empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device),
+        done,
+    )
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:

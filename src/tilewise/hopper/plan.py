@@ -1,6 +1,6 @@
 """Compute what follows from a problem alone: tiles, grid sizes, and how many score matrices run concurrently.
 
-A `walk` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
+A `loop` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
 """
 
 from functools import lru_cache
@@ -13,12 +13,12 @@ from ..host.launch import cdiv, device_values, lengths
 from ..mask import OPEN
 from ..problem import KINDS, Problem, hides_later_keys
 from ..score import SoftCap
+from ..tile.ranges import Variant
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
-from ..tile.visits import Variant
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
-from .backward.gqa_reduce import Shares
+from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, box, contiguous
 from .forward import kernel as kernels
 from .parts import scores
@@ -29,12 +29,12 @@ SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
-LEFT_TO_FINISH = 3
+POSTPROCESS_PROCESSORS = 3
 """Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
 without."""
 CACHED_QUERIES = 16 << 20
 """Let concurrent programs share at most this many bytes of Q, dO and sums of dQ."""
-MOST_HEADS, SHORT_WALK = 4, 2048
+MOST_HEADS, SHORT_LOOP = 4, 2048
 """Limit a loop of the backward to MOST_HEADS query heads, since its epilogue takes some time. Allow more while they
 have about SHORT_WALK queries in all."""
 
@@ -73,9 +73,9 @@ def plan(p: Problem) -> Plan:
 def planned(p: Problem, chosen: Rows) -> Plan:
     """Compute the same from any table rows."""
     row, back = chosen
-    dice = dice_warps(p, 256)
-    if dice:  # the dropout warps replace a warpgroup, and take registers from the others
-        row = row._replace(warpgroups=2, registers=208 if dice == 4 else 224)
+    warps = dropout_warps(p, 256)
+    if warps:  # the dropout warps replace a warpgroup, and take registers from the others
+        row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
@@ -88,7 +88,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = max(SECTION, of_keys) if p.recipe.mask else 1
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
-    constants = {"tile": forward_tile(p, row, dice), "REGISTERS": row.registers, "num_warps": 4}
+    constants = {"tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4}
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
@@ -98,13 +98,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
 
 
-def forward_tile(p: Problem, row: Forward, dice: int) -> kernels.Tile:
+def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     """Return the forward's compile-time constants."""
-    edges = has_edges(p, 64, row.B_c)
-    corner = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
+    masked_loop = needs_mask_in_loop(p, 64, row.B_c)
+    half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     return kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.turns, edges, corner, row.draw_early, dice, row.split, bounded(p),
+        row.pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
     )  # fmt: skip
 
 
@@ -119,27 +119,29 @@ def bounded(p: Problem) -> bool:
 
 def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     """Return the backward's compile-time constants."""
-    heads = heads_of_walk(p, row)
+    heads = heads_per_loop(p, row)
     many = heads > 1  # then the loop reaches the first tile of each
     # 128 queries rarely see only one half of a key tile; with scores, registers are short
     parts = bool(p.recipe.mask) and row.B_r < row.B_c and not (p.listed or p.recipe.score)
-    edges = has_edges(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
+    masked_loop = (
+        needs_mask_in_loop(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
+    )
     # keep a second K where there is room; not where heads share keys: long loops are slower with it
-    k_stages = 1 if many or p.recipe.dropout or row.sides else 2
+    k_stages = 1 if many or p.recipe.dropout or row.split_dkdv else 2
     # faster where a loop would carry scores, or a mask over many heads; slower elsewhere
-    apart = edges and padded(p) == 128 and (many or bool(p.recipe.score))
+    two_loops = masked_loop and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
-        row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.sides, parts, edges,
-        turn(p, row.sides), heads, p.H // p.H_k // heads, apart, dice_warps(p, 128),
+        row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.split_dkdv, parts, masked_loop,
+        semaphore_tiles(p, row.split_dkdv), heads, p.H // p.H_k // heads, two_loops, dropout_warps(p, 128),
     )  # fmt: skip
 
 
 def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
     """Return the backward's counts, and how many matrices run concurrently."""
     tiles = cdiv(p.N, row.B_c)
-    side_by_side = processors(p.q.device) // tiles  # no fewer, or some would idle in the tail
-    heads = heads_of_walk(p, row)
-    section = max(1, side_by_side, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
+    concurrent = processors(p.q.device) // tiles  # no fewer, or some would idle in the tail
+    heads = heads_per_loop(p, row)
+    section = max(1, concurrent, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
     while p.recipe.varlen and p.H // heads % section:  # all from one sequence
         section -= 1
     return backward_kernel.Shape(
@@ -148,14 +150,14 @@ def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
     )  # fmt: skip
 
 
-def dice_warps(p: Problem, crowded: int) -> int:
+def dropout_warps(p: Problem, crowded: int) -> int:
     """Return how many warps generate dropout bits: four, but from head size `crowded` on two, which fit next to the
     producer warp. One more warpgroup would leave the others too few registers, and at 256 too few for a single
     product."""
     return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
 
 
-def has_edges(p: Problem, own: int, other: int) -> bool:
+def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
     """Return whether a loop over tiles of `other` may need the mask after its first tile. It does not where the
     diagonal of a block of `own` rows (or keys) lies inside one tile."""
     alone = p.recipe.mask == (("Causal",),)
@@ -169,12 +171,12 @@ def under_diagonal(p: Problem, size: int) -> bool:
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
-def programs_of_main(p: Problem, shape: Any) -> int:
+def main_programs(p: Problem, shape: Any) -> int:
     """Return the main kernel's grid: one program per multiprocessor. Under a narrow window there is less to multiply
-    for as much dQ to write. So `finish` gets some multiprocessors from the start; otherwise all would wait for it in
+    for as much dQ to write. So postprocess gets some multiprocessors from the start; otherwise all would wait for it in
     the tail."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
-    return most - LEFT_TO_FINISH if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
+    return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
 
 
 def width(p: Problem) -> int:
@@ -186,7 +188,7 @@ def width(p: Problem) -> int:
     return min(end) - max(first) - 1
 
 
-def evenly(heads: int, least: int) -> int:
+def even_section(heads: int, least: int) -> int:
     """Return how many matrices to run concurrently: `least` or more, always the same number. A small remainder would
     begin its longest tiles when the others are done."""
     return cdiv(heads, max(1, heads // least))
@@ -203,16 +205,16 @@ def key_tiles(p: Problem, B_c: int) -> int:
     return p.k.shape[0] // B_c + p.B if p.recipe.varlen else cdiv(p.N, B_c)
 
 
-def heads_of_walk(p: Problem, row: Any) -> int:
+def heads_per_loop(p: Problem, row: Any) -> int:
     """Return how many query heads of a key head one program of the backward loops over. Other programs take the rest
     (see backward/gqa_reduce.py)."""
     group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
-    least = cdiv(SHORT_WALK, max(1, p.M))
+    least = cdiv(SHORT_LOOP, max(1, p.M))
     most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)
 
     def fits(heads: int) -> bool:
-        walks = p.B * p.H // heads * tiles
-        return group % heads == 0 and (heads <= least or 2 * walks >= 3 * processors(p.q.device))
+        programs = p.B * p.H // heads * tiles
+        return group % heads == 0 and (heads <= least or 2 * programs >= 3 * processors(p.q.device))
 
     return next(heads for heads in range(min(most, group), 0, -1) if fits(heads))
 
@@ -222,16 +224,16 @@ def row_blocks(p: Problem, B_r: int) -> int:
     return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
 
 
-def turn(p: Problem, sides: bool) -> int:
+def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
     """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it. There are two, but
     one at head size 256, where an iteration takes longer."""
-    return 0 if not p.recipe.deterministic else 1 if sides else 2
+    return 0 if not p.recipe.deterministic else 1 if split_dkdv else 2
 
 
-def empty_shares(p: Problem, row: Any, shares: int, device: torch.device) -> Shares | None:
+def empty_gqa_sums(p: Problem, row: Any, gqa_sums: int, device: torch.device) -> GqaSums | None:
     """Allocate GQA partial sums and zero their counters, or return None if one program has each key tile to itself."""
-    if shares == 1:
+    if gqa_sums == 1:
         return None
     blocks = key_tiles(p, row.B_c) * p.H_k * (1 if p.recipe.varlen else p.B)
     sums = torch.empty(blocks * 2 * row.B_c * padded(p), dtype=torch.float32, device=device)
-    return Shares(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))
+    return GqaSums(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))

@@ -1,6 +1,6 @@
 """Tabulate the tile sizes of the Hopper kernels: one row per head size in shared memory.
 
-`python -m tilewise tune` measures the rows of FORWARD and BACKWARD against their neighbours; docs/performance.md plots
+`python -m studies tune` measures the rows of FORWARD and BACKWARD against their neighbours; docs/performance.md plots
 its times.
 """
 
@@ -20,9 +20,9 @@ class Forward(NamedTuple):
     B_c: int
     q_stages: int
     kv_stages: int
-    turns: bool
-    draw_early: bool
-    split: int
+    pingpong: bool
+    fetch_early: bool
+    wait_pv: int
     registers: int
 
     @property
@@ -32,13 +32,13 @@ class Forward(NamedTuple):
 
 
 FORWARD = {
-    64: Forward(3, 128, 2, 2, turns=True, draw_early=True, split=0, registers=160),
-    (64, "masked"): Forward(3, 128, 2, 2, turns=True, draw_early=True, split=1, registers=160),
-    (64, "two"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=1, registers=240),
-    128: Forward(2, 128, 2, 2, turns=False, draw_early=True, split=0, registers=240),
-    (128, "masked"): Forward(2, 128, 2, 2, turns=True, draw_early=True, split=2, registers=240),
-    (128, "rich"): Forward(2, 128, 2, 2, turns=False, draw_early=True, split=1, registers=240),
-    256: Forward(2, 64, 1, 2, turns=False, draw_early=True, split=0, registers=240),
+    64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
+    (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
+    (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
+    128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
+    (128, "scores"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
+    256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
 
 
@@ -49,14 +49,14 @@ class Backward(NamedTuple):
     B_c: int
     q_stages: int
     do_stages: int
-    sides: bool
+    split_dkdv: bool
 
 
 BACKWARD = {
-    64: Backward(128, 128, 2, 2, sides=False),
-    (64, "rich"): Backward(64, 128, 2, 2, sides=False),
-    128: Backward(64, 128, 2, 2, sides=False),
-    256: Backward(64, 64, 2, 1, sides=True),
+    64: Backward(128, 128, 2, 2, split_dkdv=False),
+    (64, "scores"): Backward(64, 128, 2, 2, split_dkdv=False),
+    128: Backward(64, 128, 2, 2, split_dkdv=False),
+    256: Backward(64, 64, 2, 1, split_dkdv=True),
 }
 
 
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     type: torch.dtype
     pieces: int
     """Counts the pieces per number."""
-    raised: int
+    p_scale_log2: int
     """Scales P by 2^raised, to fill the type's range."""
 
 
@@ -78,9 +78,9 @@ class Fp32Forward(NamedTuple):
 
     B_c: int
     kv_stages: int
-    q_apart: bool
-    turns: bool
-    split: int
+    q_separate: bool
+    pingpong: bool
+    wait_pv: int
     registers: int
     paired: bool = False
 
@@ -91,10 +91,10 @@ class Fp32Forward(NamedTuple):
 
 
 FP32_FORWARD: dict[Any, Fp32Forward] = {
-    (64, "fp16x3"): Fp32Forward(128, 2, q_apart=True, turns=True, split=1, registers=240),
-    (64, "bf16x6"): Fp32Forward(64, 2, q_apart=True, turns=False, split=1, registers=240),
-    (128, "fp16x3"): Fp32Forward(64, 2, q_apart=False, turns=True, split=1, registers=240),
-    (128, "bf16x6"): Fp32Forward(32, 2, q_apart=False, turns=False, split=0, registers=240, paired=True),
+    (64, "fp16x3"): Fp32Forward(128, 2, q_separate=True, pingpong=True, wait_pv=1, registers=240),
+    (64, "bf16x6"): Fp32Forward(64, 2, q_separate=True, pingpong=False, wait_pv=1, registers=240),
+    (128, "fp16x3"): Fp32Forward(64, 2, q_separate=False, pingpong=True, wait_pv=1, registers=240),
+    (128, "bf16x6"): Fp32Forward(32, 2, q_separate=False, pingpong=False, wait_pv=0, registers=240, paired=True),
 }
 
 
@@ -134,20 +134,20 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out and of short masked rows. Masks are faster if the
-    previous product is complete before them (`split`). At 128, so are dropout and scores, except SoftCap. Masks alone
-    are faster there with ping-pong scheduling (`turns`)."""
+    previous product is complete before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Masks alone
+    are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
     forward: Any = size
     if size == 64:
-        rich = bool(recipe.score or recipe.dropout or p.listed)
-        masked = "two" if p.M <= 1024 else "masked"
-        forward = (64, "two") if rich else (64, masked) if recipe.mask else 64
-        return {"forward": forward, "backward": (64, "rich") if rich else 64}
+        registers_short = bool(recipe.score or recipe.dropout or p.listed)
+        masked = "small" if p.M <= 1024 else "masked"
+        forward = (64, "small") if registers_short else (64, masked) if recipe.mask else 64
+        return {"forward": forward, "backward": (64, "scores") if registers_short else 64}
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
-            forward = 128, "rich"
+            forward = 128, "scores"
         elif recipe.mask and not recipe.score:
             forward = 128, "masked"
     return {"forward": forward, "backward": size}
@@ -159,7 +159,7 @@ def precision(p: Problem) -> str | None:
 
 
 def current_fp32(p: Problem) -> Fp32Forward:
-    """Return the row for an fp32 problem. `tilewise tune` does not measure these."""
+    """Return the row for an fp32 problem. `studies tune` does not measure these."""
     return FP32_FORWARD[padded(p), precision(p)]
 
 
@@ -174,14 +174,14 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"warpgroups": 2, "registers": 240}, {"warpgroups": 3, "registers": 160},
         {"B_c": 64}, {"B_c": 64, "kv_stages": 3}, {"B_c": 128},
         {"q_stages": 1}, {"q_stages": 1, "kv_stages": 3}, {"q_stages": 2}, {"kv_stages": 2}, {"kv_stages": 3},
-        {"turns": True}, {"turns": False}, {"draw_early": True}, {"draw_early": False},
-        {"split": 0}, {"split": 1}, {"split": 2},
+        {"pingpong": True}, {"pingpong": False}, {"fetch_early": True}, {"fetch_early": False},
+        {"wait_pv": 0}, {"wait_pv": 1}, {"wait_pv": 2},
     ),
     "backward": (
         {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
     ),
 }  # fmt: skip
-"""Lists what `tilewise tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
+"""Lists what `studies tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
 a group holds 64 keys."""
 
 

@@ -13,12 +13,12 @@ from ..dropout import dropout_rescale, dropout_threshold
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
-from ..tile.bias import dbias
+from ..tile.bias import attention_backward_dbias
 from ..tile.dropout import Dropout
-from ..tile.renormalize import renormalize
-from ..tile.rows import Output, Packed, Rows, Unowned
-from ..tile.visits import Visits, list_tiles
-from .once import once
+from ..tile.ranges import TileLists, attention_list_tiles
+from ..tile.renormalize import attention_backward_renormalize
+from ..tile.rows import Output, Packed, Rows, Unused
+from .compile_once import compile_once
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
@@ -31,14 +31,14 @@ by default, which changes results and times."""
 NARROW = (16, 32)
 """Head sizes whose blocks have fewer than 64 columns in 16-bit types."""
 
-HERE = nullcontext()
+NO_CONTEXT = nullcontext()
 """A context that does nothing, made once because every call enters it."""
 
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Return a context that makes q's device current, as Triton launches there. It is free if that is so already."""
     if not q.is_cuda or q.device.index == torch.cuda.current_device():
-        return HERE
+        return NO_CONTEXT
     return torch.cuda.device(q.device)
 
 
@@ -47,7 +47,7 @@ def current_stream(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
-def watched() -> bool:
+def profiled() -> bool:
     """Tell whether a profiler has set launch hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))  # a single hook has no `calls`
@@ -79,7 +79,7 @@ class Launch(NamedTuple):
             self.run_first(at)
             return
         compiled, rest = self.compiled[at]
-        if stream is None or watched():
+        if stream is None or profiled():
             compiled[(self.programs, 1, 1)](*self.arguments, *rest, stream=stream)
         else:  # the same without hooks: Triton prepares their arguments even if none is set
             compiled.run(
@@ -89,11 +89,11 @@ class Launch(NamedTuple):
 
     def run_first(self, at: Any) -> None:
         """Compile the kernel or load it from Triton's cache, and launch it; with a list in FORESEEN, append instead."""
-        if (foreseen := FORESEEN.get()) is not None:
+        if (foreseen := RECORDED.get()) is not None:
             foreseen.append(self)
             return
         start = self.kernel[(self.programs,)]
-        compiled = once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants, **FUSED))
+        compiled = compile_once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants, **FUSED))
         if compiled is not None:  # the interpreter compiles nothing
             rest = self.kernel.arg_names[len(self.arguments) :]
             self.compiled[at] = compiled, tuple([self.constants[name] for name in rest])
@@ -103,14 +103,14 @@ class Launch(NamedTuple):
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **FUSED)
 
 
-FORESEEN: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
+RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 """A list that records launches of kernels that are not compiled, in place of running them; None runs them. A back end
-called on meta tensors thus records what the same call launches on a GPU (see `ahead`)."""
+called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
 
 
-def visits(
+def tile_lists(
     p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool
-) -> tuple[Visits | None, list[Launch]]:
+) -> tuple[TileLists | None, list[Launch]]:
     """Return lists of the tiles with unmasked entries, 4 bytes a tile, and the launch that writes them.
 
     Interval masks need no lists: there the result is (None, []). `by_key` makes one list per tile of keys, else one per
@@ -123,10 +123,12 @@ def visits(
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
     strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    made = Visits(lists, strides[0], strides[1], lists.stride(2))
+    made = TileLists(lists, strides[0], strides[1], lists.stride(2))
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
     arguments = (made, parts, p.M, p.N, heads, count, across)
-    return made, [Launch(list_tiles, batch * heads * count, arguments, constants, pl.compiled, (tiles, by_key))]
+    return made, [
+        Launch(attention_list_tiles, batch * heads * count, arguments, constants, pl.compiled, (tiles, by_key))
+    ]
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
@@ -174,7 +176,7 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
 
 
-def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unowned | None:
+def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unused | None:
     """Return the tensors of which a kernel fills the rows outside all packed sequences: o and lse, or dq, dk and dv."""
     if not p.recipe.varlen:
         return None
@@ -184,12 +186,12 @@ def unowned(p: Problem, saved: Saved | None = None, grads: Grads | None = None) 
     elif grads:
         of_queries = (Output(rows(p, grads.q), p.H, p.D),)
         of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
-    return Unowned(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
+    return Unused(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
-def beside_lse(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
+def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
-    shift = scores.Part(DEVICE_SCORES.shifted_fn, DEVICE_SCORES.shifted_grad, 1.0, (lse, p.H, p.M, p.N))
+    shift = scores.Part(DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, p.H, p.M, p.N))
     return (*changes, shift) if p.biased else changes
 
 
@@ -265,10 +267,10 @@ def bias_launches(
         flags = {"WHICH": position, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1}
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
         at = key, position, grad.data_ptr() % 16
-        yield Launch(dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
+        yield Launch(attention_backward_dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
 
 
-def renormalizing(
+def renormalize_launches(
     p: Problem, given: Any, lse: Tensor, variant: Any, unit: float, stride: int, tiles: Any, constants: Any, pl: Any,
     key: Any,
 ) -> list[Launch]:  # fmt: skip
@@ -281,7 +283,7 @@ def renormalizing(
     count = cdiv(p.M, tiles.B_r)
     arguments = (*given, lse, variant, unit, p.M, p.N, p.H, count, stride)
     constants = {name: value for name, value in constants.items() if name != "d_v"}
-    return [Launch(renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]
+    return [Launch(attention_backward_renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]
 
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:

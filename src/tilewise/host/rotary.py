@@ -9,15 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ..tile.rotary import Heads, Places, Tables, rotate
+from ..tile.rotary import Heads, Places, Tables, rotary_embedding
 
 
-def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
-    """Rotate every x by `turn`, a rotary.Turn, into its contiguous y. At least one must have elements."""
+def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
+    """Rotate every x by `rotation`, a rotary.Rotation, into its contiguous y. At least one must have elements."""
     x = xs[0]
-    packed = turn.cu_seqlens is not None
-    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (turn.cos, turn.sin))
-    places = Places(*(None if t is None else t.contiguous() for t in (turn.offsets, turn.cu_seqlens)))
+    packed = rotation.cu_seqlens is not None
+    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (rotation.cos, rotation.sin))
+    places = Places(*(None if t is None else t.contiguous() for t in (rotation.offsets, rotation.cu_seqlens)))
     tokens, P, D = x.shape[:-2].numel(), cos.shape[1], x.shape[-1]
     B_T, B_H, B_P, B_REST = tiles(max(x.shape[-2] for x in xs), P, D)
     heads = [
@@ -25,19 +25,19 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], turn: Any) -> None:
     ]
     grid = triton.cdiv(tokens, B_T), sum(triton.cdiv(x.H, B_H) for x in heads)
     with torch.cuda.device_of(x) if x.is_cuda else nullcontext():
-        rotate[grid](
+        rotary_embedding[grid](
             tuple(heads),
             Tables(cos, sin, cos.stride(0), sin.stride(0)),
             places,
             tokens,
             x.shape[-3],
-            turn.cu_seqlens.shape[0] - 1 if packed else x.shape[0],
+            rotation.cu_seqlens.shape[0] - 1 if packed else x.shape[0],
             cos.shape[0],
-            turn.offset,
-            -1.0 if turn.inverse else 1.0,
+            rotation.offset,
+            -1.0 if rotation.inverse else 1.0,
             P,
             D,
-            INTERLEAVED=turn.interleaved,
+            INTERLEAVED=rotation.interleaved,
             B_T=B_T,
             B_H=B_H,
             B_P=B_P,

@@ -1,6 +1,6 @@
 """Tables of tile sizes, by kernel and kind of problem, which measured rows from a file can replace.
 
-A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `tilewise tune --write` made. Its rows
+A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `studies tune --write` made. Its rows
 for the GPU of a call replace the defaults (docs/adr/0009). The file is read once, when a problem is first planned.
 """
 
@@ -27,7 +27,7 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
     },
     "hopper": {
         "B_r": (64, 128), "B_c": (64, 128), "warpgroups": (2, 3), "q_stages": STAGES, "kv_stages": STAGES,
-        "do_stages": STAGES, "split": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
+        "do_stages": STAGES, "wait_pv": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
     },
 }  # fmt: skip
 """The values allowed in a file, by back end and field. Others would give wrong results or fail to compile."""
@@ -40,12 +40,12 @@ def in_use(backend: str, tables: Mapping[str, Table], device: torch.device) -> M
         return tables
     found = rows_of_card(Path(path), device).get(backend, {})
     if unknown := set(found) - set(tables):
-        raise ValueError(_broken(path, f"{backend} has no table {', '.join(sorted(unknown))}"))
+        raise ValueError(_broken(path, f"unknown tables of {backend}: {', '.join(sorted(unknown))}"))
     allowed = ALLOWED[backend]
     return {name: table | _rows(path, name, table, found.get(name, {}), allowed) for name, table in tables.items()}
 
 
-def whose(device: torch.device) -> str:
+def source_of_rows(device: torch.device) -> str:
     """Say where this device's tile sizes come from."""
     path = os.environ.get(VARIABLE)
     if not path:
@@ -74,15 +74,15 @@ def read(path: Path) -> dict[str, Any]:
         shaped = all(isinstance(rows, dict) for _, tables in by_backend for rows in tables.values())
     except FileNotFoundError:
         raise ValueError(
-            f"{VARIABLE} names {path}, which does not exist; write it with `python -m tilewise tune --write {path}`, "
-            f"or unset {VARIABLE}"
+            f"{VARIABLE} must name a file of rows, got {path}, which does not exist; write it with `python -m studies "
+            f"tune --write {path}`, or unset {VARIABLE}"
         ) from None
     except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(_broken(path, "it is no file of rows")) from error
+        raise ValueError(_broken(path, "other content")) from error
     if not shaped:
-        raise ValueError(_broken(path, "it is no file of rows"))
+        raise ValueError(_broken(path, "other content"))
     if unknown := {backend for backend, _ in by_backend} - set(ORDER):
-        raise ValueError(_broken(path, f"there is no back end {', '.join(sorted(unknown))}"))
+        raise ValueError(_broken(path, f"unknown back ends: {', '.join(sorted(unknown))}"))
     return content
 
 
@@ -95,7 +95,7 @@ def _rows(path: str, name: str, table: Table, found: dict[str, Any], allowed: Ma
     """Check a file's rows of one table, and return them by the table's keys."""
     keys = {label(key): key for key in table}
     if unknown := set(found) - set(keys):
-        raise ValueError(_broken(path, f"table {name} has no row {', '.join(sorted(unknown))}"))
+        raise ValueError(_broken(path, f"unknown rows of table {name}: {', '.join(sorted(unknown))}"))
     return {
         keys[text]: _row(path, f"row {text} of table {name}", table[keys[text]], fields, allowed)
         for text, fields in found.items()
@@ -105,19 +105,19 @@ def _rows(path: str, name: str, table: Table, found: dict[str, Any], allowed: Ma
 def _row(path: str, where: str, like: Any, fields: Any, allowed: Mapping[str, tuple[Any, ...]]) -> Any:
     """Check a file's fields, and return them as a row of the same class as `like`."""
     if not isinstance(fields, dict) or set(fields) != set(like._fields):
-        raise ValueError(_broken(path, f"{where} must have the fields {', '.join(like._fields)}"))
+        raise ValueError(_broken(path, f"{where} without exactly the fields {', '.join(like._fields)}"))
     for field, kind in get_type_hints(type(like)).items():
         value = fields[field]
         if type(value) not in (get_args(kind) or (kind,)):
-            raise ValueError(_broken(path, f"{field} in {where} is {value!r}"))
+            raise ValueError(_broken(path, f"{field} = {value!r} in {where}"))
         if value not in allowed.get(field, (value,)):
             among = ", ".join(map(str, allowed[field]))
-            raise ValueError(_broken(path, f"{field} in {where} is {value!r}, which is none of {among}"))
+            raise ValueError(_broken(path, f"{field} = {value!r} in {where}, which is none of {among}"))
     return like._replace(**fields)
 
 
-def _broken(path: str | Path, why: str) -> str:
+def _broken(path: str | Path, got: str) -> str:
     return (
-        f"{path} cannot be used as a file of rows: {why}; remove it and write it anew with `python -m tilewise tune "
-        f"--write {path}`, or unset {VARIABLE}"
+        f"{path} must be a file of rows, got {got}; remove it and write it again with `python -m studies tune --write "
+        f"{path}`, or unset {VARIABLE}"
     )

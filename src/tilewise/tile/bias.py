@@ -6,8 +6,8 @@ import triton.language as tl
 from .blocks import block, load_row_values
 from .factors import load_left, load_right, product
 from .gradients import scores_gradient
+from .ranges import Place
 from .rows import origin, row_values
-from .visits import Place
 
 
 @triton.jit(
@@ -16,7 +16,7 @@ from .visits import Place
         "b_each", "h_each", "r_each", "c_each", "stride",
     ]
 )  # fmt: skip
-def dbias(
+def attention_backward_dbias(
     Q, K, V, dO, L, D, dBias, variant, unit, M, N, H, rows, columns, heads, tiles_r, tiles_c,
     b_each, h_each, r_each, c_each, stride,
     WHICH: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, G: tl.constexpr, d: tl.constexpr,
@@ -42,13 +42,13 @@ def dbias(
         k = load_right(block(K, b, h // G, 0, B_C, d), j0, N, True, PRECISION)  # (d, B_c)
         v = load_right(block(V, b, h // G, 0, B_C, d_v), j0, N, True, PRECISION)  # (d_v, B_c)
         logs = load_row_values(row_values(L, None, b, h, H, 0, stride), i0, B_R, M, float("inf"), True)
-        sums = load_row_values(row_values(D, None, b, h, H, 0, stride), i0, B_R, M, 0.0, True)
+        delta = load_row_values(row_values(D, None, b, h, H, 0, stride), i0, B_R, M, 0.0, True)
         S = product(q, k, PRECISION)  # (B_r, B_c)
         dP = product(do, v, PRECISION)  # (B_r, B_c)
         place = Place(b, h, b * H + h, i0, M, N, N - M)
         EXACT: tl.constexpr = q[0].dtype == tl.float32
-        logs, sums = logs[:, None], sums[:, None]
-        acc += scores_gradient(S, dP, logs, sums, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
+        logs, delta = logs[:, None], delta[:, None]
+        acc += scores_gradient(S, dP, logs, delta, place, variant, unit, i, j0, j, EXACT, True, WHICH + 1)[1]
     if ONE_ROW:
         acc = tl.broadcast_to(tl.sum(acc, 0, keep_dims=True), acc.shape)
     if ONE_COLUMN:

@@ -15,7 +15,7 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
-def kept(dropout, row, i0, i, j0, j):
+def dropout_mask(dropout, row, i0, i, j0, j):
     """Return Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
     i0 and j0 are multiples of the tile's sides, which are powers of 2 from 16 on. i and j run inside the tile, and i is

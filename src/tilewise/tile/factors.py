@@ -8,7 +8,7 @@ are stored as rows, its columns lie in the same banks, and every read is an eigh
 joins pairs of neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two
 pairs or more: with larger groups, many warps would be left with one each.
 
-Of two factors one is `still`, loaded once for a whole loop, and one is `passing`, loaded in each iteration.
+Of two factors one is stationary, loaded once for a whole loop, and one is streamed, loaded in each iteration.
 """
 
 import triton
@@ -65,7 +65,7 @@ def load_values(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def weights(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def left_slices(P, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """Return what multiplies the slices of `load_values`: a thread has four adjacent columns of P, one for each slice.
 
     Made before other products are, they wait for theirs in shared memory rather than in registers.
@@ -115,34 +115,34 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def still_axis(dtype, PRECISION):
+def stationary_axis(dtype, PRECISION):
     """Return the axis of S along which the stationary tile lies. Matrix units take it from the left. FMA units take it
     from the right, where turning rows into columns is expensive, so that it is done once."""
     return 1 if on_fma_units(dtype, PRECISION) else 0
 
 
 @triton.jit
-def load_still(X, first, length, PRECISION: tl.constexpr):
+def load_stationary(X, first, length, PRECISION: tl.constexpr):
     """Load the stationary tile."""
-    if still_axis(X.start.dtype.element_ty, PRECISION):
+    if stationary_axis(X.start.dtype.element_ty, PRECISION):
         return load_right(X, first, length, True, PRECISION)
     else:
         return load_left(X, first, length, True, PRECISION)
 
 
 @triton.jit
-def load_passing(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
+def load_streamed(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr):
     """Load a tile of the loop."""
-    if still_axis(X.start.dtype.element_ty, PRECISION):
+    if stationary_axis(X.start.dtype.element_ty, PRECISION):
         return load_left(X, first, length, CHECK, PRECISION)
     else:
         return load_right(X, first, length, CHECK, PRECISION)
 
 
 @triton.jit
-def meet(still, passing, PRECISION: tl.constexpr):
+def tile_product(stationary, streamed, PRECISION: tl.constexpr):
     """Return the products of the rows of both tiles, S in the axes of `still_axis`."""
-    if still_axis(still[0].dtype, PRECISION):
-        return product(passing, still, PRECISION)
+    if stationary_axis(stationary[0].dtype, PRECISION):
+        return product(streamed, stationary, PRECISION)
     else:
-        return product(still, passing, PRECISION)
+        return product(stationary, streamed, PRECISION)

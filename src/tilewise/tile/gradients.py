@@ -8,9 +8,9 @@ be transposed; L and D broadcast with i.
 import triton
 import triton.language as tl
 
-from .dropout import kept
+from .dropout import dropout_mask
 from .masks import visible
-from .scores import Entries, back, through
+from .scores import Entries, apply_scores, scores_backward
 from .softmax import probabilities
 
 
@@ -26,13 +26,13 @@ def scores_gradient(
 ):
     """Return (P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
     at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j)
-    T = through(variant.scores, S, at, len(variant.scores))
+    T = apply_scores(variant.scores, S, at, len(variant.scores))
     shown = T
     if MASKED:
         shown = tl.where(seen(place, variant, i, j0, j), T, float("-inf"))
     P = probabilities(shown, L, unit, EXACT)
     P_kept = P
     if variant.dropout is not None:
-        Z = kept(variant.dropout, place.matrix, place.i0, i, j0, j)
+        Z = dropout_mask(variant.dropout, place.matrix, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
-    return P_kept, back(variant.scores, P * (dP - D), S, T, at, STOP)
+    return P_kept, scores_backward(variant.scores, P * (dP - D), S, T, at, STOP)

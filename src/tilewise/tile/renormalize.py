@@ -11,17 +11,17 @@ import triton.language as tl
 from .blocks import block, load_row_values
 from .factors import load_left, load_right, product
 from .gradients import seen
+from .ranges import Place
 from .rows import row_values
-from .scores import Entries, through
+from .scores import Entries, apply_scores
 from .softmax import LN2, log2, probabilities
-from .visits import Place
 
-FAR = tl.constexpr(4096.0)
+LARGE_LSE = tl.constexpr(4096.0)
 """Bounds the lse from below: rounding a smaller one changes P by 2^-12 of itself at most, less than it does S."""
 
 
 @triton.jit(do_not_specialize=["variant", "M", "N", "H", "tiles", "stride"])
-def renormalize(
+def attention_backward_renormalize(
     Q, K, L, lse, variant, unit, M, N, H, tiles, stride,
     G: tl.constexpr, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,10 +33,10 @@ def renormalize(
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     i0 = t * B_R
     logs = load_row_values(row_values(lse, None, b, h, H, 0, M), i0, B_R, M, 0.0, True)
-    far = (tl.abs(logs) >= FAR) & (tl.abs(logs) < float("inf"))
+    large = (tl.abs(logs) >= LARGE_LSE) & (tl.abs(logs) < float("inf"))
     EXACT: tl.constexpr = Q.ptr.dtype.element_ty == tl.float32
     sums = tl.zeros([B_R], tl.float32)
-    if tl.max(far.to(tl.int32), 0) > 0:
+    if tl.max(large.to(tl.int32), 0) > 0:
         place = Place(b, h, b * H + h, i0, M, N, N - M)
         i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
         q = load_left(block(Q, b, h, 0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
@@ -45,10 +45,10 @@ def renormalize(
             j0 = x * B_C
             S = product(q, load_right(keys, j0, N, True, PRECISION), PRECISION)  # (B_r, B_c)
             at = Entries(b, h, i0 + i + place.shift, 0, j0, j)
-            S = through(variant.scores, S, at, len(variant.scores))
+            S = apply_scores(variant.scores, S, at, len(variant.scores))
             S = tl.where(seen(place, variant, i, j0, j), S, float("-inf"))
             sums += tl.sum(probabilities(S, 0.0, unit, EXACT), 1)
     whole, rest = log2(sums)
-    found = tl.where(far & (sums > 0.0), (whole + rest) * LN2 if EXACT else whole + rest, 0.0)
+    found = tl.where(large & (sums > 0.0), (whole + rest) * LN2 if EXACT else whole + rest, 0.0)
     rows = i0 + tl.arange(0, B_R)
     tl.store(row_values(L, None, b, h, H, 0, stride) + rows, found, mask=rows < M)

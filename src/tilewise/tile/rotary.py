@@ -99,7 +99,7 @@ def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     x, first, t, i, b, c, s, inside, p, P, D, INTERLEAVED: tl.constexpr, B_H: tl.constexpr, B_REST: tl.constexpr
 ):
     """Rotate the heads from `first` on of a block of tokens, and copy the dimensions that have no angle."""
@@ -120,7 +120,7 @@ def turn_heads(
 
 
 @triton.jit(do_not_specialize=["tokens", "S", "B", "positions", "offset"])
-def rotate(
+def rotary_embedding(
     xs, tables, places, tokens, S, B, positions, offset, direction, P, D,
     INTERLEAVED: tl.constexpr, B_T: tl.constexpr, B_H: tl.constexpr, B_P: tl.constexpr, B_REST: tl.constexpr,
 ):  # fmt: skip
@@ -142,5 +142,5 @@ def rotate(
     for n in tl.static_range(len(xs)):
         blocks = tl.cdiv(xs[n].H, B_H)
         if (block >= 0) & (block < blocks):
-            turn_heads(xs[n], block * B_H, t, i, b, c, s, inside, p, P, D, INTERLEAVED, B_H, B_REST)
+            rotate_heads(xs[n], block * B_H, t, i, b, c, s, inside, p, P, D, INTERLEAVED, B_H, B_REST)
         block -= blocks

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-SHARERS = tl.constexpr(512)
+FILL_PROGRAMS = tl.constexpr(512)
 """Limits the programs that fill rows of no sequence to the first wave of a launch, whose wait for memory hides
 theirs."""
 
@@ -38,8 +38,8 @@ class Output(NamedTuple):
     size: object
 
 
-class Unowned(NamedTuple):
-    """Hold what is filled in rows that no sequence owns: outputs with rows for queries, those with rows for keys, and
+class Unused(NamedTuple):
+    """Hold what is filled in rows outside all sequences: outputs with rows for queries, those with rows for keys, and
     lse or None. Counts are 2 n + 1, as in `Packed`."""
 
     of_queries: tuple
@@ -74,20 +74,22 @@ def clamped(cu, b, total, most):
 
 
 @triton.jit
-def fill_unowned(unowned, packed, rows, columns):
-    """Fill the rows of outputs that no sequence owns with zeros, and their lse with -inf. The first programs divide the
+def fill_unused(unused, packed, rows, columns):
+    """Fill the rows of outputs outside all sequences with zeros, and their lse with -inf. The first programs divide the
     work, in blocks of `rows` (R, 1) and `columns` (1, C)."""
     if packed is not None:
-        programs = tl.minimum(tl.num_programs(0), SHARERS)
+        programs = tl.minimum(tl.num_programs(0), FILL_PROGRAMS)
         if tl.program_id(0) < programs:
-            count, lse, total = unowned.sequences // 2, unowned.lse, unowned.queries // 2
-            fill_behind(unowned.of_queries, lse, packed.cu_q, packed.max_q, total, count, programs, rows, columns)
-            total = unowned.keys // 2
-            fill_behind(unowned.of_keys, None, packed.cu_k, packed.max_k, total, count, programs, rows, columns)
+            count, lse, total = unused.sequences // 2, unused.lse, unused.queries // 2
+            fill_after_sequences(
+                unused.of_queries, lse, packed.cu_q, packed.max_q, total, count, programs, rows, columns
+            )
+            total = unused.keys // 2
+            fill_after_sequences(unused.of_keys, None, packed.cu_k, packed.max_k, total, count, programs, rows, columns)
 
 
 @triton.jit
-def fill_behind(outputs, lse, cu, most, total, count, programs, rows, columns):
+def fill_after_sequences(outputs, lse, cu, most, total, count, programs, rows, columns):
     """Fill the same after sequences that are longer than the layout says, and after the last."""
     if len(outputs) > 0:
         program = tl.program_id(0)

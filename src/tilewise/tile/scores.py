@@ -3,7 +3,7 @@
     fn(S, unit, at, *captured)           returns the logits that leave; S unit are those that entered
     grad(dS, S, T, unit, at, *captured)  returns the gradient with respect to S unit
 
-T are the logits that left, or any number where dS is 0.
+T are the logits after the score, or any number where dS is 0.
 """
 
 from typing import NamedTuple
@@ -35,32 +35,32 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def applied(score, S, at):
+def apply_score(score, S, at):
     """Return the logits that leave one score."""
     return score.fn(S, score.unit, at, *score.captured)
 
 
 @triton.jit
-def pulled(score, dS, S, T, at):
+def score_backward(score, dS, S, T, at):
     """Return the gradient of the logits that entered one score."""
     return score.grad(dS, S, T, score.unit, at, *score.captured)
 
 
 @triton.jit
-def through(scores, S, at, COUNT: tl.constexpr):
+def apply_scores(scores, S, at, COUNT: tl.constexpr):
     """Return the logits after the first COUNT scores."""
     for p in tl.static_range(COUNT):
-        S = applied(scores[p], S, at)
+        S = apply_score(scores[p], S, at)
     return S
 
 
 @triton.jit
-def back(scores, dS, S, T, at, STOP: tl.constexpr):
+def scores_backward(scores, dS, S, T, at, STOP: tl.constexpr):
     """Return the gradient of the logits that entered score STOP, from that of T, which left the last; S entered the
     first."""
     for n in tl.static_range(len(scores) - STOP):
-        S_in = through(scores, S, at, len(scores) - 1 - n)
-        dS = pulled(scores[len(scores) - 1 - n], dS, S_in, T, at)
+        S_in = apply_scores(scores, S, at, len(scores) - 1 - n)
+        dS = score_backward(scores[len(scores) - 1 - n], dS, S_in, T, at)
         T = S_in
     return dS
 
@@ -120,7 +120,7 @@ def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 
 @triton.jit
-def shifted_fn(S, unit, at, lse, H, M, N):
+def minus_lse_fn(S, unit, at, lse, H, M, N):
     """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py)."""
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
     logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
@@ -128,6 +128,6 @@ def shifted_fn(S, unit, at, lse, H, M, N):
 
 
 @triton.jit
-def shifted_grad(dS, S, T, unit, at, lse, H, M, N):
+def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N):
     """Return dS: the softmax does not depend on a shift of whole rows."""
     return dS

@@ -8,7 +8,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
+def row_max(S, m, c, P_SCALE_LOG2: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
     """Return the new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a
     RAISE, the maximum is taken for as much smaller, and P comes out 2^RAISE times as large.
 
@@ -19,8 +19,8 @@ def row_max(S, m, c, RAISE: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or 
     log2 e is inf. Of smaller ones it is so large that what is rounded off would be an exponent by itself.
     """
     top = tl.max(S, 1) if c is None else tl.max(S, 1) * c
-    if RAISE:
-        top -= RAISE
+    if P_SCALE_LOG2:
+        top -= P_SCALE_LOG2
     m_new = tl.maximum(m, top)
     return m_new, tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
 

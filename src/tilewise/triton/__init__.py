@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from ..host.launch import on_device
-from ..host.tables import whose
+from ..host.tables import source_of_rows
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
@@ -38,7 +38,7 @@ class Portable:
         ]
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
-        return "; ".join((*parts, whose(problem.q.device)))
+        return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":

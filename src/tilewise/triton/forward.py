@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from ..tile.blocks import block, store_rows
-from ..tile.dropout import kept
-from ..tile.factors import load_left, load_right, load_values, product, weights
+from ..tile.dropout import dropout_mask
+from ..tile.factors import left_slices, load_left, load_right, load_values, product
 from ..tile.masks import visible
-from ..tile.rows import fill_unowned, row_values, rows_of
+from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
+from ..tile.rows import fill_unused, row_values, rows_of
 from ..tile.schedule import assign
-from ..tile.scores import Entries, through
+from ..tile.scores import Entries, apply_scores
 from ..tile.softmax import finalize, join_sink, online_softmax
-from ..tile.visits import Place, key_range, list_at, partial_at, tile_at
 
 
 @triton.jit
@@ -23,15 +23,17 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
     S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
     i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
     columns = j0 + tl.arange(0, B_C)[None, :]
-    S = through(variant.scores, S, Entries(place.b, place.h, i, 0, columns, 0), len(variant.scores))
+    S = apply_scores(variant.scores, S, Entries(place.b, place.h, i, 0, columns, 0), len(variant.scores))
     if MASKED:
         seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
-        P *= kept(variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
+        P *= dropout_mask(
+            variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :]
+        )
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
-    P = weights(P, v[0].dtype, PRECISION)
+    P = left_slices(P, v[0].dtype, PRECISION)
     if v[0].dtype == tl.float32:
         # matrix units truncate as they accumulate: a new sum per tile, added by FMA, keeps long rows exact
         acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
@@ -41,9 +43,9 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
-@triton.jit(do_not_specialize=["packed", "unowned", "variant", "M", "N", "H", "heads", "section", "tiles"])
-def forward(
-    Q, K, V, O, L, packed, unowned, sink, variant, c, M, N, H, heads, section, tiles,
+@triton.jit(do_not_specialize=["packed", "unused", "variant", "M", "N", "H", "heads", "section", "tiles"])
+def attention_forward(
+    Q, K, V, O, L, packed, unused, sink, variant, c, M, N, H, heads, section, tiles,
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +53,7 @@ def forward(
 
     Multiplying logits by c converts them to base 2; c may be None (see `row_max`). G query heads share a key head.
     """
-    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     rows_in_all = M
@@ -66,13 +68,13 @@ def forward(
     acc = tl.zeros(out.at.shape, tl.float32)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    lists = list_at(variant.visits, b, h, t)
+    lists = list_at(variant.lists, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):  # full tiles: the mask hides no entry
-        j = tile_at(variant.visits, lists, x)
+        j = tile_at(variant.lists, lists, x)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, False, PRECISION)
     for x in range(full_lo - lo + hi - full_hi):  # partial tiles: edges of the mask, and the last tile
-        j = partial_at(variant.visits, lists, x, lo, full_lo, full_hi)
+        j = partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
     if sink is not None:
         m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32), c is None)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..host.launch import (
     Launch,
     adjacent,
-    beside_lse,
     bias_launches,
     cdiv,
     current_stream,
@@ -20,18 +19,19 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
-    renormalizing,
+    renormalize_launches,
     rows,
-    unowned,
-    visits,
+    tile_lists,
+    unused,
     with_adjacent_rows,
+    with_lse_shift,
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from ..tile.visits import Variant
 from . import backward as kernels
-from .forward import forward as forward_kernel
+from .forward import attention_forward
 from .tiles import Rows, Tiles, current, precision
 
 TINY = 2.0**-126
@@ -124,14 +124,14 @@ def empty_row_values(p: Problem, x: Operands) -> Tensor:
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
     """Yield the forward's launch; before it, one that lists tiles if the plan needs it."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
-    lists, listing = visits(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unowned(p, saved), sink,
+        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved), sink,
         Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
     )  # fmt: skip
-    yield Launch(forward_kernel, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
+    yield Launch(attention_forward, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
 
 
 def backward_launches(
@@ -145,33 +145,42 @@ def backward_launches(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr()) % 16
     key = do.stride(), saved.o.stride(), aligned  # properties of these tensors that the problem does not hold
     parts, changes, _ = pl.values or device_values(p, x.extra)
-    variant = Variant(parts, beside_lse(p, changes, lse), dropout(p, saved.seed), None)
+    variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
 
     tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, unowned(p, grads=grads), M, p.H, tiles)
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, unused(p, grads=grads), M, p.H, tiles)
     constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
     yield Launch(
-        kernels.delta, heads * tiles, arguments, constants, pl.compiled, (key, dL is None or dL.data_ptr() % 16)
+        kernels.attention_backward_delta,
+        heads * tiles,
+        arguments,
+        constants,
+        pl.compiled,
+        (key, dL is None or dL.data_ptr() % 16),
     )
 
     given = (*(rows(p, t) for t in (*x[:3], do)), logs, delta)
     constants, stride = {**pl.constants, **meta(pl.dq)}, logs.shape[-1]
-    yield from renormalizing(p, (*given[:2], logs), lse, variant, pl.unit, stride, pl.dq, constants, pl, key)
+    yield from renormalize_launches(p, (*given[:2], logs), lse, variant, pl.unit, stride, pl.dq, constants, pl, key)
 
-    lists, listing = visits(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
+    lists, listing = tile_lists(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.unit, p.scale, 1.0, M, N, p.H_k, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(visits=lists), *sizes)
-    yield Launch(kernels.dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key)
+    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), *sizes)
+    yield Launch(
+        kernels.attention_backward_dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key
+    )
 
-    lists, listing = visits(p, pl, pl.dq, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.unit, p.scale, 1.0, M, N, p.H, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.q), where, variant._replace(visits=lists), *sizes)
-    yield Launch(kernels.dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key)
+    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), *sizes)
+    yield Launch(
+        kernels.attention_backward_dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key
+    )
 
     # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
     tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))

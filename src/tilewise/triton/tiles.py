@@ -1,7 +1,7 @@
 """Tile sizes: one row per kernel, kind of chip, bytes per entry and head size.
 
 Some rows replace the plain row:
-- "rich" is for calls with scores or dropout. Their loops need more registers, and the plain row spills.
+- "scores" is for calls with scores or dropout. Their loops need more registers, and the plain row spills.
 - "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
 - "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
   plain row.
@@ -9,7 +9,7 @@ Some rows replace the plain row:
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
 of their kind, by the same rule, within its shared memory. tests/triton/test_compile.py checks each row.
-`python -m tilewise tune` measures similar rows on a GPU; docs/performance.md plots the times.
+`python -m studies tune` measures similar rows on a GPU; docs/performance.md plots the times.
 
 sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, to keep the products out of tensor
 memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles these need more tensor memory than there
@@ -39,7 +39,7 @@ Table = dict[tuple[str | int, ...], Tiles]
 
 FORWARD: Table = {
     ("hopper", 2, 64): Tiles(128, 64, 8, 4, registers=128),
-    ("hopper", 2, 64, "rich"): Tiles(128, 64, 8, 4),
+    ("hopper", 2, 64, "scores"): Tiles(128, 64, 8, 4),
     ("hopper", 2, 128): Tiles(64, 64, 4, 3),
     ("hopper", 2, 256): Tiles(128, 32, 8, 3),
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
@@ -74,9 +74,9 @@ FORWARD: Table = {
 
 DKDV: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
-    ("hopper", 2, 64, "rich"): Tiles(32, 64, 4, 3),
+    ("hopper", 2, 64, "scores"): Tiles(32, 64, 4, 3),
     ("hopper", 2, 128): Tiles(32, 128, 8, 3),
-    ("hopper", 2, 128, "rich"): Tiles(16, 128, 8, 2),
+    ("hopper", 2, 128, "scores"): Tiles(16, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
@@ -107,7 +107,7 @@ DKDV: Table = {
 DQ: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
     ("hopper", 2, 128): Tiles(128, 64, 8, 3),
-    ("hopper", 2, 128, "rich"): Tiles(128, 32, 8, 2),
+    ("hopper", 2, 128, "scores"): Tiles(128, 32, 8, 2),
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
@@ -120,7 +120,7 @@ DQ: Table = {
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 3),
-    ("ampere", 2, 64, "rich"): Tiles(64, 32, 4, 3),
+    ("ampere", 2, 64, "scores"): Tiles(64, 32, 4, 3),
     ("ampere", 2, 128): Tiles(64, 32, 4, 3),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
@@ -198,7 +198,7 @@ def keys(p: Problem) -> dict[str, Any]:
 
 def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     """Return a table's key for a problem, with the smallest head size that is large enough."""
-    kinds, special = chips(p.target), "rich" if p.recipe.score or p.recipe.dropout > 0.0 else ""
+    kinds, special = chips(p.target), "scores" if p.recipe.score or p.recipe.dropout > 0.0 else ""
     if (name := precision(p)) in SPECIAL:
         special = name
     if name == "ieee":
@@ -219,7 +219,7 @@ def title(key: Any) -> str:
 
 
 def neighbours(name: str, row: Tiles) -> list[Tiles]:
-    """Return the rows that `tilewise tune` compares with a row of a table.
+    """Return the rows that `studies tune` compares with a row of a table.
 
     They have half or twice the rows, columns or warps, or rows and warps together, or one stage more or less, or no cap
     on registers. To go further, run `tune` again.

@@ -1,6 +1,6 @@
 """Compiles the experiment's kernel for a chip that is not here: one JSON line a combination, with what its PTX holds.
 
-Runs in a process of its own with TRITON_INTERPRET=0; its argument is "sm_80" or "sm_90".
+Run it in a separate process with TRITON_INTERPRET=0; its argument is "sm_80" or "sm_90".
 """
 
 import json

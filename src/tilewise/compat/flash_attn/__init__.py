@@ -206,7 +206,7 @@ def flash_attn_with_kvcache(
 ) -> NoReturn:
     """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
     raise Unsupported(
-        "flash_attn_with_kvcache: no kernel here appends to a key-value cache; turn q and k with tilewise.rotary, "
+        "flash_attn_with_kvcache: no kernel here appends to a key-value cache; rotate q and k with tilewise.rotary, "
         "write k and v into the cache, and call flash_attn_func on the part that is filled, or flash_attn_varlen_func "
         "if the sequences' lengths differ"
     )
@@ -267,7 +267,7 @@ def _unstack(kv: Tensor) -> tuple[Tensor, ...]:
     if kv.ndim not in (4, 5) or kv.shape[-3] != 2:
         raise ValueError(
             "kv must have shape (B, length, 2, heads, head size), or packed (T, 2, heads, head size), "
-            f"got {tuple(kv.shape)}"
+            f"got {tuple(kv.shape)}; stack k and v in front of the heads"
         )
     return kv.unbind(-3)
 

@@ -1,7 +1,7 @@
 """Add up GQA partial sums of dK and dV, where several programs each loop over some query heads of one key tile.
 
-They finish one after the other. Each adds what it has computed to the sum of those before it, in memory, and leaves
-that to the next. The last one rounds and stores it. So sums have one order, and need the memory of one program's.
+They finish one after the other. Each adds what it has computed to the sum of those before it, and stores that
+for the next. The last one rounds and stores it. So sums have one order, and need the memory of one program's.
 """
 
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts import triton_compat
-from ..parts.channel import until
+from ..parts.channel import wait_equal
 from .keys import block_of
 
 
-class Shares(NamedTuple):
-    """Hold the partial sums that programs leave to the next; None where each has its keys to itself."""
+class GqaSums(NamedTuple):
+    """Hold partial sums in memory; None where one program has each key tile to itself."""
 
     sums: object
     """Hold blocks of B_c keys: dK and dV in fp32 of one group of warps, then of the other."""
-    turns: object
-    """Count, for each half of a block, the programs that have left their sums."""
+    semaphore: object
+    """Count, for each half of a block, the programs that have stored their sums."""
 
 
 @gluon.jit
@@ -40,47 +40,47 @@ def by_row(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def with_shares(W: gl.constexpr, parts, keys, shares, shape, packed, tile: gl.constexpr):
+def add_partials(W: gl.constexpr, parts, keys, gqa_sums, shape, packed, tile: gl.constexpr):
     """Add the partial sums of all programs before to group W's parts of dK and dV; return them and whether no program
     follows."""
-    SHARES: gl.constexpr = tile.SHARES
-    if SHARES == 1:
+    GQA_PROGRAMS: gl.constexpr = tile.GQA_PROGRAMS
+    if GQA_PROGRAMS == 1:
         return parts, True
     else:
         block = block_of(keys, shape, packed, tile)
-        at = shares.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
-        turn = shares.turns + block * 2 + W
-        share = keys.h // tile.GROUP % SHARES
-        if share > 0:  # programs before it in this order drew their tiles before it, so they run
-            until(turn, share)
-            parts = all_with_left(parts, at)
-        if share < SHARES - 1:
+        at = gqa_sums.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
+        semaphore = gqa_sums.semaphore + block * 2 + W
+        rank = keys.h // tile.GROUP % GQA_PROGRAMS
+        if rank > 0:  # programs before it in this order took their tiles before it, so they run
+            wait_equal(semaphore, rank)
+            parts = add_all_stored(parts, at)
+        if rank < GQA_PROGRAMS - 1:
             for n in gl.static_range(len(parts)):
-                leave(parts[n], at + n * parts[n].numel)
+                store_partial(parts[n], at + n * parts[n].numel)
             triton_compat.barrier()
-            gl.atomic_xchg(turn, share + 1, sem="release")
-        return parts, share == SHARES - 1
+            gl.atomic_xchg(semaphore, rank + 1, sem="release")
+        return parts, rank == GQA_PROGRAMS - 1
 
 
 @gluon.jit
-def all_with_left(parts, at):
-    """Add to all parts what the program before has left."""
+def add_all_stored(parts, at):
+    """Add to all parts what the program before has stored."""
     found = ()
     for n in gl.static_range(len(parts)):
-        found = found + (with_left(parts[n], at + n * parts[n].numel),)
+        found = found + (add_stored(parts[n], at + n * parts[n].numel),)
     return found
 
 
 @gluon.jit
-def with_left(x, at):
-    """Add to a part what the program before has left of it."""
+def add_stored(x, at):
+    """Add to a part what the program before has stored of it."""
     layout: gl.constexpr = x.type.layout
-    left = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
-    return x + by_row(left, layout)
+    stored = gl.load(at + gl.arange(0, x.numel, by_register(x).type.layout))
+    return x + by_row(stored, layout)
 
 
 @gluon.jit
-def leave(x, at):
+def store_partial(x, at):
     """Store a part for the program that comes next."""
     x = by_register(x)
     gl.store(at + gl.arange(0, x.numel, x.type.layout), x)

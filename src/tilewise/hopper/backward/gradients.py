@@ -16,41 +16,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.gradients import seen
 from ...tile.masks import query_range_of
-from ...tile.scores import Entries, back, through
+from ...tile.scores import Entries, apply_scores, scores_backward
 from ...tile.softmax import LN2, probabilities
-from ..parts.channel import arrive, end_block, held, stage, wait
-from ..parts.dropout_bits import dropped, kept, taken
-from ..parts.queue import ticket
+from ..parts.channel import arrive, end_block, stage, stage_in_loop, wait
+from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
+from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from ..parts.threads import as_tile, by_thread, positions
-from .gqa_reduce import by_register, with_shares
+from .gqa_reduce import add_partials, by_register
 from .keys import (
-    Visit,
-    first_visit,
-    is_edge,
+    Step,
+    exists,
+    first_step,
+    is_partial,
     keys_of,
-    next_visit,
+    next_step,
     part_at,
     part_of,
     place_of,
-    there,
     within,
 )
-from .outputs import memory_of_gradients, store_gradient, stored
+from .outputs import memory_of_gradients, store_gradient, wait_stores
 
 
 @gluon.jit
-def weights(S, logs, place, j0, edge, variant, unit, y):
-    """Compute P of a transposed tile, before dropout; `edge` tells whether the mask is needed. Keep what the mask reads
+def tile_probabilities(S, logs, place, j0, partial, variant, unit, y):
+    """Compute P of a transposed tile, before dropout; the mask applies to a `partial` tile. Keep what the mask reads
     apart from what scores read, else ptxas computes it for every tile. y >> 31 is 0, which ptxas cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
     P = probabilities(scored(S, place, j0, variant), logs[None, :], unit, False)
-    if edge:
+    if partial:
         if len(variant.scores) > 0:
             j0 += y >> 31
-        shown = inside(S, place, j0, variant) if variant.visits is None else seen(place, variant, i, j0, j)
+        shown = inside(S, place, j0, variant) if variant.lists is None else seen(place, variant, i, j0, j)
         P = gl.where(shown, P, 0.0)
     return P
 
@@ -81,7 +81,7 @@ def scored(S, place, j0, variant):
     if len(variant.scores) == 0:
         return S
     else:
-        return as_tile(through(variant.scores, by_thread(S), entries(S, place, j0), len(variant.scores)), S)
+        return as_tile(apply_scores(variant.scores, by_thread(S), entries(S, place, j0), len(variant.scores)), S)
 
 
 @gluon.jit
@@ -94,14 +94,14 @@ def logits(P, logs):
 
 
 @gluon.jit
-def gradient(P, dP, logs, sums, S, place, j0, variant):
+def gradient(P, dP, logs, delta, S, place, j0, variant):
     """Compute dS of a transposed tile: the gradient with respect to the scaled logits."""
-    dS = P * (dP - sums)
+    dS = P * (dP - delta)
     if len(variant.scores) == 0:
         return dS
     else:
         T = by_thread(logits(P, logs))
-        return as_tile(back(variant.scores, by_thread(dS), by_thread(S), T, entries(S, place, j0), 0), S)
+        return as_tile(scores_backward(variant.scores, by_thread(dS), by_thread(S), T, entries(S, place, j0), 0), S)
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def rounded(P, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, variant, unit, tile: gl.constexpr):
+def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, packed, variant, unit, tile: gl.constexpr):
     """Compute S, dP, P and dS of one query tile for 64 keys; return the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
@@ -134,37 +134,37 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, edge, shared, packed, varian
     zero_queries(place, packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = held(shared.k, n, y).reshape([tile.B_C, D])
-    v = held(shared.v, 0, y).reshape([tile.B_C, D])
+    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, D])
+    v = stage_in_loop(shared.v, 0, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
     dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     logs = stage(shared.logs, y).load(row_layout)
-    words = taken(shared.bits, y, 64 * W, zero)
+    words = read_bits(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
-    P = weights(S, logs, place, j0, edge, variant, unit, y)
+    P = tile_probabilities(S, logs, place, j0, partial, variant, unit, y)
     if tile.GROUP > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
         end_block(y)
     LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
     if not LATE:
-        sums = stage(shared.sums, y).load(row_layout)
+        delta = stage(shared.delta, y).load(row_layout)
     if B_R == 128:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
-    p = gl.convert_layout(dropped(p16, words, variant), p_layout)
+    p = gl.convert_layout(apply_dropout(p16, words, variant), p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
-        sums = stage(shared.sums, y).load(row_layout)
+        delta = stage(shared.delta, y).load(row_layout)
         if len(variant.scores) > 0:
             logs = stage(shared.logs, y).load(row_layout)
     if variant.dropout is not None:
-        dP = kept(dP, words) * variant.dropout.rescale
+        dP = apply_bits(dP, words) * variant.dropout.rescale
         if D == 128 and len(variant.scores) == 0:  # until here it waits in 16 bits, in half as many registers
             P = p16.to(gl.float32)
-    return dv, gradient(P, dP, logs[None, :], sums[None, :], S, place, j0, variant).to(dtype)
+    return dv, gradient(P, dP, logs[None, :], delta[None, :], S, place, j0, variant).to(dtype)
 
 
 @gluon.jit
@@ -181,7 +181,7 @@ def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(y, shared):
+def release_tile(y, shared):
     """Skip use y, a tile that none of group W's keys sees."""
     wait(shared.q.full, y)
     arrive(shared.q.empty, y)
@@ -193,7 +193,7 @@ def pass_by(y, shared):
 
 
 @gluon.jit
-def leave_no_ds(W: gl.constexpr, y, shared):
+def store_zero_ds(W: gl.constexpr, y, shared):
     """Store zeros as group W's dS of use y."""
     ds = stage(shared.ds.memory, y).slice(64 * W, 64, 0)
     B_R: gl.constexpr = ds.shape[1]
@@ -203,32 +203,33 @@ def leave_no_ds(W: gl.constexpr, y, shared):
 
 
 @gluon.jit
-def stand_by(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+def skip_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
     """Skip use y in group W, but compute its piece of dQ. Return the next use."""
-    pass_by(y, shared)
-    leave_no_ds(W, y, shared)
+    release_tile(y, shared)
+    store_zero_ds(W, y, shared)
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
-    k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
-    hand_over(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
+    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, tile.D])
+    send_dq(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
     return y + 1
 
 
 @gluon.jit
-def stand_by_next(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
+def skip_next_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
     """Skip use y + 1 in group W, but compute its piece of dQ of use y."""
-    pass_by(y + 1, shared)
+    release_tile(y + 1, shared)
     wait(shared.ds.full, y)
-    leave_no_ds(W, y + 1, shared)
-    k = held(shared.k, n, y).reshape([tile.B_C, tile.D])
+    store_zero_ds(W, y + 1, shared)
+    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, tile.D])
     dq = warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)])
     arrive(shared.ds.full, y + 1)
-    hand_over(dq, shared, y, W)
+    send_dq(dq, shared, y, W)
 
 
 @gluon.jit
-def hand_over(dq, shared, y, W: gl.constexpr):
-    """Hand a piece of dQ to the writer in register order: 16-byte stores without bank conflicts; `finish` undoes it."""
+def send_dq(dq, shared, y, W: gl.constexpr):
+    """Send a piece of dQ to the writer warp in register order: 16-byte stores without bank conflicts. Postprocess
+    restores the order."""
     x = by_register(dq).reshape([16, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
     shared.dq.memory.index(W).store(x)
@@ -237,8 +238,8 @@ def hand_over(dq, shared, y, W: gl.constexpr):
 
 
 @gluon.jit
-def next_rows(
-    W: gl.constexpr, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile: gl.constexpr
+def next_tile(
+    W: gl.constexpr, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
     """Add one more query tile, use y + 1, to dK and dV, and compute group W's piece of dQ of the tile before."""
     B_R: gl.constexpr = tile.B_R
@@ -246,45 +247,57 @@ def next_rows(
     D: gl.constexpr = tile.D
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    place = place_of(visit, keys, shape, variant, B_R)
+    place = place_of(step, keys, shape, variant, B_R)
     j0 = keys.j0 + 64 * W
-    dv_next, ds = row_block(W, n, y + 1, dv, place, j0, edge, shared, packed, variant, unit, tile)
+    dv_next, ds = row_block(W, n, y + 1, dv, place, j0, partial, shared, packed, variant, unit, tile)
     # both halves of the previous dS are there, and both groups are done with the one before that
     wait(shared.ds.full, y)
     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
     fence_async_shared()
-    dq = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
+    dq = dq_piece(stage(shared.ds.memory, y), stage_in_loop(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
     q = stage(shared.q.memory, y + 1).reshape([B_R, D])
     dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
     arrive(shared.ds.full, y + 1)
     arrive(shared.do.empty, y + 1)
-    hand_over(dq, shared, y, W)
+    send_dq(dq, shared, y, W)
     dk = warpgroup_mma_wait(0, [dk_next])
     arrive(shared.q.empty, y + 1)
     return dk, dv
 
 
 @gluon.jit
-def next_of_part(
-    W: gl.constexpr, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
+def next_tile_of_part(
+    W: gl.constexpr, n, y, dk, dv, step, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
 ):
     """Do the same where an iteration may be outside group W's part of the loop: where the next query head begins."""
-    edge = True if tile.APART else tile.EDGES & is_edge(visit, part_at(visit, part, tile))
-    if tile.PARTS and tile.GROUP > 1:
-        if within(visit, part):
-            dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
+    partial = True if tile.TWO_LOOPS else tile.MASK_IN_LOOP & is_partial(step, part_at(step, part, tile))
+    if tile.HALF_LOOPS and tile.GROUP > 1:
+        if within(step, part):
+            dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile)
         else:
             dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-            stand_by_next(W, n, y, shared, dq_layout, tile)
+            skip_next_tile(W, n, y, shared, dq_layout, tile)
     else:
-        dk, dv = next_rows(W, n, y, dk, dv, visit, keys, edge, shared, shape, packed, variant, unit, tile)
+        dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile)
     return dk, dv
 
 
 @gluon.jit
-def rows_of_keys(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+def key_half(
+    W: gl.constexpr,
+    dK,
+    dV,
+    dK_rows,
+    dV_rows,
+    gqa_sums,
+    shared,
+    shape,
+    packed,
+    variant,
+    unit,
+    factor,
+    tile: gl.constexpr,
 ):
     """Compute rows 64 W to 64 W + 63 of dK and dV for every key tile, and group W's pieces of dQ."""
     B_C: gl.constexpr = tile.B_C
@@ -294,28 +307,28 @@ def rows_of_keys(
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     y = 0
     n = 0
-    t = ticket(shared.drawn, n, 4)
+    t = receive_tile(shared.tile_ids, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         j0 = keys.j0 + 64 * W
         dk = gl.zeros([64, D], gl.float32, acc)
         dv = gl.zeros([64, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        stored()  # the gradients of the keys before, meanwhile
+        wait_stores()  # the gradients of the keys before, meanwhile
         zero_keys(keys, packed, shared, n, tile)
-        visit = first_visit(keys, variant, tile)
-        part = part_of(visit.walk, keys, j0, variant, tile)
+        step = first_step(keys, variant, tile)
+        part = part_of(step.loop, keys, j0, variant, tile)
         left_out = 0
-        if tile.PARTS:
-            while there(visit) & ~within(visit, part):
-                y = stand_by(W, n, y, shared, dq_layout, tile)
-                visit = next_visit(visit, keys, variant, tile)
+        if tile.HALF_LOOPS:
+            while exists(step) & ~within(step, part):
+                y = skip_tile(W, n, y, shared, dq_layout, tile)
+                step = next_step(step, keys, variant, tile)
             if tile.GROUP == 1:  # then loop over its part only, and stand by for the rest afterwards
-                left_out = visit.walk.hi - gl.maximum(visit.x, part.hi)
-                visit = Visit(visit.h, visit.x, part)
-        if there(visit):
-            place = place_of(visit, keys, shape, variant, tile.B_R)
-            dv_next, ds = row_block(W, n, y, dv, place, j0, is_edge(visit, part), shared, packed, variant, unit, tile)
+                left_out = step.loop.hi - gl.maximum(step.x, part.hi)
+                step = Step(step.h, step.x, part)
+        if exists(step):
+            place = place_of(step, keys, shape, variant, tile.B_R)
+            dv_next, ds = row_block(W, n, y, dv, place, j0, is_partial(step, part), shared, packed, variant, unit, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
@@ -325,41 +338,45 @@ def rows_of_keys(
             arrive(shared.do.empty, y)
             dk = warpgroup_mma_wait(0, [dk_next])
             arrive(shared.q.empty, y)
-            visit = next_visit(visit, keys, variant, tile)
-            while there(visit):
-                dk, dv = next_of_part(W, n, y, dk, dv, visit, part, keys, shared, shape, packed, variant, unit, tile)
+            step = next_step(step, keys, variant, tile)
+            while exists(step):
+                dk, dv = next_tile_of_part(
+                    W, n, y, dk, dv, step, part, keys, shared, shape, packed, variant, unit, tile
+                )
                 y += 1
-                visit = next_visit(visit, keys, variant, tile)
-                if tile.APART:
-                    while there(visit) & ~is_edge(visit, part_at(visit, part, tile)):
-                        dk, dv = next_rows(
-                            W, n, y, dk, dv, visit, keys, False, shared, shape, packed, variant, unit, tile
+                step = next_step(step, keys, variant, tile)
+                if tile.TWO_LOOPS:
+                    while exists(step) & ~is_partial(step, part_at(step, part, tile)):
+                        dk, dv = next_tile(
+                            W, n, y, dk, dv, step, keys, False, shared, shape, packed, variant, unit, tile
                         )
                         y += 1
-                        visit = next_visit(visit, keys, variant, tile)
+                        step = next_step(step, keys, variant, tile)
             if tile.K_STAGES > 1:  # V is free, and the next K has another stage
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
-            dq_last = dq_piece(stage(shared.ds.memory, y), held(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
-            hand_over(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
+            dq_last = dq_piece(
+                stage(shared.ds.memory, y), stage_in_loop(shared.k, n, y).reshape([B_C, D]), W, dq_layout
+            )
+            send_dq(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
         elif tile.K_STAGES > 1:
             arrive(shared.kv.empty, 0)
         for _ in range(left_out):
-            y = stand_by(W, n, y, shared, dq_layout, tile)
+            y = skip_tile(W, n, y, shared, dq_layout, tile)
         if tile.K_STAGES == 1:
             arrive(shared.kv.empty, 0)
         of_dk, of_dv = memory_of_gradients(W, n, dK, shared, tile)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        parts, last = with_shares(W, (dk, dv), keys, shares, shape, packed, tile)
+        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, shape, packed, tile)
         if last:
             dk, dv = parts
             store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
             if tile.K_STAGES == 1:
-                stored()
+                wait_stores()
             store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
         n += 1
-        t = ticket(shared.drawn, n, 4)
-    stored()
+        t = receive_tile(shared.tile_ids, n, 4)
+    wait_stores()

@@ -4,9 +4,9 @@ A program owns B_c rows of K and V, and loops over the query tiles that see them
 
     load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
-                                  zeros that key tiles drawn later will add to
-    two groups    8 warps         compute the five products: see gradients.py, split256.py
-    roll          2 or 4 warps    with dropout only: generate its mask bits
+                                  zeros that later key tiles will add to
+    compute       2 x 4 warps     computes the five products: see gradients.py, split256.py
+    produce_bits  2 or 4 warps    with dropout only: generates its mask bits
 
 All of them loop over the same query tiles, which keys.py finds.
 """
@@ -25,19 +25,19 @@ from ..parts.channel import (
     barriers,
     expect,
     fence_async_global,
-    let_next_begin,
+    launch_dependents,
     stage,
-    until,
-    wait_added,
     wait_before,
-    wait_kernels,
+    wait_dependencies,
+    wait_equal,
+    wait_reductions,
 )
-from ..parts.dropout_bits import bits, rolled
-from ..parts.queue import draw_in_turn, hand_on, leave, skip_to, ticket, tickets
-from .deterministic import hand_turn_on, wait_turn
-from .gradients import rows_of_keys
-from .keys import first_visit, keys_of, next_visit, place_of, query_block, there, tile_of
-from .split256 import side_of_k, side_of_v
+from ..parts.dropout_bits import bits, dropout_words
+from ..parts.queue import fetch_tile, receive_tile, reset_counter, send_tile, skip_to, tile_channel
+from .deterministic import release_dq_semaphore, wait_dq_semaphore
+from .gradients import key_half
+from .keys import exists, first_step, keys_of, next_step, place_of, query_block, tile_of
+from .split256 import dk_group, dv_group
 
 
 class Tile(NamedTuple):
@@ -51,22 +51,22 @@ class Tile(NamedTuple):
     """With two, the next K and V come once V has been read for the last time; with one, once K has."""
     Q_STAGES: int
     DO_STAGES: int
-    SIDES: bool
+    SPLIT_DKDV: bool
     """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys."""
-    PARTS: bool
+    HALF_LOOPS: bool
     """Says whether each group loops only over what its own keys see."""
-    EDGES: bool
+    MASK_IN_LOOP: bool
     """Says whether other query tiles than the first may need the mask."""
-    TURN: int
-    """Counts the query tiles of a turn (see deterministic.py), with which dQ repeats bit by bit. At 0, key tiles add as
-    they come."""
+    SEMAPHORE_TILES: int
+    """Counts the query tiles that share a semaphore (see deterministic.py), with which dQ repeats bit by bit. At 0, key
+    tiles add as they come."""
     GROUP: int
     """Counts the query heads that one program loops over."""
-    SHARES: int
+    GQA_PROGRAMS: int
     """Counts the programs of each key tile; their partial sums are added (see gqa_reduce.py)."""
-    APART: bool
+    TWO_LOOPS: bool
     """Says whether iterations without a mask have a loop to themselves; then all others apply it."""
-    DICE: int
+    DROPOUT_WARPS: int
     """Counts the warps that generate dropout bits; without dropout it is 0."""
 
 
@@ -97,11 +97,11 @@ class Shared(NamedTuple):
     q: object
     logs: object
     do: object
-    sums: object
+    delta: object
     ds: object
     dq: object
     p: object
-    drawn: object
+    tile_ids: object
     bits: object
     """Holds the channel of dropout bits, or None."""
 
@@ -112,23 +112,23 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     B_R: gl.constexpr = tile.B_R
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
-    t = draw_in_turn(counter)
-    wait_kernels()  # for L and D
+    t = fetch_tile(counter)
+    wait_dependencies()  # for L and D
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         if keys.j0 < keys.N:  # packed sequences may be shorter
-            hand_on(shared.drawn, t, n)
+            send_tile(shared.tile_ids, t, n)
             b = keys.b if packed is None else 0
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
             triton_compat.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
             triton_compat.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
-            visit = first_visit(keys, variant, tile)
-            while there(visit):
-                m = tile_of(visit, keys, variant)
-                at = [b, visit.h, keys.q0 + m * B_R, 0]
-                row = query_block(visit, keys, shape, packed, variant, tile) * B_R
+            step = first_step(keys, variant, tile)
+            while exists(step):
+                m = tile_of(step, keys, variant)
+                at = [b, step.h, keys.q0 + m * B_R, 0]
+                row = query_block(step, keys, shape, packed, variant, tile) * B_R
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
                 triton_compat.load(Q, at, bar, stage(shared.q.memory, y))
@@ -136,127 +136,139 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 wait_before(shared.do.empty, y)
                 bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
                 triton_compat.load(dO, at, bar, stage(shared.do.memory, y))
-                triton_compat.load(D, [row], bar, stage(shared.sums, y))
+                triton_compat.load(D, [row], bar, stage(shared.delta, y))
                 y += 1
-                visit = next_visit(visit, keys, variant, tile)
-        elif tile.TURN == 0:  # nor are there any tiles until the next section
+                step = next_step(step, keys, variant, tile)
+        elif tile.SEMAPHORE_TILES == 0:  # nor are there any tiles until the next section
             skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
-        t = draw_in_turn(counter)
-    hand_on(shared.drawn, t, n)
-    leave(counter)
+        t = fetch_tile(counter)
+    send_tile(shared.tile_ids, t, n)
+    reset_counter(counter)
 
 
 @gluon.jit
-def roll(shared, shape, packed, variant, tile: gl.constexpr):
+def produce_bits(shared, shape, packed, variant, tile: gl.constexpr):
     """Generate dropout bits once a tile. Each group reads those of its keys; with the dK/dV split, each reads all."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    DICE: gl.constexpr = tile.DICE
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     seed = gl.load(variant.dropout.seed)
     threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
     y = 0
     n = 0
-    t = ticket(shared.drawn, n, DICE)
+    t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
-        visit = first_visit(keys, variant, tile)
-        while there(visit):
-            place = place_of(visit, keys, shape, variant, B_R)
-            words = rolled(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DICE)
+        step = first_step(keys, variant, tile)
+        while exists(step):
+            place = place_of(step, keys, shape, variant, B_R)
+            words = dropout_words(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DROPOUT_WARPS)
             wait_before(shared.bits.empty, y)
             stage(shared.bits.memory, y).store(words)
             arrive(shared.bits.full, y)
             y += 1
-            visit = next_visit(visit, keys, variant, tile)
+            step = next_step(step, keys, variant, tile)
         n += 1
-        t = ticket(shared.drawn, n, DICE)
+        t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
 
 
 @gluon.jit
-def zero_ahead(sums, ready, t, shape, tile: gl.constexpr):
+def zero_next_dq(dq_accum, ready, t, shape, tile: gl.constexpr):
     """Zero a part of the next section's dQ, which is still in the cache when it is added to. Then wait until all zeros
-    of this tile's own matrix are there, from tiles drawn before it, or from the kernel before."""
+    of this tile's own matrix are there, from earlier tiles, or from the kernel before."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     zero = gl.zeros([1024], gl.float32, layout)
     count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
-    ahead = shape.section * shape.tiles
-    if t + ahead < shape.tiles * shape.heads:
-        matrix, share = assign(t + ahead, shape.tiles, shape.heads, shape.section)  # one part for each tile
+    section = shape.section * shape.tiles
+    if t + section < shape.tiles * shape.heads:
+        matrix, part = assign(t + section, shape.tiles, shape.heads, shape.section)  # one part for each tile
         each = gl.cdiv(count, shape.tiles)
-        for n in range(share * each, gl.minimum((share + 1) * each, count)):
-            gl.store(sums + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
+        for n in range(part * each, gl.minimum((part + 1) * each, count)):
+            gl.store(dq_accum + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
         fence_async_global()
         triton_compat.barrier()
         gl.atomic_add(ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
     if matrix >= shape.section:
-        until(ready + matrix, shape.tiles)
+        wait_equal(ready + matrix, shape.tiles)
         fence_async_global()
 
 
 @gluon.jit
-def leave_dq(done, keys, shape, tile: gl.constexpr):
-    """Tell `finish` that this key tile has added all that it adds to dQ."""
-    wait_added()
+def count_done(done, keys, shape, tile: gl.constexpr):
+    """Tell the postprocess kernel that this key tile has added all that it adds to dQ."""
+    wait_reductions()
     gl.atomic_add(done + keys.b * shape.H + keys.h, 1, sem="release")
 
 
 @gluon.jit
-def add_dq(dQ, sums, ready, done, turns, shared, shape, packed, variant, tile: gl.constexpr):
+def add_dq(dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile: gl.constexpr):
     """Run the writer warp: add each group's pieces of dQ as they come, or in order where dQ is deterministic."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
     y = 0
     n = 0
-    wait_kernels()  # for zeros in dQ
-    let_next_begin()  # only now: `finish` reads counts that were set to zero there
-    t = ticket(shared.drawn, n, 1)
+    wait_dependencies()  # for zeros in dQ
+    launch_dependents()  # only now: postprocess reads counts that were set to zero there
+    t = receive_tile(shared.tile_ids, n, 1)
     while t < shape.tiles * shape.heads:
         if ready is not None:
-            zero_ahead(sums, ready, t, shape, tile)
+            zero_next_dq(dq_accum, ready, t, shape, tile)
         keys = keys_of(t, shape, packed, tile)
-        visit = first_visit(keys, variant, tile)
-        while there(visit):
-            block = query_block(visit, keys, shape, packed, variant, tile)
-            if tile.TURN:
-                wait_turn(turns, block, visit, keys, tile)
+        step = first_step(keys, variant, tile)
+        while exists(step):
+            block = query_block(step, keys, shape, packed, variant, tile)
+            if tile.SEMAPHORE_TILES:
+                wait_dq_semaphore(dq_semaphore, block, step, keys, tile)
             for piece in gl.static_range(PIECES):
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
                     row = (block * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
                     triton_compat.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
-                    if tile.TURN and IN_ALL == 1:
-                        wait_added()
+                    if tile.SEMAPHORE_TILES and IN_ALL == 1:
+                        wait_reductions()
                 tma.store_wait(1)
                 mbarrier.arrive(shared.dq.empty.index(0))
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq.empty.index(1))
                 y += 1
-            if tile.TURN:
-                hand_turn_on(turns, block, visit, keys, variant, tile)
-            visit = next_visit(visit, keys, variant, tile)
-        leave_dq(done, keys, shape, tile)
+            if tile.SEMAPHORE_TILES:
+                release_dq_semaphore(dq_semaphore, block, step, keys, variant, tile)
+            step = next_step(step, keys, variant, tile)
+        count_done(done, keys, shape, tile)
         n += 1
-        t = ticket(shared.drawn, n, 1)
+        t = receive_tile(shared.tile_ids, n, 1)
 
 
 @gluon.jit
-def group(
-    W: gl.constexpr, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
+def compute(
+    W: gl.constexpr,
+    dK,
+    dV,
+    dK_rows,
+    dV_rows,
+    gqa_sums,
+    shared,
+    shape,
+    packed,
+    variant,
+    unit,
+    factor,
+    tile: gl.constexpr,
 ):
     """Run warpgroup W's part of the products."""
-    if not tile.SIDES:
-        rows_of_keys(W, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)
+    if not tile.SPLIT_DKDV:
+        key_half(W, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)
     elif W == 0:
-        side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile)
+        dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile)
     else:
-        side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile)
+        dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
-def backward(
-    Q, K, V, dO, L, D, dQ, sums, ready, done, dK, dV, dK_rows, dV_rows, shares, counter, turns, packed, variant, unit,
-    factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+def attention_backward(
+    Q, K, V, dO, L, D, dQ, dq_accum, ready, done, dK, dV, dK_rows, dV_rows, gqa_sums, counter, dq_semaphore, packed,
+    variant, unit, factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums. unit turns logits into base 2."""
     B_R: gl.constexpr = tile.B_R
@@ -265,17 +277,17 @@ def backward(
     K_STAGES: gl.constexpr = tile.K_STAGES
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DO_STAGES: gl.constexpr = tile.DO_STAGES
-    DICE: gl.constexpr = tile.DICE
-    GROUPS_OF_DS: gl.constexpr = 1 if tile.SIDES else 2
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
+    GROUPS_OF_DS: gl.constexpr = 1 if tile.SPLIT_DKDV else 2
     dtype: gl.constexpr = Q.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
     kv_full = barriers(1, 1)
     ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
-    if tile.SIDES:
+    if tile.SPLIT_DKDV:
         ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
         p_full = barriers(1, 1)
-    else:  # P is not handed over; the compiler would give an unused barrier's memory to K, not invalidated
+    else:  # the groups do not exchange P; the compiler would give an unused barrier's memory to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
     k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, B_C, SIZE], K.layout)
@@ -299,30 +311,30 @@ def backward(
         Channel(ds_memory, ds_full, ds_full),
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
         Channel(p_memory, p_full, p_full),
-        tickets(4 if DICE else 3),
-        bits(B_C, 1, 2) if DICE else None,
+        tile_channel(4 if DROPOUT_WARPS else 3),
+        bits(B_C, 1, 2) if DROPOUT_WARPS else None,
     )
     fence_async_shared()
-    if DICE:
-        REGISTERS: gl.constexpr = 216 if DICE == 4 else 232
-        LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
+    if DROPOUT_WARPS:
+        REGISTERS: gl.constexpr = 216 if DROPOUT_WARPS == 4 else 232
+        LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (group, (0, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
-                (group, (1, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
-                (roll, (shared, shape, packed, variant, tile)),
+                (compute, (0, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
+                (compute, (1, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
+                (produce_bits, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile)),
             ],
-            [4, DICE, 1, 1], [REGISTERS, LEFT, 24, 24],
+            [4, DROPOUT_WARPS, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (group, (0, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
-                (group, (1, dK, dV, dK_rows, dV_rows, shares, shared, shape, packed, variant, unit, factor, tile)),
+                (compute, (0, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
+                (compute, (1, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
                 (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, sums, ready, done, turns, shared, shape, packed, variant, tile)),
+                (add_dq, (dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

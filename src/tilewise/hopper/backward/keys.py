@@ -1,6 +1,6 @@
 """Find a key tile, and the query tiles that see it.
 
-A program loops over these. A `Walk` is the range of that loop for one query head, a `Visit` one iteration of it.
+A program loops over these. A `Loop` is the range of that loop for one query head, a `Step` one iteration of it.
 """
 
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...tile.ranges import Place, list_at, query_range, tile_at
 from ...tile.rows import rows_of
 from ...tile.schedule import assign
-from ...tile.visits import Place, list_at, query_range, tile_at
 from ..parts.row_blocks import first_block
 
 
@@ -27,11 +27,11 @@ class Keys(NamedTuple):
     k0: object
     M: object
     N: object
-    step: object
+    direction: object
     """Is 1 if loops go from a head's first query tile to its last, -1 if they come down."""
 
 
-class Walk(NamedTuple):
+class Loop(NamedTuple):
     """Hold the loop over the query tiles that see a key tile: positions lo up to hi, of which [full_lo, full_hi) need
     no mask."""
 
@@ -41,13 +41,13 @@ class Walk(NamedTuple):
     hi: object
 
 
-class Visit(NamedTuple):
+class Step(NamedTuple):
     """Hold one iteration over a query tile: a position in the loop of one of the query heads that share the key
     tile."""
 
     h: object
     x: object
-    walk: object
+    loop: object
 
 
 @gluon.jit
@@ -55,22 +55,22 @@ def keys_of(t, shape, packed, tile: gl.constexpr):
     """Locate tile t of all. The first keys, seen by the most queries, come first. With deterministic dQ the last come
     first, since they have to add first: so no program waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
-    SHARES: gl.constexpr = tile.SHARES
-    walk, t_k = assign(t, shape.tiles, shape.heads, shape.section)
-    if tile.TURN == 0:
+    GQA_PROGRAMS: gl.constexpr = tile.GQA_PROGRAMS
+    loop, t_k = assign(t, shape.tiles, shape.heads, shape.section)
+    if tile.SEMAPHORE_TILES == 0:
         t_k = shape.tiles - 1 - t_k
-    walks = shape.H // tile.GROUP
-    b, w = walk // walks, walk % walks
+    loops = shape.H // tile.GROUP
+    b, w = loop // loops, loop % loops
     q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
-    return Keys(b, w * tile.GROUP, w // SHARES, t_k, t_k * B_C, q0, k0, M, N, step_of(t, shape, tile))
+    return Keys(b, w * tile.GROUP, w // GQA_PROGRAMS, t_k, t_k * B_C, q0, k0, M, N, direction_of(t, shape, tile))
 
 
 @gluon.jit
-def step_of(t, shape, tile: gl.constexpr):
+def direction_of(t, shape, tile: gl.constexpr):
     """Return the direction of the loops through tile t. It is up, or where query heads share keys, down in one section
     and up in the next. So with a causal mask the loops of a section begin or end together, and what they read stays in
     the cache. Where adds to dQ are ordered, loops go up; at head size 256, down is slower."""
-    if tile.GROUP > 1 and tile.TURN == 0 and tile.D < 256:
+    if tile.GROUP > 1 and tile.SEMAPHORE_TILES == 0 and tile.D < 256:
         return gl.where(t // (shape.section * shape.tiles) % 2 == 0, -1, 1)
     else:
         return 1
@@ -79,107 +79,107 @@ def step_of(t, shape, tile: gl.constexpr):
 @gluon.jit
 def block_of(keys, shape, packed, tile: gl.constexpr):
     """Return a key tile's number among all in memory, where every sequence begins with a new tile."""
-    heads = shape.H // (tile.GROUP * tile.SHARES)
+    heads = shape.H // (tile.GROUP * tile.GQA_PROGRAMS)
     return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
 
 
 @gluon.jit
-def first_visit(keys, variant, tile: gl.constexpr):
+def first_step(keys, variant, tile: gl.constexpr):
     """Return the first iteration of these keys. Query heads that share them come one after the other."""
-    walk = walk_over(keys, keys.j0, list_at(variant.visits, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
-    return skip_empty(Visit(keys.h, start_of(walk, keys), walk), keys, variant, tile)
+    loop = loop_over(keys, keys.j0, list_at(variant.lists, keys.b, keys.h, keys.t), variant, tile.B_R, tile.B_C)
+    return skip_empty(Step(keys.h, start_of(loop, keys), loop), keys, variant, tile)
 
 
 @gluon.jit
-def start_of(walk, keys):
+def start_of(loop, keys):
     """Return where a head's iterations begin."""
-    return gl.where(keys.step > 0, walk.lo, walk.hi - 1)
+    return gl.where(keys.direction > 0, loop.lo, loop.hi - 1)
 
 
 @gluon.jit
-def next_visit(visit, keys, variant, tile: gl.constexpr):
-    """Return the next iteration; past the last, return one that does not exist (see `there`)."""
-    return skip_empty(Visit(visit.h, visit.x + keys.step, visit.walk), keys, variant, tile)
+def next_step(step, keys, variant, tile: gl.constexpr):
+    """Return the next iteration; past the last, return one that does not exist (see `exists`)."""
+    return skip_empty(Step(step.h, step.x + keys.direction, step.loop), keys, variant, tile)
 
 
 @gluon.jit
-def skip_empty(visit, keys, variant, tile: gl.constexpr):
+def skip_empty(step, keys, variant, tile: gl.constexpr):
     """Return this iteration if it exists, else the first of the next head that has one; if there is none, one that does
     not exist. With a plain count of heads in place of the modulo, ptxas arranges the loops of the products worse."""
     if tile.GROUP > 1:
         more = True
-        while ~within(visit, visit.walk) & more:
-            h = keys.h + (visit.h - keys.h + 1) % tile.GROUP
+        while ~within(step, step.loop) & more:
+            h = keys.h + (step.h - keys.h + 1) % tile.GROUP
             more = h != keys.h
-            walk = visit.walk
-            if variant.visits is not None:
-                lists = list_at(variant.visits, keys.b, h, keys.t)
-                walk = walk_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
-            visit = Visit(h, gl.where(more, start_of(walk, keys), walk.hi), walk)
-    return visit
+            loop = step.loop
+            if variant.lists is not None:
+                lists = list_at(variant.lists, keys.b, h, keys.t)
+                loop = loop_over(keys, keys.j0, lists, variant, tile.B_R, tile.B_C)
+            step = Step(h, gl.where(more, start_of(loop, keys), loop.hi), loop)
+    return step
 
 
 @gluon.jit
-def there(visit):
+def exists(step):
     """Return whether an iteration exists."""
-    return visit.x < visit.walk.hi
+    return step.x < step.loop.hi
 
 
 @gluon.jit
-def tile_of(visit, keys, variant):
+def tile_of(step, keys, variant):
     """Return an iteration's query tile."""
-    return tile_at(variant.visits, list_at(variant.visits, keys.b, visit.h, keys.t), visit.x)
+    return tile_at(variant.lists, list_at(variant.lists, keys.b, step.h, keys.t), step.x)
 
 
 @gluon.jit
-def query_block(visit, keys, shape, packed, variant, tile: gl.constexpr):
+def query_block(step, keys, shape, packed, variant, tile: gl.constexpr):
     """Return that tile's number among all in memory, where every sequence begins with a new tile."""
-    first = first_block(packed, keys.b, visit.h, shape.H, keys.q0, shape.blocks, tile.B_R)
-    return first + tile_of(visit, keys, variant)
+    first = first_block(packed, keys.b, step.h, shape.H, keys.q0, shape.blocks, tile.B_R)
+    return first + tile_of(step, keys, variant)
 
 
 @gluon.jit
-def walk_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
+def loop_over(keys, j0, lists, variant, B_R: gl.constexpr, COUNT: gl.constexpr):
     """Return the loop over the query tiles that see COUNT keys from j0 on. Keys that stick out past the last are masked
     everywhere."""
     lo, full_lo, full_hi, hi = query_range(variant, lists, keys.b, j0, keys.M, keys.N, B_R, COUNT)
-    return Walk(lo, full_lo, gl.where(j0 + COUNT > keys.N, full_lo, full_hi), hi)
+    return Loop(lo, full_lo, gl.where(j0 + COUNT > keys.N, full_lo, full_hi), hi)
 
 
 @gluon.jit
-def part_of(walk, keys, j0, variant, tile: gl.constexpr):
-    """Return the part of a loop that the 64 keys from j0 on see, if tiles have PARTS; else all of it."""
-    if tile.PARTS:
-        part = walk_over(keys, j0, 0, variant, tile.B_R, 64)
-        lo = gl.minimum(gl.maximum(part.lo, walk.lo), walk.hi)
-        hi = gl.maximum(gl.minimum(part.hi, walk.hi), lo)
+def part_of(loop, keys, j0, variant, tile: gl.constexpr):
+    """Return the part of a loop that the 64 keys from j0 on see, with HALF_LOOPS; else all of it."""
+    if tile.HALF_LOOPS:
+        part = loop_over(keys, j0, 0, variant, tile.B_R, 64)
+        lo = gl.minimum(gl.maximum(part.lo, loop.lo), loop.hi)
+        hi = gl.maximum(gl.minimum(part.hi, loop.hi), lo)
         hi = gl.where(j0 < keys.N, hi, lo)
-        return Walk(lo, part.full_lo, part.full_hi, hi)
+        return Loop(lo, part.full_lo, part.full_hi, hi)
     else:
-        return walk
+        return loop
 
 
 @gluon.jit
-def part_at(visit, part, tile: gl.constexpr):
-    """Return a part of a loop, if tiles have PARTS; else all of it, which differs from head to head where tiles are
+def part_at(step, part, tile: gl.constexpr):
+    """Return a part of a loop, with HALF_LOOPS; else all of it, which differs from head to head where tiles are
     listed."""
-    return part if tile.PARTS else visit.walk
+    return part if tile.HALF_LOOPS else step.loop
 
 
 @gluon.jit
-def within(visit, part):
+def within(step, part):
     """Return whether an iteration is in a part of its loop."""
-    return (visit.x >= part.lo) & (visit.x < part.hi)
+    return (step.x >= part.lo) & (step.x < part.hi)
 
 
 @gluon.jit
-def place_of(visit, keys, shape, variant, B_R: gl.constexpr):
+def place_of(step, keys, shape, variant, B_R: gl.constexpr):
     """Return where an iteration's query tile is."""
-    h, m = visit.h, tile_of(visit, keys, variant)
+    h, m = step.h, tile_of(step, keys, variant)
     return Place(keys.b, h, keys.b * shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
 
 
 @gluon.jit
-def is_edge(visit, part):
+def is_partial(step, part):
     """Return whether an iteration needs the mask, in a part of its loop."""
-    return (visit.x < part.full_lo) | (visit.x >= part.full_hi)
+    return (step.x < part.full_lo) | (step.x >= part.full_hi)

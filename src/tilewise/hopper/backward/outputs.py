@@ -48,7 +48,7 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
 
 
 @gluon.jit
-def stored():
+def wait_stores():
     """Wait until what this group stored is read, and its buffer may be written again."""
     tma.store_wait(0)
     triton_compat.barrier()

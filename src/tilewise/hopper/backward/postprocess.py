@@ -8,26 +8,26 @@ from ..parts.row_blocks import first_block
 
 
 @triton.jit
-def count_at(at):
+def load_acquire(at):
     """Read a count that others raise; what they wrote before can be read after."""
     PTX: tl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
     return tl.inline_asm_elementwise(PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def doze():
+def sleep():
     """Sleep a tenth of a microsecond, so that waiting takes no bandwidth from programs that work."""
     PTX: tl.constexpr = "nanosleep.u32 100; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["packed", "M", "N", "H", "tiles", "key_tiles", "stride", "group"])
-def finish(
-    sums, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group,
+def attention_backward_postprocess(
+    dq_accum, dQ, done, packed, factor, M, N, H, tiles, key_tiles, stride, group,
     d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ = factor * sums: one piece a program, from register order back to rows. It begins before the main
-    kernel has ended, on multiprocessors that have nothing left to do there. It waits for the key tiles that add to its
+    kernel has ended, on multiprocessors that are idle by then. It waits for the key tiles that add to its
     piece. Its last program ends after the main kernel, for the sake of the kernels that follow."""
     program = tl.program_id(0)
     t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
@@ -39,10 +39,10 @@ def finish(
         tl.extra.cuda.gdc_wait()
     if row >= M:
         return
-    while count_at(done + b * H + h // group * group) < count:
-        doze()
+    while load_acquire(done + b * H + h // group * group) < count:
+        sleep()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
-    x = tl.load(sums + first + t.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = tl.load(dq_accum + first + t.to(tl.int64) * 4096 + tl.arange(0, 4096))
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64])
     rows, entries = row + tl.arange(0, 64), column + tl.arange(0, 64)
     at = origin(dQ, b, h, q0) + rows.to(tl.int64)[:, None] * dQ.row + entries[None, :]

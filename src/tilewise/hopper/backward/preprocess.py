@@ -4,21 +4,21 @@ parts/row_blocks.py."""
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unowned, origin, row_values, rows_of
+from ...tile.rows import fill_unused, origin, row_values, rows_of
 from ...tile.softmax import for_backward
 from ..parts.row_blocks import first_block
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "H", "tiles", "stride", "group", "zeroed"])
-def prepare(
-    O, dO, dL, lse, L, D, dQ, ready, done, packed, unowned, M, H, tiles, stride, group, zeroed,
+@triton.jit(do_not_specialize=["packed", "unused", "M", "H", "tiles", "stride", "group", "zeroed"])
+def attention_backward_preprocess(
+    O, dO, dL, lse, L, D, dQ, ready, done, packed, unused, M, H, tiles, stride, group, zeroed,
     d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute L, the lse in base 2, and D = rowsum(dO * O) - dL. Zero `ready`, `done`, dQ of the first `zeroed`
     matrices, and rows of gradients that no sequence owns. Past the last row P = exp2(S - L) must vanish. The next
     kernel may begin, and waits for this one itself."""
     tl.extra.cuda.gdc_launch_dependents()
-    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
@@ -32,16 +32,16 @@ def prepare(
     at = rows.to(tl.int64)[:, None]
     o = tl.load(origin(O, b, h, q0) + at * O.row + entries[None, :], mask=inside, other=0.0).to(tl.float32)
     do = tl.load(origin(dO, b, h, q0) + at * dO.row + entries[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.sum(o * do, 1)
+    delta = tl.sum(o * do, 1)
     if dL is not None:
-        sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
+        delta -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
     logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=float("inf"))
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
     tl.store(L + first + rows, for_backward(logs, False))
-    tl.store(D + first + rows, sums)
-    walk = (b * H + h) // group
+    tl.store(D + first + rows, delta)
+    loop = (b * H + h) // group
     if ready is not None:
-        tl.store(ready + walk, 0, mask=t == 0)
+        tl.store(ready + loop, 0, mask=t == 0)
     tl.store(done + b * H + h, 0, mask=t == 0)
     at = (first + t.to(tl.int64) * ROWS) * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + entries[None, :]
     tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)

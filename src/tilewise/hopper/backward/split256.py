@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..parts.channel import arrive, stage, wait
-from ..parts.dropout_bits import dropped, kept, taken
-from ..parts.queue import ticket
+from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
+from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
-from .gqa_reduce import with_shares
-from .gradients import gradient, hand_over, weights
-from .keys import first_visit, is_edge, keys_of, next_visit, place_of, there
-from .outputs import store_gradient, stored
+from .gqa_reduce import add_partials
+from .gradients import gradient, send_dq, tile_probabilities
+from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
+from .outputs import store_gradient, wait_stores
 
 
 @gluon.jit
@@ -35,13 +35,13 @@ def store_halves(G, G_rows, x, keys, packed, d, buffer):
     HALF: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
     store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
-    stored()
+    wait_stores()
     store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
-    stored()
+    wait_stores()
 
 
 @gluon.jit
-def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: gl.constexpr):
+def dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile: gl.constexpr):
     """Compute S, P, dV, and the left half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -55,28 +55,28 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
     k = shared.k.index(0).reshape([B_C, D])
     y = 0
     n = 0
-    t = ticket(shared.drawn, n, 4)
+    t = receive_tile(shared.tile_ids, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dv = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, n, tile)
-        visit = first_visit(keys, variant, tile)
-        while there(visit):
-            place = place_of(visit, keys, shape, variant, B_R)
-            edge = is_edge(visit, visit.walk)
+        step = first_step(keys, variant, tile)
+        while exists(step):
+            place = place_of(step, keys, shape, variant, B_R)
+            partial = is_partial(step, step.loop)
             zero_queries(place, packed, shared, y, tile)
             wait(shared.q.full, y)
             q = stage(shared.q.memory, y).reshape([B_R, D])
             S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-            words = taken(shared.bits, y, 0, zero)
+            words = read_bits(shared.bits, y, 0, zero)
             S = warpgroup_mma_wait(0, [S])
             arrive(shared.q.empty, y)
-            P = weights(S, logs, place, keys.j0, edge, variant, unit, y)
+            P = tile_probabilities(S, logs, place, keys.j0, partial, variant, unit, y)
             # the other group multiplies by dP - D: a score's gradient is linear in it, entry by entry
             ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-            p = dropped(P.to(dtype), words, variant)
+            p = apply_dropout(P.to(dtype), words, variant)
             shared.p.memory.store(gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, variant).to(dtype))
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
@@ -87,23 +87,23 @@ def side_of_v(dV, dV_rows, shares, shared, shape, packed, variant, unit, tile: g
             dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
             dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
             arrive(shared.do.empty, y)
-            hand_over(dq, shared, 2 * y, 0)
-            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+            send_dq(dq, shared, 2 * y, 0)
+            send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
-            visit = next_visit(visit, keys, variant, tile)
+            step = next_step(step, keys, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
         if variant.dropout is not None:
             dv = dv * variant.dropout.rescale
-        parts, last = with_shares(0, (dv,), keys, shares, shape, packed, tile)
+        parts, last = add_partials(0, (dv,), keys, gqa_sums, shape, packed, tile)
         if last:
             store_halves(dV, dV_rows, parts[0], keys, packed, shape.d_v, shared.dq.memory.index(0))
         n += 1
-        t = ticket(shared.drawn, n, 4)
+        t = receive_tile(shared.tile_ids, n, 4)
 
 
 @gluon.jit
-def side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile: gl.constexpr):
+def dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile: gl.constexpr):
     """Compute dP, dS, dK, and the right half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -118,26 +118,26 @@ def side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile:
     v = shared.v.index(0).reshape([B_C, D])
     y = 0
     n = 0
-    t = ticket(shared.drawn, n, 4)
+    t = receive_tile(shared.tile_ids, n, 4)
     while t < shape.tiles * shape.heads:
         keys = keys_of(t, shape, packed, tile)
         dk = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
         zero_keys(keys, packed, shared, n, tile)
-        visit = first_visit(keys, variant, tile)
-        while there(visit):
-            place = place_of(visit, keys, shape, variant, B_R)
+        step = first_step(keys, variant, tile)
+        while exists(step):
+            place = place_of(step, keys, shape, variant, B_R)
             zero_queries(place, packed, shared, y, tile)
             wait(shared.do.full, y)
             do = stage(shared.do.memory, y).reshape([B_R, D])
             dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            sums = stage(shared.sums, y).load(gl.SliceLayout(0, s_layout))
-            words = taken(shared.bits, y, 0, zero)
+            delta = stage(shared.delta, y).load(gl.SliceLayout(0, s_layout))
+            words = read_bits(shared.bits, y, 0, zero)
             dP = warpgroup_mma_wait(0, [dP])
             arrive(shared.do.empty, y)
             if variant.dropout is not None:
-                dP = kept(dP, words) * variant.dropout.rescale
-            dP = dP - sums[None, :]
+                dP = apply_bits(dP, words) * variant.dropout.rescale
+            dP = dP - delta[None, :]
             wait(shared.p.full, y)
             ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
             shared.ds.memory.store(ds)
@@ -148,17 +148,17 @@ def side_of_k(dK, dK_rows, shares, shared, shape, packed, variant, factor, tile:
             dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
             dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, [dq])
-            hand_over(dq, shared, 2 * y, 1)
+            send_dq(dq, shared, 2 * y, 1)
             dk = warpgroup_mma_wait(0, [dk_next])
             dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
             arrive(shared.q.empty, y)
-            hand_over(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
+            send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
-            visit = next_visit(visit, keys, variant, tile)
+            step = next_step(step, keys, variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
-        parts, last = with_shares(1, (dk,), keys, shares, shape, packed, tile)
+        parts, last = add_partials(1, (dk,), keys, gqa_sums, shape, packed, tile)
         if last:
             store_halves(dK, dK_rows, parts[0] * factor, keys, packed, shape.d, shared.dq.memory.index(1))
         n += 1
-        t = ticket(shared.drawn, n, 4)
+        t = receive_tile(shared.tile_ids, n, 4)

@@ -1,11 +1,12 @@
 """Compute the forward on Hopper: one persistent program per multiprocessor, its warps in roles.
 
-    load      one warp      loads tiles of Q, K and V into shared memory by TMA, and draws the next tile of queries
-    attend    warpgroups    compute 64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
-    roll      2 or 4 warps  with dropout only: generate its mask bits
+    load          one warp      loads tiles of Q, K and V into shared memory by TMA, and fetches the next tile's number
+    attend        warpgroups    compute 64 rows of queries each: S = Q K^T, the online softmax in registers, O += P V
+    produce_bits  2 or 4 warps  with dropout only: generate its mask bits
 
 Matrix products are asynchronous. S of the next key tile is started before O += P V of this one. So both run while the
-other warpgroup does its softmax (FlashAttention-3, section 3). Tiles are drawn longest first from a counter in memory.
+other warpgroup does its softmax (FlashAttention-3, section 3). Tile numbers come from a counter in memory,
+longest tiles first.
 """
 
 from typing import NamedTuple
@@ -22,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
 from ..parts import triton_compat
-from ..parts.channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before
-from ..parts.dropout_bits import bits, dropped, rolled, taken
-from ..parts.queue import draw, hand_on, leave, ticket, tickets
-from ..parts.ragged import fill_between, store_inside, zero_values
-from .queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
+from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
+from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
+from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
+from ..parts.ragged import fill_outputs, store_inside, zero_values
+from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
 
@@ -40,17 +41,17 @@ class Tile(NamedTuple):
     """Counts the columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
     Q_STAGES: int
     KV_STAGES: int
-    TURNS: bool
+    PINGPONG: bool
     """Says whether named barriers order the warpgroups' products (ping-pong)."""
-    EDGES: bool
+    MASK_IN_LOOP: bool
     """Says whether other key tiles than a warpgroup's first may need the mask."""
-    CORNER: bool
+    HALF_FIRST_TILE: bool
     """Says whether warpgroup 0 sees only half of its first key tile: the diagonal of a square tile."""
-    DRAW_EARLY: bool
-    """Says whether the next tile is drawn after the second load rather than after the last."""
-    DICE: int
+    FETCH_EARLY: bool
+    """Says whether the next tile's number is fetched after the second load rather than after the last."""
+    DROPOUT_WARPS: int
     """Counts the warps that generate dropout bits; without dropout it is 0."""
-    SPLIT: int
+    WAIT_PV: int
     """Says where the softmax lets the previous product finish: 0 where ptxas puts it, 1 after the row maximum, 2 half
     way. With 3 it finishes before the softmax begins: then nothing overlaps inside a warpgroup."""
     BOUNDED: bool
@@ -79,7 +80,7 @@ class Shared(NamedTuple):
     k: object
     v: object
     """Shares `empty` with k: it is complete for use n when the products with K's use n and V's use n - 1 are over."""
-    drawn: object
+    tile_ids: object
     bits: object
     """Holds the channel of dropout bits, or None."""
 
@@ -90,85 +91,87 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
-    DRAW_EARLY: gl.constexpr = tile.DRAW_EARLY
+    FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     while t < shape.tiles * shape.heads:
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
-            hand_on(shared.drawn, t, n)
+            send_tile(shared.tile_ids, t, n)
             b = place.b if packed is None else 0
-            walk = walk_of(place, m, variant, tile)
+            loop = loop_of(place, m, variant, tile)
             h_k = place.h // shape.group
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
                 at = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + w)
                 triton_compat.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, at)
-            count = walk.hi - walk.lo
+            count = loop.hi - loop.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = key_tile(variant, walk, walk.hi - 1 - x)
+                    j = key_tile(variant, loop, loop.hi - 1 - x)
                     bar = expect(shared.k.full, y, K.block_type.nbytes)
                     triton_compat.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
                 if x > 0:
                     bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
                     triton_compat.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
-                if DRAW_EARLY:
+                if FETCH_EARLY:
                     if x == 1:
-                        t = draw(counter)
+                        t = fetch_next_tile(counter)
                 j_before = j
                 y += 1
             y -= 1
-            if not DRAW_EARLY:
-                t = draw(counter)
+            if not FETCH_EARLY:
+                t = fetch_next_tile(counter)
             n += 1
         else:
-            t = draw(counter)
-    hand_on(shared.drawn, t, n)
-    leave(counter)
+            t = fetch_next_tile(counter)
+    send_tile(shared.tile_ids, t, n)
+    reset_counter(counter)
 
 
 @gluon.jit
-def roll(shared, shape, packed, variant, tile: gl.constexpr):
+def produce_bits(shared, shape, packed, variant, tile: gl.constexpr):
     """Generate dropout bits, in the order in which the other warps want them."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
-    DICE: gl.constexpr = tile.DICE
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     seed = gl.load(variant.dropout.seed)
     threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    t = ticket(shared.drawn, n, DICE)
+    t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, _, _ = query_tile(t, shape, packed, tile)
-        walk = walk_of(place, tile_of_head, variant, tile)
-        first = part_of(walk, place, place.i0, variant, tile)
-        second = part_of(walk, place, place.i0 + 64, variant, tile)
-        for passed in range(walk.hi - walk.lo):
-            x = walk.hi - 1 - passed
-            j = key_tile(variant, walk, x)
+        loop = loop_of(place, tile_of_head, variant, tile)
+        first = part_of(loop, place, place.i0, variant, tile)
+        second = part_of(loop, place, place.i0 + 64, variant, tile)
+        for passed in range(loop.hi - loop.lo):
+            x = loop.hi - 1 - passed
+            j = key_tile(variant, loop, x)
             for w in gl.static_range(WARPGROUPS):
                 part = first if w == 0 else second
                 u = y * WARPGROUPS + w
                 wait_before(shared.bits.empty, u)
                 if (x >= part.lo) & (x < part.hi):
-                    words = rolled(seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DICE)
+                    words = dropout_words(
+                        seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DROPOUT_WARPS
+                    )
                     stage(shared.bits.memory, u).store(words)
                 arrive(shared.bits.full, u)
             y += 1
         n += 1
-        t = ticket(shared.drawn, n, DICE)
+        t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
 
 
 @gluon.jit
-def logits(q, k, CORNER: gl.constexpr):
+def logits(q, k, HALF_FIRST_TILE: gl.constexpr):
     """Compute Q K^T, or of a CORNER the first half of its columns."""
-    B_C: gl.constexpr = k.shape[0] // 2 if CORNER else k.shape[0]
+    B_C: gl.constexpr = k.shape[0] // 2 if HALF_FIRST_TILE else k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     k = k.slice(0, B_C, 0)
     S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, B_C], gl.float32, layout), use_acc=False, is_async=True)
@@ -200,15 +203,15 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURA
 
 
 @gluon.jit
-def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile: gl.constexpr):
+def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile: gl.constexpr):
     """Compute 64 rows of every query tile, in warpgroup W."""
     if W == 0:  # while the first tile is loaded
-        fill_between(unowned, packed)
+        fill_outputs(unused, packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     Q_STAGES: gl.constexpr = tile.Q_STAGES
-    CORNER: gl.constexpr = tile.CORNER and W == 0
+    HALF_FIRST_TILE: gl.constexpr = tile.HALF_FIRST_TILE and W == 0
     dtype: gl.constexpr = O.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -216,24 +219,26 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, 
     zero = gl.zeros([64, B_C], gl.float32, s_layout)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    if tile.TURNS and W == WARPGROUPS - 1:
-        take_turns("arrive", 0)
-    t = ticket(shared.drawn, n, 4)
+    if tile.PINGPONG and W == WARPGROUPS - 1:
+        named_barrier("arrive", 0)
+    t = receive_tile(shared.tile_ids, n, 4)
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, _ = query_tile(t, shape, packed, tile)
-        walk = walk_of(place, tile_of_head, variant, tile)
+        loop = loop_of(place, tile_of_head, variant, tile)
         row0 = place.i0 + 64 * W
         q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([64, D])
-        part = part_of(walk, place, row0, variant, tile)
-        y = pass_by(W, shared, y, walk.hi - part.hi, tile)
+        part = part_of(loop, place, row0, variant, tile)
+        y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, walk, x)
+        j = key_tile(variant, loop, x)
         wait(shared.q.full, n)
         wait(shared.k.full, y)
-        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), CORNER)
+        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), HALF_FIRST_TILE)
         arrive(shared.k.empty, y)
-        m, l, P = begin(S, is_edge(x, part), place, row0, j * B_C, variant, c, tile.BOUNDED, s_layout)
-        p = gl.convert_layout(dropped(P.to(dtype), taken(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout)
+        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, variant, c, tile.BOUNDED, s_layout)
+        p = gl.convert_layout(
+            apply_dropout(P.to(dtype), read_bits(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout
+        )
         zero_values(place, j, packed, shared, y, tile)
         o = gl.zeros([64, D], gl.float32, o_layout)
         if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
@@ -242,41 +247,41 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, 
                 arrive(shared.q.empty, n - 1)
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, walk, x)
+            j = key_tile(variant, loop, x)
             wait(shared.k.full, y + 1)
-            if tile.TURNS:
-                take_turns("sync", W)
+            if tile.PINGPONG:
+                named_barrier("sync", W)
             k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
             wait(shared.v.full, y)
             o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-            if tile.TURNS:
-                take_turns("arrive", (W + 1) % WARPGROUPS)
-            words = taken(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
-            if tile.SPLIT == 3:
+            if tile.PINGPONG:
+                named_barrier("arrive", (W + 1) % WARPGROUPS)
+            words = read_bits(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
+            if tile.WAIT_PV == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
-            if tile.EDGES:
-                if is_edge(x, part):
+            if tile.MASK_IN_LOOP:
+                if is_partial(x, part):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
             P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
-            p = gl.convert_layout(dropped(P_new.to(dtype), words, variant), p_layout)
+            p = gl.convert_layout(apply_dropout(P_new.to(dtype), words, variant), p_layout)
             if not tile.BOUNDED:
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
         wait(shared.v.full, y)
         o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
         y += 1
-        t = ticket(shared.drawn, n + 1, 4)
+        t = receive_tile(shared.tile_ids, n + 1, 4)
         o = warpgroup_mma_wait(0, [o_last])
         if variant.dropout is not None:
             o = o * variant.dropout.rescale
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
         write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, c is None)
-        y = pass_by(W, shared, y, part.lo - walk.lo, tile)
+        y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
         if Q_STAGES == 1:
             tma.store_wait(0)
             arrive(shared.q.empty, n)
@@ -285,9 +290,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unowned, sink, 
 
 
 # not specialised on lengths, nor on what is counted from them
-@gluon.jit(do_not_specialize=["packed", "unowned", "shape", "variant"])
-def forward(
-    Q, K, V, O, O_rows, L, counter, packed, unowned, sink, variant, c, shape,
+@gluon.jit(do_not_specialize=["packed", "unused", "shape", "variant"])
+def attention_forward(
+    Q, K, V, O, O_rows, L, counter, packed, unused, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
@@ -296,7 +301,7 @@ def forward(
     D: gl.constexpr = tile.D
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
-    DICE: gl.constexpr = tile.DICE
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     dtype: gl.constexpr = Q.dtype
     done = barriers(KV_STAGES, WARPGROUPS)
     shared = Shared(
@@ -315,28 +320,28 @@ def forward(
             barriers(KV_STAGES, 1),
             done,
         ),
-        tickets(WARPGROUPS + 1 if DICE else WARPGROUPS),
-        bits(64, WARPGROUPS, 1) if DICE else None,
+        tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
+        bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,
     )
     fence_async_shared()
-    if DICE:
+    if DROPOUT_WARPS:
         # four warpgroups divide 512 registers a thread, and three divide 504
         gl.static_assert(WARPGROUPS == 2)
-        LEFT: gl.constexpr = (488 if DICE == 4 else 504) - 2 * REGISTERS
+        LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
-                (roll, (shared, shape, packed, variant, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
+                (produce_bits, (shared, shape, packed, variant, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
-            [4, DICE, 1], [REGISTERS, LEFT, 24],
+            [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
             [4, 1], [REGISTERS, 24],
@@ -344,9 +349,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
-                (attend, (2, O, O_rows, L, shared, shape, packed, unowned, sink, variant, c, tile)),
+                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
+                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
+                (attend, (2, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
                 (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],

@@ -1,6 +1,6 @@
 """Find a tile of queries, and the key tiles that it loops over.
 
-A `Walk` is the range of that loop.
+A `Loop` is the range of that loop.
 """
 
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...tile.ranges import Place, key_range, list_at, tile_at
 from ...tile.rows import rows_of
-from ...tile.visits import Place, key_range, list_at, tile_at
-from ..parts.channel import arrive, take_turns, wait
+from ..parts.channel import arrive, named_barrier, wait
 
 
-class Walk(NamedTuple):
+class Loop(NamedTuple):
     """Hold the loop over one query tile's key tiles: positions hi - 1 down to lo, of which [full_lo, full_hi) need no
     mask."""
 
@@ -38,44 +38,44 @@ def query_tile(t, shape, packed, tile: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(place, m, variant, tile: gl.constexpr):
+def loop_of(place, m, variant, tile: gl.constexpr):
     """Return the loop over query tile m's key tiles. It has at least one, so that a row without keys gets its zeros the
     same way."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
-    lists = list_at(variant.visits, place.b, place.h, m)
+    lists = list_at(variant.lists, place.b, place.h, m)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, 64 * WARPGROUPS, B_C)
-    return Walk(lo, full_lo, full_hi, gl.maximum(hi, lo + 1), hi > lo, lists)
+    return Loop(lo, full_lo, full_hi, gl.maximum(hi, lo + 1), hi > lo, lists)
 
 
 @gluon.jit
-def part_of(walk, place, row0, variant, tile: gl.constexpr):
+def part_of(loop, place, row0, variant, tile: gl.constexpr):
     """Return the part of a query tile's loop that 64 of its rows see; all of it where tiles come from a list. At the
-    end, leave out fewer tiles than there are stages. For before the producer hands on a ticket, every key tile must be
-    in one."""
+    end, leave out fewer tiles than there are stages. For before the producer sends the next tile's number, every key
+    tile must be in a stage."""
     B_C: gl.constexpr = tile.B_C
     KV_STAGES: gl.constexpr = tile.KV_STAGES
-    if variant.visits is None:
+    if variant.lists is None:
         rows = Place(place.b, place.h, place.matrix, row0, place.M, place.N, place.shift)
         lo, full_lo, full_hi, hi = key_range(variant, 0, rows, 64, B_C)
-        hi = gl.minimum(gl.maximum(hi, walk.lo + 1), walk.hi)
-        lo = gl.minimum(gl.maximum(lo, walk.lo), gl.minimum(hi, walk.lo + KV_STAGES) - 1)
-        return Walk(lo, full_lo, full_hi, hi, walk.some, walk.lists)
+        hi = gl.minimum(gl.maximum(hi, loop.lo + 1), loop.hi)
+        lo = gl.minimum(gl.maximum(lo, loop.lo), gl.minimum(hi, loop.lo + KV_STAGES) - 1)
+        return Loop(lo, full_lo, full_hi, hi, loop.some, loop.lists)
     else:
-        return walk
+        return loop
 
 
 @gluon.jit
-def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
+def skip_tiles(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
     """Skip `count` key tiles that warpgroup W has no use for, and return the next tile's number. W takes part in
     ping-pong all the same."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    TURNS: gl.constexpr = tile.TURNS
+    PINGPONG: gl.constexpr = tile.PINGPONG
     for _ in range(count):
         wait(shared.k.full, y)
-        if TURNS:
-            take_turns("sync", W)
-            take_turns("arrive", (W + 1) % WARPGROUPS)
+        if PINGPONG:
+            named_barrier("sync", W)
+            named_barrier("arrive", (W + 1) % WARPGROUPS)
         if shared.bits is not None:
             wait(shared.bits.full, y * WARPGROUPS + W)
             arrive(shared.bits.empty, y * WARPGROUPS + W)
@@ -85,12 +85,12 @@ def pass_by(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
 
 
 @gluon.jit
-def key_tile(variant, walk, x):
+def key_tile(variant, loop, x):
     """Return the key tile at position x."""
-    return gl.where(walk.some, tile_at(variant.visits, walk.lists, x), 0)
+    return gl.where(loop.some, tile_at(variant.lists, loop.lists, x), 0)
 
 
 @gluon.jit
-def is_edge(x, walk):
+def is_partial(x, loop):
     """Return whether the key tile at position x needs the mask."""
-    return (x < walk.full_lo) | (x >= walk.full_hi)
+    return (x < loop.full_lo) | (x >= loop.full_hi)

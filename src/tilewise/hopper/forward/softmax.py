@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.masks import key_range_of, visible
-from ...tile.scores import Entries, through
+from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
 from ..parts.threads import as_tile, by_thread, positions
@@ -28,14 +28,14 @@ def scored(S, place, row0, j0, variant):
     else:
         row, first, column = positions(S)
         at = Entries(place.b, place.h, row0 + place.shift + row, 0, j0 + first, column)
-        return as_tile(through(variant.scores, by_thread(S), at, len(variant.scores)), S)
+        return as_tile(apply_scores(variant.scores, by_thread(S), at, len(variant.scores)), S)
 
 
 @gluon.jit
 def masked(S, place, row0, j0, variant):
     """Return the logits where the mask shows them, else -inf."""
     i, columns = indices(S, place, row0, j0)
-    if variant.visits is None:  # one comparison tests both bounds: before the first key, the unsigned difference wraps
+    if variant.lists is None:  # one comparison tests both bounds: before the first key, the unsigned difference wraps
         lo, hi = key_range_of(variant.mask, place.b, i, place.N)
         seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
     else:
@@ -64,12 +64,12 @@ def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout
 
 
 @gluon.jit
-def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
+def exponentials(S, shift, c, y, WAIT_PV: gl.constexpr):
     """Compute P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows above all exponentials."""
-    if SPLIT == 1:
+    if WAIT_PV == 1:
         end_block(y)
     x = exponents(S, shift, c)
-    if SPLIT == 2:
+    if WAIT_PV == 2:
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]
         left, right = gl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
@@ -85,10 +85,10 @@ def exponentials(S, shift, c, y, SPLIT: gl.constexpr):
 def online(S, m, l, c, y, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
-        P = exponentials(S, m, c, y, tile.SPLIT)
+        P = exponentials(S, m, c, y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
         m_new, shift = row_max(S, m, c)
-        P = exponentials(S, shift, c, y, tile.SPLIT)
+        P = exponentials(S, shift, c, y, tile.WAIT_PV)
         alpha = rescaling(m, shift, c)
         return P, m_new, l * alpha + gl.sum(P, 1), alpha

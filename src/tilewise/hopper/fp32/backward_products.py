@@ -1,4 +1,4 @@
-"""Multiply 16-bit pieces in the fp32 backward, cut P and dS into pieces, and undo scales."""
+"""Multiply 16-bit pieces in the fp32 backward, split P and dS into pieces, and descale."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,8 +35,8 @@ def product(a, b, zero):
 
 
 @gluon.jit
-def cut(x, PIECES: gl.constexpr):
-    """Cut numbers in registers into 16-bit pieces, two numbers at a time. An infinity goes into the last piece
+def split_registers(x, PIECES: gl.constexpr):
+    """Split numbers in registers into 16-bit pieces, two numbers at a time. An infinity goes into the last piece
     (split.py). Those before it are the largest finite number, which `satfinite` makes of it at no cost."""
     if PIECES == 2:
         return gl.inline_asm_elementwise(
@@ -89,29 +89,30 @@ def as_operand(a):
 
 
 @gluon.jit
-def slot(W: gl.constexpr, i: gl.constexpr, IN_STEP: gl.constexpr):
+def slot(W: gl.constexpr, i: gl.constexpr, SYNC_GROUPS: gl.constexpr):
     """Return where piece i of group W's dS lies: its first two are adjacent, as its piece of dQ takes their place."""
-    if IN_STEP:
+    if SYNC_GROUPS:
         return i
     else:
         return 2 * W + i if i < 2 else 4 + W
 
 
 @gluon.jit
-def store_ds(ds, memory, zero, W: gl.constexpr, IN_STEP: gl.constexpr):
-    """Store dS to shared memory, and return it transposed. zero is one that ptxas cannot know: see channel.held."""
+def store_ds(ds, memory, zero, W: gl.constexpr, SYNC_GROUPS: gl.constexpr):
+    """Store dS to shared memory, and return it transposed. zero is one that ptxas cannot know: see
+    channel.stage_in_loop."""
     found = ()
     for i in gl.static_range(len(ds)):
-        at = memory.index(zero + slot(W, i, IN_STEP))
+        at = memory.index(zero + slot(W, i, SYNC_GROUPS))
         at.store(ds[i])
         found = found + (at.permute((1, 0)),)
     return found
 
 
 @gluon.jit
-def undo_of(undo, block, PIECES: gl.constexpr):
-    """Return what undoes the scale of a block's pieces; bf16's have none."""
-    return gl.load(undo + block) if PIECES == 2 else 1.0
+def descale_of(descale, block, PIECES: gl.constexpr):
+    """Return the descale factor of a block's pieces; bf16's have none."""
+    return gl.load(descale + block) if PIECES == 2 else 1.0
 
 
 @gluon.jit

@@ -6,7 +6,7 @@
 The order is forward/kernel.py's: P V of one key tile runs under the softmax of the next. Where Q has separate memory, a
 query tile's last P V runs under the splitting of the next tile's Q. A product adds its smallest parts first. Tensor
 cores cut bits off as they add. So P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
-undoes V's scale. Powers of two undo the scales of Q's rows and K's tiles as part of the softmax's own factor. P is
+descales V. Powers of two descale Q's rows and K's tiles as part of the softmax's factor. P is
 computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
 
 Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
@@ -25,23 +25,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.rows import origin, row_values
 from ...tile.softmax import finalize, join_sink, row_max
-from ..forward.queries import is_edge, key_tile, part_of, pass_by, query_tile, walk_of
+from ..forward.queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from ..forward.softmax import exponentials, masked
 from ..parts import triton_compat
-from ..parts.channel import Channel, arrive, barriers, expect, stage, take_turns, wait, wait_before, wait_kernels
-from ..parts.queue import draw, hand_on, leave, ticket, tickets
+from ..parts.channel import (
+    Channel,
+    arrive,
+    barriers,
+    expect,
+    named_barrier,
+    stage,
+    wait,
+    wait_before,
+    wait_dependencies,
+)
+from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.row_blocks import first_block
 from .forward_products import (
+    accumulate_o,
     begin_logits,
+    descale_of,
     end_logits,
-    joined,
-    left_sides,
+    next_unit,
     pieces_of,
     product,
+    q_pieces,
     split_columns,
     to_base_2,
-    undo_of,
-    unit_ahead,
     unit_of,
 )
 
@@ -59,16 +69,16 @@ class Tile(NamedTuple):
     PIECES: int
     """Counts the pieces of every number: 2 in fp16, or 3 in bf16."""
     KV_STAGES: int
-    Q_APART: bool
+    Q_SEPARATE: bool
     """Says whether Q has separate memory, so that the next tile's can come early, or that of its pieces."""
     PAIRED: bool
     """Says, of three pieces, whether the first two of a key tile are adjacent in one product. An instruction reads its
     rows of Q again from shared memory, which for 32 columns takes longer than it multiplies."""
-    TURNS: bool
-    EDGES: bool
-    SPLIT: int
+    PINGPONG: bool
+    MASK_IN_LOOP: bool
+    WAIT_PV: int
     """Says where the softmax lets the previous P V finish: as in forward/kernel.py, but 3 is after all exponentials."""
-    RAISE: int
+    P_SCALE_LOG2: int
     """Scales P: it is computed as 2^RAISE P."""
 
 
@@ -91,10 +101,10 @@ class Shape(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Hold K or V: a descriptor of all its pieces, and what undoes the scale of each block."""
+    """Hold K or V: a descriptor of all its pieces, and each block's descale factor."""
 
     pieces: object
-    undo: object
+    descale: object
     pair: object = None
     """Describes, for K if it is PAIRED, the first two pieces in one box."""
 
@@ -109,7 +119,7 @@ class Shared(NamedTuple):
     k: object
     v: object
     """Holds, as k does, its pieces one after the other; `empty` is one for both, as in forward/kernel.py."""
-    drawn: object
+    tile_ids: object
     bits: object
     """Is None: there is no dropout in fp32."""
 
@@ -156,39 +166,39 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     while t < shape.tiles * shape.heads:
         place, m, q0, k0 = query_tile(t, shape, packed, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
-            hand_on(shared.drawn, t, n)
-            walk = walk_of(place, m, variant, tile)
+            send_tile(shared.tile_ids, t, n)
+            loop = loop_of(place, m, variant, tile)
             first = first_tile(place, k0, packed, shape, tile)
-            count = walk.hi - walk.lo
+            count = loop.hi - loop.lo
             j_before = 0
-            if tile.Q_APART:  # it is split before K and V can come
+            if tile.Q_SEPARATE:  # it is split before K and V can come
                 load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
-            wait_kernels()
+            wait_dependencies()
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = first + key_tile(variant, walk, walk.hi - 1 - x)
+                    j = first + key_tile(variant, loop, loop.hi - 1 - x)
                     load_pieces(K, shared.k, y, j, shape.rows, PIECES)
-                if not tile.Q_APART:
+                if not tile.Q_SEPARATE:
                     if x == 0:  # behind K, which need not wait for the queries before
                         load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
                 if x > 0:
                     load_pieces(V, shared.v, y - 1, j_before, shape.rows, PIECES)
                 if x == 1:
-                    t = draw(counter)
+                    t = fetch_next_tile(counter)
                 j_before = j
                 y += 1
             y -= 1
             n += 1
         else:
-            t = draw(counter)
-    hand_on(shared.drawn, t, n)
-    leave(counter)
+            t = fetch_next_tile(counter)
+    send_tile(shared.tile_ids, t, n)
+    reset_counter(counter)
 
 
 @gluon.jit
-def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constexpr):
+def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, P_SCALE_LOG2: gl.constexpr):
     """Write O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m as much too
     small."""
     if sink is not None:
@@ -197,7 +207,7 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
     inverse, lse = finalize(m, l)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
-    o = o * gl.convert_layout(inverse * 2.0**RAISE, gl.SliceLayout(1, o.type.layout))[:, None]
+    o = o * gl.convert_layout(inverse * 2.0**P_SCALE_LOG2, gl.SliceLayout(1, o.type.layout))[:, None]
     rows = row0 + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))[:, None]
     entries = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
     at = origin(O, place.b, place.h, q0) + rows.to(gl.int64) * O.row + entries
@@ -205,11 +215,11 @@ def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, RAISE: gl.constex
 
 
 @gluon.jit
-def next_weights(S, m, l, unit, y, shared, tile: gl.constexpr):
+def next_probabilities(S, m, l, unit, y, shared, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far."""
-    m_new, shift = row_max(S, m, unit, tile.RAISE)
-    P = exponentials(S, shift, unit[:, None], y, tile.SPLIT)
-    if tile.SPLIT == 3:  # passed long ago; but a basic block ends here, and ptxas moves no wait above it
+    m_new, shift = row_max(S, m, unit, tile.P_SCALE_LOG2)
+    P = exponentials(S, shift, unit[:, None], y, tile.WAIT_PV)
+    if tile.WAIT_PV == 3:  # passed long ago; but a basic block ends here, and ptxas moves no wait above it
         wait(shared.v.full, y)
     alpha = gl.exp2(m - shift)
     return P, m_new, l * alpha + gl.sum(P, 1), alpha
@@ -229,32 +239,32 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
     zero_o = gl.zeros([64, D], gl.float32, o_layout)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    if tile.TURNS and W == 1:
-        take_turns("arrive", 0)
-    t = ticket(shared.drawn, n, 4)
+    if tile.PINGPONG and W == 1:
+        named_barrier("arrive", 0)
+    t = receive_tile(shared.tile_ids, n, 4)
     unit = gl.full([64], 0.0, gl.float32, row_layout)
-    unit = unit_ahead(unit, t, c, shared, shape, n, W, row_layout, tile)
-    wait_kernels()
+    unit = next_unit(unit, t, c, shared, shape, n, W, row_layout, tile)
+    wait_dependencies()
     while t < shape.tiles * shape.heads:
         place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
-        walk = walk_of(place, tile_of_head, variant, tile)
+        loop = loop_of(place, tile_of_head, variant, tile)
         first = first_tile(place, k0, packed, shape, tile)
         row0 = place.i0 + 64 * W
-        part = part_of(walk, place, row0, variant, tile)
-        y = pass_by(W, shared, y, walk.hi - part.hi, tile)
+        part = part_of(loop, place, row0, variant, tile)
+        y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, walk, x)
-        if not tile.Q_APART:
+        j = key_tile(variant, loop, x)
+        if not tile.Q_SEPARATE:
             unit = unit_of(c, shared, n, W, row_layout, tile)
-        undo_k, undo = undo_of(K, first + j, tile), undo_of(V, first + j, tile)
+        descale_k, descale = descale_of(K, first + j, tile), descale_of(V, first + j, tile)
         wait(shared.k.full, y)
-        q = left_sides(shared.pieces, y, W, tile)
+        q = q_pieces(shared.pieces, y, W, tile)
         S = end_logits(begin_logits(q, shared.k, y, zero, tile), 0, tile)
         arrive(shared.k.empty, y)
-        unit_j = to_base_2(unit, undo_k)
-        if is_edge(x, part):
+        unit_j = to_base_2(unit, descale_k)
+        if is_partial(x, part):
             S = masked(S, place, row0, j * B_C, variant)
-        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, tile.RAISE)
+        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, tile.P_SCALE_LOG2)
         P = gl.exp2(S * unit_j[:, None] - shift[:, None])
         l = gl.sum(P, 1)
         p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
@@ -262,46 +272,49 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         o = zero_o
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, walk, x)
-            undo_k, undo_next = undo_of(K, first + j, tile), undo_of(V, first + j, tile)  # early: it takes long
+            j = key_tile(variant, loop, x)
+            descale_k, descale_next = (
+                descale_of(K, first + j, tile),
+                descale_of(V, first + j, tile),
+            )  # early: it takes long
             wait(shared.k.full, y + 1)
-            if tile.TURNS:
-                take_turns("sync", W)
-            q = left_sides(shared.pieces, y, W, tile)
+            if tile.PINGPONG:
+                named_barrier("sync", W)
+            q = q_pieces(shared.pieces, y, W, tile)
             S_next = begin_logits(q, shared.k, y + 1, zero, tile)
             wait(shared.v.full, y)
             o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
-            if tile.TURNS:
-                take_turns("arrive", 1 - W)
+            if tile.PINGPONG:
+                named_barrier("arrive", 1 - W)
             S_new = end_logits(S_next, PIECES * (PIECES + 1) // 2, tile)
-            unit_j = to_base_2(unit, undo_k)
-            if tile.EDGES:
-                if is_edge(x, part):
+            unit_j = to_base_2(unit, descale_k)
+            if tile.MASK_IN_LOOP:
+                if is_partial(x, part):
                     S_new = masked(S_new, place, row0, j * B_C, variant)
-            P, m, l, alpha_new = next_weights(S_new, m, l, unit_j, y, shared, tile)
+            P, m, l, alpha_new = next_probabilities(S_new, m, l, unit_j, y, shared, tile)
             o_next = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
-            o = joined(o, alpha, o_next, undo, tile.RAISE)
+            o = accumulate_o(o, alpha, o_next, descale, tile.P_SCALE_LOG2)
             p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
-            undo, alpha = undo_next, alpha_new
+            descale, alpha = descale_next, alpha_new
             y += 1
-        if not tile.Q_APART:
+        if not tile.Q_SEPARATE:
             arrive(shared.q.empty, n)
         wait(shared.v.full, y)
         o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
-        t = ticket(shared.drawn, n + 1, 4)
+        t = receive_tile(shared.tile_ids, n + 1, 4)
         # all products that read this tile's pieces are complete
-        unit = unit_ahead(unit, t, c, shared, shape, n + 1, W, row_layout, tile)
-        o = joined(o, alpha, warpgroup_mma_wait(0, [o_last]), undo, tile.RAISE)
-        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, tile.RAISE)
-        y = pass_by(W, shared, y + 1, part.lo - walk.lo, tile)
+        unit = next_unit(unit, t, c, shared, shape, n + 1, W, row_layout, tile)
+        o = accumulate_o(o, alpha, warpgroup_mma_wait(0, [o_last]), descale, tile.P_SCALE_LOG2)
+        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, tile.P_SCALE_LOG2)
+        y = skip_tiles(W, shared, y + 1, part.lo - loop.lo, tile)
         n += 1
 
 
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
-def fp32_forward(
-    Q, K, K_pair, V, K_undo, V_undo, O, L, counter, packed, sink, variant, c, shape,
+def attention_forward_fp32(
+    Q, K, K_pair, V, K_descale, V_descale, O, L, counter, packed, sink, variant, c, shape,
     tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2."""
@@ -311,10 +324,10 @@ def fp32_forward(
     PIECES: gl.constexpr = tile.PIECES
     STAGES: gl.constexpr = tile.KV_STAGES
     dtype: gl.constexpr = K.dtype
-    keys, values = Keys(K, K_undo, K_pair), Keys(V, V_undo)  # as arguments, descriptors must stand alone
+    keys, values = Keys(K, K_descale, K_pair), Keys(V, V_descale)  # as arguments, descriptors must stand alone
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     pieces = gl.allocate_shared_memory(dtype, [WARPGROUPS * PIECES, 64, D], rows)
-    if tile.Q_APART:
+    if tile.Q_SEPARATE:
         q = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, 64, D], Q.layout)
     else:
         q = triton_compat.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
@@ -335,7 +348,7 @@ def fp32_forward(
             barriers(STAGES, 1),
             done,
         ),
-        tickets(WARPGROUPS),
+        tile_channel(WARPGROUPS),
         None,
     )
     fence_async_shared()

@@ -1,4 +1,4 @@
-"""Multiply 16-bit pieces in the fp32 forward, cut Q and P into pieces, and undo scales."""
+"""Multiply 16-bit pieces in the fp32 forward, split Q and P into pieces, and descale."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..backward.gradients import rounded
 from ..parts import triton_compat
-from ..parts.channel import arrive, held, stage, wait
+from ..parts.channel import arrive, stage, stage_in_loop, wait
 from .split import largest, next_piece, power_of_two
 
 
@@ -72,31 +72,31 @@ def end_logits(parts, LATER: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def split_rows(whole, pieces, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """Split 64 rows of Q into pieces in shared memory; return what undoes each row's scale."""
+    """Split 64 rows of Q into pieces in shared memory; return each row's descale factor."""
     PIECES: gl.constexpr = tile.PIECES
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     x = whole.reshape([64, tile.D]).load(layout)
-    undo = gl.full([64], 1.0, gl.float32, row_layout)
+    descale = gl.full([64], 1.0, gl.float32, row_layout)
     if PIECES == 2:
         scale, back = power_of_two(largest(x, 1))
         x = x * scale[:, None]
-        undo = gl.convert_layout(back, row_layout)
+        descale = gl.convert_layout(back, row_layout)
     triton_compat.barrier()  # the pieces may take the place of what was read
     for n in gl.static_range(PIECES):
         piece, x = next_piece(x, pieces.dtype, n == PIECES - 1)
         pieces.index(slot(W, n)).store(piece)
     fence_async_shared()
     triton_compat.barrier()
-    return undo
+    return descale
 
 
 @gluon.jit
-def left_sides(pieces, y, W: gl.constexpr, tile: gl.constexpr):
+def q_pieces(pieces, y, W: gl.constexpr, tile: gl.constexpr):
     """Return a tile of Q for products with key tile y."""
     PIECES: gl.constexpr = tile.PIECES
     found = ()
     for n in gl.static_range(PIECES):
-        found = found + (held(pieces, slot(W, n), y),)
+        found = found + (stage_in_loop(pieces, slot(W, n), y),)
     return found
 
 
@@ -105,15 +105,15 @@ def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.co
     """Split the queries of tile n; return what turns their logits into base 2."""
     wait(shared.q.full, n)
     unit = c * split_rows(shared.q.memory.index(W), shared.pieces, W, row_layout, tile)
-    if tile.Q_APART:
+    if tile.Q_SEPARATE:
         arrive(shared.q.empty, n)
     return unit
 
 
 @gluon.jit
-def unit_ahead(unit, t, c, shared, shape, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
+def next_unit(unit, t, c, shared, shape, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
     """Do the same for the next tile of queries, if there is one and its memory is Q_APART."""
-    if tile.Q_APART:
+    if tile.Q_SEPARATE:
         if t < shape.tiles * shape.heads:
             unit = unit_of(c, shared, n, W, row_layout, tile)
     return unit
@@ -126,18 +126,18 @@ def slot(W: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
-def undo_of(X, t, tile: gl.constexpr):
-    """Return what undoes the scale of key tile t."""
-    if X.undo is None:
+def descale_of(X, t, tile: gl.constexpr):
+    """Return the descale factor of key tile t."""
+    if X.descale is None:
         return gl.to_tensor(1.0)
     else:
-        return gl.load(X.undo + t // (tile.KEYS // tile.B_C))
+        return gl.load(X.descale + t // (tile.KEYS // tile.B_C))
 
 
 @gluon.jit
-def to_base_2(unit, undo):
+def to_base_2(unit, descale):
     """Return the factor of a key tile's S: a normal number, so that a hidden key's -inf stays that, and 0 stays 0."""
-    return gl.minimum(gl.maximum(unit * undo, 2.0**-126), 2.0**127)
+    return gl.minimum(gl.maximum(unit * descale, 2.0**-126), 2.0**127)
 
 
 @gluon.jit
@@ -152,9 +152,9 @@ def split_columns(P, dtype: gl.constexpr, layout: gl.constexpr, PIECES: gl.const
 
 
 @gluon.jit
-def joined(o, alpha, fresh, undo, RAISE: gl.constexpr):
-    """Add a tile's product to O: rescale O, and undo the scales of V and P in the product."""
+def accumulate_o(o, alpha, fresh, descale, P_SCALE_LOG2: gl.constexpr):
+    """Add a tile's product to O: rescale O, and descale the product by V's and P's factors."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    if RAISE:
-        fresh = fresh * (undo * 2.0**-RAISE)
+    if P_SCALE_LOG2:
+        fresh = fresh * (descale * 2.0**-P_SCALE_LOG2)
     return o * alpha + fresh

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unowned, row_values, rows_of
+from ...tile.rows import fill_unused, row_values, rows_of
 from ...tile.softmax import for_backward
 from ..parts.row_blocks import first_block
 from .split import INF, largest, load_block, store_pieces
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Hold the numbers of each block: what undoes the scales of fp16 pieces, and bounds."""
+    """Hold the numbers of each block: descale factors of fp16 pieces, and bounds."""
 
     q: object
     do: object
@@ -124,27 +124,27 @@ def prepare_gradients(
         do, o = load_block(dO.X, b, h, q0, rows, M, d_v, SIZE), load_block(O, b, h, q0, rows, M, d_v, SIZE)
         if CENTRED:
             o -= centre_of(V, b, h // group, H // group, SIZE)[None, :]  # past the end dO is 0
-        sums = tl.sum(o * do, 1)
+        delta = tl.sum(o * do, 1)
         if dL is not None:
-            sums -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
+            delta -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
         block = first_block(packed, b, h, H, q0, stride, BLOCK).to(tl.int64) + t
-        tl.store(D + block * BLOCK + tl.arange(0, BLOCK), sums)
-        tl.store(D_top + block, largest(sums, 0))
+        tl.store(D + block * BLOCK + tl.arange(0, BLOCK), delta)
+        tl.store(D_top + block, largest(delta, 0))
         store_pieces(dO, do, block, blocks)
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
-def fp32_prepare(
-    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unowned, unit, M, N, H, group, batch, key_tiles,
+@triton.jit(do_not_specialize=["packed", "unused", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
+def attention_backward_preprocess_fp32(
+    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unused, unit, M, N, H, group, batch, key_tiles,
     query_tiles, in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    CENTRED: tl.constexpr, AHEAD: tl.constexpr = False,
+    CENTRED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Preprocess one block of Q, or one of dO and O, or one of ROWS keys. Each has a separate program, so that many run
-    concurrently. Also zero rows of gradients that no sequence owns. AHEAD: as in backward/preprocess.py, the next
+    concurrently. Also zero rows of gradients outside all sequences. PDL: as in backward/preprocess.py, the next
     kernel may begin."""
-    if AHEAD:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     program = tl.program_id(0)
     of_queries = batch * H * query_tiles
     if program < of_queries:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unowned, origin, rows_of
+from ...tile.rows import fill_unused, origin, rows_of
 from ..parts.row_blocks import first_block
 
 INF = tl.constexpr(float("inf"))
@@ -31,8 +31,8 @@ class Split(NamedTuple):
     X: object
     pieces: object
     """Are (piece, block, row of the block, column)."""
-    undo: object
-    """Undoes each block's scale."""
+    descale: object
+    """Holds each block's descale factor."""
     norm: object = None
     """Holds the largest norm of a row of each block, or is None where it is not needed."""
     centre: object = None
@@ -56,14 +56,14 @@ def power_of_two(top):
 @triton.jit
 def longest(x):
     """Return the largest finite norm of a row; rows are scaled, so that no square leaves fp32's range."""
-    scale, undo = power_of_two(largest(x, None))
+    scale, descale = power_of_two(largest(x, None))
     x *= scale
-    return largest(tl.sqrt(tl.sum(x * x, 1)), 0) * undo
+    return largest(tl.sqrt(tl.sum(x * x, 1)), 0) * descale
 
 
 @triton.jit
 def next_piece(rest, TYPE: tl.constexpr, LAST: tl.constexpr):
-    """Return the next piece of what is left of numbers, and what is left then."""
+    """Return the next piece of a remainder, and the remainder after it."""
     whole = rest
     if not LAST:
         whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
@@ -84,7 +84,7 @@ def load_block(X, b, h, first, rows, length, d: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def store_pieces(to, x, block, blocks):
-    """Store numbers as block `block` of `blocks`: their pieces, what undoes the scale of fp16's, and their norm."""
+    """Store numbers as block `block` of `blocks`: their pieces, the descale factor of fp16's, and their norm."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     TYPE: tl.constexpr = to.pieces.dtype.element_ty
@@ -94,7 +94,7 @@ def store_pieces(to, x, block, blocks):
     if TYPE == tl.float16:
         scale, back = power_of_two(largest(x, None))
         x = x * scale
-        tl.store(to.undo + block, back)
+        tl.store(to.descale + block, back)
     at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     for n in tl.static_range(COUNT):
         piece, x = next_piece(x, TYPE, n == COUNT - 1)
@@ -115,17 +115,17 @@ def centre(X, b, h, first, length, d: tl.constexpr, SIZE: tl.constexpr):
     return tl.where(near, mean, 0.0)
 
 
-@triton.jit(do_not_specialize=["packed", "unowned", "M", "N", "H", "tiles", "stride", "blocks"])
-def split(
-    operands, packed, unowned, M, N, H, tiles, stride, blocks,
-    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr = False,
+@triton.jit(do_not_specialize=["packed", "unused", "M", "N", "H", "tiles", "stride", "blocks"])
+def attention_split_fp32(
+    operands, packed, unused, M, N, H, tiles, stride, blocks,
+    KEYS: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Split a block of one of the operands, which share their rows: those of the keys, or of the queries. With the
-    first block of a head, compute its centre. Before a forward, also fill the rows of its outputs that no sequence
-    owns. AHEAD: the next kernel may begin, and waits for this one where it reads pieces."""
-    if AHEAD:
+    first block of a head, compute its centre. Before a forward, also fill the rows of its outputs outside all
+    sequences. PDL: the next kernel may begin, and waits for this one where it reads pieces."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    fill_unowned(unowned, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     COUNT: tl.constexpr = len(SIZES)  # Triton 3.6 has no length of operands with a None inside
     which, program = tl.program_id(0) % COUNT, tl.program_id(0) // COUNT
     t, h, b = program % tiles, program // tiles % H, program // tiles // H

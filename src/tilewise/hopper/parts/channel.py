@@ -65,7 +65,7 @@ def stage(memory, n):
 
 
 @gluon.jit
-def held(memory, n, y):
+def stage_in_loop(memory, n, y):
     """Return the stage of use n, which lasts for a whole loop over other uses y. y >> 31 is 0, but ptxas cannot know
     that. Otherwise it would keep every address that a product takes from the stage in registers, which are short."""
     STAGES: gl.constexpr = memory.shape[0]
@@ -79,14 +79,14 @@ def instruct(PTX: gl.constexpr):
 
 
 @gluon.jit
-def until(at, value):
+def wait_equal(at, value):
     """Wait until a number in memory is `value`: then what its writer wrote before can be read."""
     while gl.atomic_add(at, 0, sem="acquire") != value:
         pass
 
 
 @gluon.jit
-def wait_added():
+def wait_reductions():
     """Wait until what TMA added for this warp is visible to others; `tma.store_wait` waits only until it is read."""
     instruct("cp.async.bulk.wait_group 0")
 
@@ -108,20 +108,20 @@ def end_block(y):
 
 
 @gluon.jit
-def wait_kernels():
+def wait_dependencies():
     """Wait until the kernels launched before this one are complete, so that the threads that wait can read what those
     wrote. Only a launch with `launch_pdl` begins earlier."""
     instruct("griddepcontrol.wait")
 
 
 @gluon.jit
-def let_next_begin():
+def launch_dependents():
     """Let a kernel launched after this one with `launch_pdl` begin, once every program has called this."""
     instruct("griddepcontrol.launch_dependents")
 
 
 @gluon.jit
-def take_turns(OP: gl.constexpr, WHO: gl.constexpr):
+def named_barrier(OP: gl.constexpr, WHO: gl.constexpr):
     """Use the named barrier of warpgroup WHO and one other (ping-pong): "sync" waits until WHO may run, "arrive" lets
     it."""
     # ids 9 to 11: Triton itself uses those from 0 on

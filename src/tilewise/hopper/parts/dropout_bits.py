@@ -1,4 +1,4 @@
-"""Generate dropout mask bits in shared memory, in separate warps, ahead of the warps that multiply.
+"""Generate dropout mask bits in shared memory, in separate warps, before the warps that multiply need them.
 
 Ten rounds of Philox take 20 wide multiplications, for sixteen entries of a tile. In a warpgroup that multiplies,
 nothing would run between two waits to hide them. In other warps they overlap with everything.
@@ -21,14 +21,14 @@ from triton.experimental.gluon import language as gl
 from .channel import Channel, arrive, barriers, stage, wait
 from .threads import as_tile
 
-AHEAD = gl.constexpr(4)
-"""Limits by how many tiles dropout bits may be ahead."""
+TILES_AHEAD = gl.constexpr(4)
+"""Limits by how many tiles dropout bits may be early."""
 
 
 @gluon.jit
 def bits(ROWS: gl.constexpr, USES: gl.constexpr, READERS: gl.constexpr):
     """Allocate the channel of dropout bits: USES uses per tile, each of ROWS rows and read by READERS warpgroups."""
-    STAGES: gl.constexpr = AHEAD * USES
+    STAGES: gl.constexpr = TILES_AHEAD * USES
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     memory = gl.allocate_shared_memory(gl.uint32, [STAGES, 2, ROWS // 16, 8, 4], layout)
     return Channel(memory, barriers(STAGES, 1), barriers(STAGES, READERS))
@@ -56,7 +56,7 @@ def add(a, b):
 
 
 @gluon.jit
-def rolled(
+def dropout_words(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -70,24 +70,24 @@ def rolled(
     """
     if TRANSPOSED:
         # one step after the other: ptxas would begin with every counter at once, and two warps have few registers
-        words = of_keys(seed, threshold, matrix, i0, j0, COLUMNS // 32 - 1, ROWS, COLUMNS, WARPS)
+        words = words_by_key(seed, threshold, matrix, i0, j0, COLUMNS // 32 - 1, ROWS, COLUMNS, WARPS)
         for done in range(1, COLUMNS // 32):
             step = COLUMNS // 32 - 1 - done
-            words = words >> 2 | of_keys(seed, threshold, matrix, i0, j0, step, ROWS, COLUMNS, WARPS)
+            words = words >> 2 | words_by_key(seed, threshold, matrix, i0, j0, step, ROWS, COLUMNS, WARPS)
         return words
     else:
-        return of_queries(seed, threshold, matrix, i0, j0, ROWS, COLUMNS, WARPS)
+        return words_by_query(seed, threshold, matrix, i0, j0, ROWS, COLUMNS, WARPS)
 
 
 @gluon.jit
-def of_queries(
+def words_by_query(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Generate the words of `rolled` where rows are queries: of 128 columns each half has its own counters."""
+    """Generate the words of `dropout_words` where rows are queries: of 128 columns each half has its own counters."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0])
     row = gl.arange(0, ROWS // 2, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, layout))[None, :]
-    w0, w1, w2, w3 = decided(seed, threshold, matrix, (i0 >> 1) + row, (j0 >> 3) + column, column & 1)
+    w0, w1, w2, w3 = keep_bits(seed, threshold, matrix, (i0 >> 1) + row, (j0 >> 3) + column, column & 1)
     if COLUMNS == 128:
         words = w0 | w1 >> 2 | w2 >> 4 | w3 >> 6
         return gl.sum(words.reshape([ROWS // 16, 8, 2, 4, 2]), 4).permute((2, 0, 1, 3))
@@ -97,17 +97,17 @@ def of_queries(
 
 
 @gluon.jit
-def of_keys(
+def words_by_key(
     seed, threshold, matrix, i0, j0, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Generate what 16 columns of each half add to the words of `rolled` where rows are keys, in front of the next
-    step's bits."""
+    """Generate what 16 columns of each half add to the words of `dropout_words` where rows are keys, in front of the
+    next step's bits."""
     ABOVE: gl.constexpr = min(WARPS, ROWS // 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [ABOVE, WARPS // ABOVE], [1, 0])
     row = gl.arange(0, ROWS // 8, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
     c_i = (i0 >> 1) + 8 * step + (column >> 3) * (COLUMNS // 4) + (column & 7)
-    w0, w1, w2, w3 = decided(seed, threshold, matrix, c_i, (j0 >> 3) + row, column & 1)
+    w0, w1, w2, w3 = keep_bits(seed, threshold, matrix, c_i, (j0 >> 3) + row, column & 1)
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # each has other 16 rows
     words = gl.sum(words.reshape([ROWS // 64, 8, 2, 4, 2, 2, 2]), 4)
     words = words.permute((2, 0, 4, 5, 1, 3)).reshape([2, ROWS // 16, 8, 4])
@@ -115,7 +115,7 @@ def of_keys(
 
 
 @gluon.jit
-def decided(seed, threshold, matrix, c_i, c_j, entry):
+def keep_bits(seed, threshold, matrix, c_i, c_j, entry):
     """Decide the entries of each counter, in four words. Where an entry is kept, the topmost bit of a byte is set, or
     the bit below for a pair's second `entry`."""
     zero = 0 * (c_i + c_j)
@@ -139,7 +139,7 @@ def at_least(x, y, borrow):
 
 
 @gluon.jit
-def taken(bits, u, ROW: gl.constexpr, S):
+def read_bits(bits, u, ROW: gl.constexpr, S):
     """Read use u's words of a tile that lies as S does, from row ROW on; return 0 without dropout."""
     if bits is None:
         return 0
@@ -172,16 +172,16 @@ def from_words(x, S):
 
 
 @gluon.jit
-def dropped(x, words, variant):
+def apply_dropout(x, words, variant):
     """Return x after dropout, before its factor."""
     if variant.dropout is None:
         return x
     else:
-        return kept(x, words)
+        return apply_bits(x, words)
 
 
 @gluon.jit
-def kept(x, words):
+def apply_bits(x, words):
     """Return x where its bit is set, else 0. One instruction, prmt, spreads the topmost bits of two words' bytes over
     the mask of a pair of 16-bit numbers. For a 32-bit number it spreads that of one."""
     tile = by_word(x)

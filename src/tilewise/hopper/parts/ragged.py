@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...tile.rows import fill_unowned, origin
+from ...tile.rows import fill_unused, origin
 from . import triton_compat
 from .channel import stage, wait
 
@@ -72,8 +72,8 @@ def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def fill_between(unowned, packed):
-    """Fill a forward's outputs in rows that no sequence owns, by four warps."""
+def fill_outputs(unused, packed):
+    """Fill a forward's outputs in rows of no sequence, by four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    fill_unowned(unowned, packed, rows, gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])
+    fill_unused(unused, packed, rows, gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])

@@ -1,4 +1,4 @@
-"""Compute scores in Hopper's own way, under their names in tile/scores.py."""
+"""Compute scores with Hopper's instructions, under their names in tile/scores.py."""
 
 import triton
 import triton.language as tl

@@ -80,7 +80,9 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Rotate k in place within kv (B, S, 2, H_k, D), and return it."""
     if kv.ndim != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv must have shape (B, S, 2, H_k, D), got {tuple(kv.shape)}")
+        raise ValueError(
+            f"kv must have shape (B, S, 2, H_k, D), got {tuple(kv.shape)}; stack k and v in front of the heads"
+        )
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -91,12 +93,13 @@ def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]
         return qkv[:, :, 0], qkv[:, :, 1]
     if qkv.ndim != 4:
         raise ValueError(
-            f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}"
+            f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}; "
+            "stack q, k and v in front of the heads"
         )
     if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
         raise ValueError(
-            f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are q's, an even number being left, "
-            f"got {num_heads_q}"
+            f"num_heads_q must leave an even number of the {qkv.shape[2]} heads of qkv for k and v, got {num_heads_q}; "
+            "pass the number of q's heads"
         )
     H_k = (qkv.shape[2] - num_heads_q) // 2
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + H_k]
@@ -144,7 +147,9 @@ class RotaryEmbedding(torch.nn.Module):
         """
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
-                raise ValueError("max_seqlen must be given if seqlen_offset is a tensor: the largest position plus one")
+                raise ValueError(
+                    "max_seqlen must be an int if seqlen_offset is a tensor, got None; pass 1 + the largest position"
+                )
             max_seqlen = qkv.shape[1] + seqlen_offset
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv.device)
         if kv is None:

@@ -1,1 +1,0 @@
-"""The benchmark's engine: cases, peers, measurement, results, pictures. `python -m tilewise bench` drives it."""

@@ -1,0 +1,150 @@
+"""File locks for compilation: ranks of a node that need the same kernel at once compile it only once.
+
+Each process locks a file in Triton's cache. The operating system releases the lock when its holder exits, even by a
+crash. No process waits longer than PATIENCE, or where files cannot be locked. Then two may compile the same kernel.
+"""
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from triton import knobs
+from triton.runtime._async_compile import active_mode
+from triton.runtime.cache import get_cache_manager
+
+try:
+    import fcntl
+except ImportError:  # on Windows, without locks
+    fcntl = None
+
+LOCK_TIMEOUT = 120.0
+"""Seconds that a process waits for another's lock; then it compiles the kernel itself."""
+LOCK_POLL = 0.02
+"""Seconds between two attempts to lock."""
+
+Result = TypeVar("Result")
+
+
+def compile_once(name: str, start: Callable[[], Result]) -> Result:
+    """Call `start`, which launches the kernel of that name, and compiles it if Triton's cache lacks it.
+
+    If the cache is not writable, warn, and use a temporary folder for this process.
+    """
+    folder = str(knobs.cache.dir)
+    try:
+        return _call_locked(name, start)
+    except OSError as error:
+        if writable(folder):
+            raise
+        if folder == knobs.cache.dir:  # else another thread has changed it already
+            _use_temporary_cache(folder, error)
+        return _call_locked(name, start)
+
+
+def _call_locked(name: str, start: Callable[[], Result]) -> Result:
+    if active_mode.get() is not None:  # the caller uses triton.AsyncCompileMode
+        return start()
+    with ExitStack() as held:  # hold the lock until the kernel has run, as its first run also builds its launcher
+        held.callback(active_mode.reset, active_mode.set(_LockedCompiler(name, held)))  # type: ignore[arg-type]
+        return start()
+
+
+class _LockedCompiler:
+    """Triton submits a kernel here that this process has not loaded, as it would to its AsyncCompileMode."""
+
+    def __init__(self, name: str, held: ExitStack) -> None:
+        self.name, self.held = name, held
+
+    def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], None], *_: Any) -> Any:
+        """Return the kernel, from the cache or compiled under the lock."""
+        lock = lock_of(key)
+        if lock and not knobs.compilation.always_compile and not cached(key, self.name):
+            self.held.enter_context(locked(lock))
+        kernel = compile()
+        finalize(kernel)
+        return kernel
+
+
+def cached(key: str, name: str) -> bool:
+    """Tell whether Triton's cache has the kernel of that name under a key."""
+    return get_cache_manager(digest(key)).get_group(f"{name[:150]}.json") is not None  # Triton writes this file last
+
+
+def lock_of(key: str) -> str | None:
+    """Return the file to lock before compiling: Triton's file cache names one per kernel, and does not use it."""
+    return getattr(get_cache_manager(digest(key)), "lock_path", None)
+
+
+def digest(key: str) -> str:
+    """Return the folder name that Triton's cache makes of a key."""
+    return sha256(key.encode("utf-8")).hexdigest()
+
+
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Hold the lock of a file, or go on without it after PATIENCE."""
+    try:
+        file = open(path, "a")  # noqa: SIM115, closed below
+    except OSError:  # the compilation that follows raises the reason
+        yield
+        return
+    with file:
+        end = time.monotonic() + LOCK_TIMEOUT
+        while not _try_lock(file) and time.monotonic() < end:
+            time.sleep(LOCK_POLL)
+        try:
+            yield
+        finally:
+            _release(file)
+
+
+def _try_lock(file: Any) -> bool:
+    """Try to lock. Return True if it worked, or if files cannot be locked here."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _release(file: Any) -> None:
+    """Release the lock. Closing the file is not enough: a process forked meanwhile has it open, too."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError:  # a file system without locks
+        pass
+
+
+def writable(folder: str) -> bool:
+    """Tell whether this process can create files in the folder."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+TEMPORARY_CACHE: list[tempfile.TemporaryDirectory[str]] = []
+"""The temporary folder that replaces a cache that is not writable; it is deleted when the process ends."""
+
+
+def _use_temporary_cache(folder: str, error: OSError) -> None:
+    TEMPORARY_CACHE.append(tempfile.TemporaryDirectory(prefix="tilewise-kernels-"))
+    knobs.cache.dir = TEMPORARY_CACHE[-1].name
+    warnings.warn(
+        f"Triton's cache {folder} cannot be written ({error}), so this process compiles every kernel for itself; "
+        "set TRITON_CACHE_DIR to a folder that can",
+        RuntimeWarning,
+        stacklevel=2,
+    )

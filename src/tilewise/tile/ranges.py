@@ -1,0 +1,122 @@
+"""Find the tiles that a program loops over: an interval of them, or a list where the mask is no interval."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .masks import key_tiles, query_tiles, visible
+
+
+class TileLists(NamedTuple):
+    """Address the lists of tiles for masks that are no intervals. Each (batch, head, tile) has how many are partial and
+    full, then which."""
+
+    ptr: object
+    batch: object
+    head: object
+    row: object
+
+
+class Variant(NamedTuple):
+    """Hold what makes one attention differ from another: values that the kernels call."""
+
+    mask: tuple
+    scores: tuple
+    dropout: object
+    lists: object
+
+
+class Place(NamedTuple):
+    """Locate a program's tile: batch entry, head, score matrix b H + h, its first row (or key), lengths, N - M."""
+
+    b: object
+    h: object
+    matrix: object
+    i0: object
+    M: object
+    N: object
+    shift: object
+
+
+@triton.jit
+def list_at(lists, b, h, t):
+    """Return the address of the list of tile t."""
+    if lists is None:
+        return 0
+    else:
+        return lists.ptr + (b.to(tl.int64) * lists.batch + h.to(tl.int64) * lists.head + t.to(tl.int64) * lists.row)
+
+
+@triton.jit
+def key_range(variant, lists, place, B_R: tl.constexpr, B_C: tl.constexpr):
+    """Return positions (lo, full_lo, full_hi, hi) of the key tiles that the rows from i0 on see."""
+    if variant.lists is None:
+        last = tl.minimum(place.i0 + B_R, place.M) - 1
+        first = place.i0 + place.shift
+        return key_tiles(variant.mask, place.b, first, last + place.shift, place.N, B_C)
+    else:
+        return list_range(lists)
+
+
+@triton.jit
+def query_range(variant, lists, b, j0, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
+    """Return positions of the query tiles that see the keys from j0 on."""
+    if variant.lists is None:
+        return query_tiles(variant.mask, b, j0, tl.minimum(j0 + B_C, N) - 1, M, N - M, B_R)
+    else:
+        return list_range(lists)
+
+
+@triton.jit
+def list_range(at):
+    """Return positions in a list, which holds its partial tiles first, then the full ones."""
+    partial = tl.load(at)
+    end = partial + tl.load(at + 1)
+    return 0, partial, end, end
+
+
+@triton.jit
+def tile_at(lists, at, x):
+    """Return the tile at position x."""
+    if lists is None:
+        return x
+    else:
+        return tl.load(at + 2 + x)
+
+
+@triton.jit
+def partial_at(lists, at, x, lo, full_lo, full_hi):
+    """Return the x-th tile outside [full_lo, full_hi)."""
+    return tile_at(lists, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
+
+
+@triton.jit(do_not_specialize=["lists", "mask", "M", "N", "heads", "tiles", "across"])
+def attention_list_tiles(
+    lists, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
+):
+    """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
+    program = tl.program_id(0)
+    t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
+    at = list_at(lists, b, h, t)
+    partial, full = 0, 0
+    for want_full in tl.static_range(2):
+        for x in range(across):
+            r, c = t, x
+            if BY_KEY:
+                r, c = x, t
+            i = r * B_R + tl.arange(0, B_R)[:, None]
+            j = c * B_C + tl.arange(0, B_C)[None, :]
+            inside = (i < M) & (j < N)
+            seen = visible(mask, b, h, i + (N - M), j) & inside
+            any_seen = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+            # a tile that sticks out is never full: its loads need bounds
+            all_seen = tl.min(tl.min(seen.to(tl.int32), 1), 0)
+            if want_full:
+                tl.store(at + 2 + partial + full, x, mask=all_seen == 1)
+                full += all_seen
+            else:
+                tl.store(at + 2 + partial, x, mask=(any_seen == 1) & (all_seen == 0))
+                partial += any_seen - all_seen
+    tl.store(at, partial)
+    tl.store(at + 1, full)

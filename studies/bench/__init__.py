@@ -1,0 +1,1 @@
+"""The benchmark's engine: cases, peers, measurement, results, pictures. `python -m studies bench` drives it."""

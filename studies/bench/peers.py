@@ -1,0 +1,255 @@
+"""Who is measured. A peer is a value: a name, reasons against a case, and how to call it.
+
+Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout; a variant may have fewer
+heads of keys, or packed sequences.
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise as tw
+from tilewise.check import describe
+from tilewise.cpu import Cpu
+from tilewise.problem import PRECISIONS, Operands, Recipe, Saved, target_of
+
+from .suites import Case
+from .variants import VARIANTS, Variant
+
+Attention = Callable[..., Tensor]
+"""o from q, k, v, and the sink of a case that has one."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation of attention."""
+
+    name: str
+    prepare: Callable[[Case, torch.device], Attention]
+    """The call for a case; imports belong here, compilations in the first call."""
+    why_not: Callable[[Case, torch.device], str | None] = lambda case, device: None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What a forward runs in."""
+    seeded: bool = False
+    """Whether dropout follows tilewise's rule with seed `SEED`, so that its result can be checked as it is."""
+    share: float = 0.0
+    """Errors up to this share of a tensor's largest entry are right, too: of peers that promise no more."""
+    computes: Callable[[Case], Case] = lambda case: case
+    """The case it is given and judged by, where that is a variant of the one at hand."""
+
+
+SEED = 1234
+SHARES = {"bf16x3": 2e-5, "tf32": 2e-3}
+"""Of the precisions that promise less than fp32."""
+
+
+def _tilewise(case: Case, device: torch.device, **options: Any) -> Attention:
+    varied = case.varied
+    seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
+    options |= {"mask": case.mask, "score": varied.score(case.heads, device), "dropout": case.dropout, "seed": seed}
+    options |= {"deterministic": varied.deterministic, "layout": _packed(case, device) if varied.packed else None}
+    return lambda q, k, v, sink=None: tw.attention(q, k, v, sink=sink, **options)
+
+
+def _packed(case: Case, device: torch.device) -> tw.Varlen:
+    cu = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=device)
+    return tw.Varlen(cu, cu, max(case.lengths), max(case.lengths))
+
+
+def _portable(case: Case, device: torch.device) -> Attention:
+    return _tilewise(case, device, backend="triton")
+
+
+def _precise(precision: str) -> Peer:
+    """tilewise with a named precision of fp32."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if case.dtype != "fp32":
+            return f"a precision is for fp32, not {case.dtype}"
+        if device.type == "cpu":
+            return None if precision == "ieee" else "the CPU computes in plain fp32, which is tilewise ieee"
+        q = torch.empty(case.shape, device="meta")
+        plan = tw.explain(q, q, q, device=target_of(device), precision=precision)
+        against = dict.fromkeys(reason for reasons in plan.refusals.values() for reason in reasons)
+        return None if plan.backend else "; ".join(against)
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        return _tilewise(case, device, precision=precision)
+
+    return Peer(f"tilewise {precision}", prepare, why_not, seeded=True, share=SHARES.get(precision, 0.0))
+
+
+class _Tiled(torch.autograd.Function):
+    """The CPU back end without PyTorch's fused kernel."""
+
+    backend = Cpu(fuse=False)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, seed: Tensor | None) -> Tensor:
+        x = Operands(q, k, v, ())
+        ctx.recipe = recipe
+        saved = _Tiled.backend.forward(describe(x, recipe, (0, 0)), x, seed)
+        ctx.save_for_backward(q, k, v, saved.o, saved.lse, saved.seed)
+        return saved.o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, o, lse, seed = ctx.saved_tensors
+        operands = Operands(q, k, v, ())
+        problem = describe(operands, ctx.recipe, (0, 0))
+        grads = _Tiled.backend.backward(problem, operands, Saved(o, lse, seed), do, None)
+        return grads.q, grads.k, grads.v, None, None
+
+
+def _tiled(case: Case, device: torch.device) -> Attention:
+    recipe = Recipe(mask=(("Causal",),) if case.causal else (), dropout=case.dropout)
+    seed = torch.full((), SEED, dtype=torch.int64) if case.dropout else None
+    return lambda q, k, v: _Tiled.apply(q, k, v, recipe, seed)
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dropout: float = 0.0) -> Tensor:
+    """Attention as a textbook writes it in torch: every score in memory."""
+    S = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5  # (B, H, M, N)
+    if causal:
+        hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1)
+        S = S.masked_fill(hidden, -math.inf)
+    P = torch.softmax(S, -1)
+    if dropout:
+        P = torch.dropout(P, dropout, True)
+    return (P @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def _standard(case: Case, device: torch.device) -> Attention:
+    return lambda q, k, v: standard_attention(q, k, v, case.causal, case.dropout)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Torch's own fp32 products in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _sdpa(case: Case, device: torch.device) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        grouped = case.varied.group > 1
+        o = scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped)
+        return o.transpose(1, 2)
+
+    return call
+
+
+def _needs_gpu(case: Case, device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"needs a GPU, this is a {device.type}"
+
+
+def _needs_cpu(case: Case, device: torch.device) -> str | None:
+    return None if device.type == "cpu" else "is a CPU path, this is a GPU"
+
+
+def _on_cpu_only_flash_and_math(backend: SDPBackend) -> Callable[[Case, torch.device], str | None]:
+    lacking = backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    return _needs_gpu if lacking else lambda case, device: None
+
+
+def _flex(case: Case, device: torch.device) -> Attention:
+    import torch._functorch.config as functorch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    functorch.donated_buffer = False  # a backward is timed several times on one graph
+    torch._dynamo.reset()  # it compiles a few shapes, then gives up and runs eagerly
+    attend: Any = torch.compile(flex_attention, dynamic=False)
+    blocks = None
+    if case.causal:
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
+    return lambda q, k, v: attend(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=blocks).transpose(1, 2)
+
+
+def _flex_why_not(case: Case, device: torch.device) -> str | None:
+    return "flex_attention has no dropout" if case.dropout else _needs_gpu(case, device)
+
+
+def _package(name: str, module: str, dropout: bool) -> Peer:
+    """A published FlashAttention: `flash_attn_func(q, k, v, causal=...)` in some module."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if reason := _needs_gpu(case, device) or _not_installed(module):
+            return reason
+        return f"{module} has no dropout" if case.dropout and not dropout else None
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        attend = importlib.import_module(module).flash_attn_func
+        options = {"causal": case.causal} | ({"dropout_p": case.dropout} if dropout else {})
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            result = attend(q, k, v, **options)
+            return result[0] if isinstance(result, tuple) else result
+
+        return call
+
+    return Peer(name, prepare, why_not)
+
+
+def _not_installed(module: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"the package {module} is not installed"
+
+
+def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
+    return Peer(f"sdpa {name}", _sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
+
+
+def _varied(name: str, variant: Variant) -> Peer:
+    """tilewise, asked for one thing more."""
+
+    def computes(case: Case) -> Case:
+        return replace(case, variant=name, dropout=variant.dropout or case.dropout)
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        return None if case.causal or variant.full else "only measured with the causal mask"
+
+    return Peer(name, _tilewise, why_not, seeded=True, computes=computes)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("tilewise", _tilewise, seeded=True),
+        Peer("tilewise triton", _portable, _needs_gpu, seeded=True),
+        Peer("tilewise tiled", _tiled, _needs_cpu, seeded=True),
+        *(_precise(name) for name in PRECISIONS),
+        Peer("standard", _standard),
+        Peer("standard tf32", _standard, _needs_gpu, tf32, share=SHARES["tf32"]),
+        Peer("sdpa", _sdpa),
+        _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
+        _sdpa_peer("flash", SDPBackend.FLASH_ATTENTION),
+        _sdpa_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        _sdpa_peer("math", SDPBackend.MATH),
+        Peer("flex", _flex, _flex_why_not),
+        _package("flash-attn 2", "flash_attn", dropout=True),
+        _package("flash-attn 3", "flash_attn_interface", dropout=False),
+        _package("flash-attn 4", "flash_attn.cute", dropout=False),
+        *(_varied(name, variant) for name, variant in VARIANTS.items()),
+    )
+}
+"""Every peer, by name; studies add theirs."""
+CHANGED: dict[str, str] = {}
+"""Peers that are a kernel of tilewise with one thing changed, and the peer that has it unchanged: studies add them."""

@@ -1,0 +1,205 @@
+"""What is measured: cases with names, and the suites that group them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise.mask import Causal, Full, Mask
+
+from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+PRODUCTS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
+"""Arithmetic of a pass, in forwards: the backward does five products of the forward's size where it does two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self-attention of `length` tokens: q, k, v (batch, length, heads, head_size), unless a variant says otherwise."""
+
+    batch: int
+    heads: int
+    length: int
+    head_size: int
+    dtype: str
+    causal: bool = False
+    dropout: float = 0.0
+    variant: str = ""
+    """A name in VARIANTS or SHAPES, or plain attention."""
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        dropout = f" dropout {self.dropout}" if self.dropout else ""
+        variant = f" {self.variant}" if self.variant else ""
+        return f"{self.dtype} {mask}{variant or dropout} B{self.batch} H{self.heads} D{self.head_size} N{self.length}"
+
+    @property
+    def type(self) -> torch.dtype:
+        """The torch type of q, k and v."""
+        return TYPES[self.dtype]
+
+    @property
+    def varied(self) -> Variant:
+        """What the call asks for."""
+        return (VARIANTS | SHAPES)[self.variant] if self.variant else PLAIN
+
+    @property
+    def mask(self) -> Mask:
+        """What the call hides."""
+        return (Causal() if self.causal else Full()) & self.varied.mask
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of every sequence."""
+        return cut(self.batch * self.length) if self.varied.packed else (self.length,) * self.batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
+        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.varied.queries or self.length)
+        return *rows, self.heads, self.head_size
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Of k and v."""
+        rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
+        return *rows, self.heads // self.varied.group, self.head_size
+
+    @property
+    def share(self) -> float:
+        """The tiles that the variant visits, in those that plain attention visits."""
+        plain = replace(self, variant="")
+        mine, theirs = (sum(visited(case.mask, length) for length in case.lengths) for case in (self, plain))
+        return mine / theirs
+
+    def flops(self, pass_: str) -> float:
+        """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that. A variant's is its share."""
+        queries = self.varied.queries or self.length
+        forward = 4.0 * self.batch * self.heads * queries * self.length * self.head_size
+        return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0) * (self.share if self.variant else 1.0)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A question, the cases that answer it, and whom to compare with."""
+
+    name: str
+    title: str
+    cases: tuple[Case, ...]
+    passes: tuple[str, ...]
+    peers: tuple[str, ...]
+    rounds: int
+    matmul: int
+    """Rows and columns of the square matrix product that is measured with the cases."""
+    quick_lengths: tuple[int, ...]
+    sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
+    """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
+    host: bool = True
+    """Whether the host's cost of a call is measured as well."""
+    tables: tuple[str, ...] = ("rate",)
+    """What its first tables show: names of `tables.METRICS`."""
+    devices: tuple[str, ...] = ("cuda",)
+
+    def quick(self) -> "Suite":
+        """A fraction of it, for a first look."""
+        cases = tuple(c for c in self.cases if c.length in self.quick_lengths)
+        return replace(self, cases=cases, rounds=max(2, self.rounds // 2))
+
+
+def _paper() -> tuple[Case, ...]:
+    return tuple(
+        Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
+        for head_size in (64, 128, 256)
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+    )
+
+
+def _classic() -> tuple[Case, ...]:
+    return tuple(
+        Case(8, 12, length, 64, "fp16", causal, dropout)
+        for causal, dropout in ((False, 0.0), (True, 0.1))
+        for length in (128, 256, 512, 1024, 2048, 4096)
+    )
+
+
+def _long() -> tuple[Case, ...]:
+    return tuple(
+        Case(1, 2048 // head_size, length, head_size, "bf16", causal=True)
+        for head_size in (64, 128)
+        for length in (16384, 32768, 65536, 131072)
+    )
+
+
+def _cpu() -> tuple[Case, ...]:
+    return tuple(
+        Case(1, 8, length, 64, dtype, causal)
+        for dtype in ("fp32", "bf16")
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096)
+    )
+
+
+def _short_cpu() -> tuple[Case, ...]:
+    return (
+        Case(1024, 8, 4, 64, "fp32", causal=True, variant="GQA 4"),
+        Case(1, 8, 32768, 64, "fp32", variant="GQA 4, one query"),
+    )
+
+
+def _variants() -> tuple[Case, ...]:
+    return tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
+
+
+def _llmc() -> tuple[Case, ...]:
+    of_source = tuple(Case(4, 12, length, 64, "fp32", causal=True) for length in (256, 1024, 2048, 4096))
+    return of_source + tuple(replace(case, head_size=128) for case in of_source if case.length >= 1024)
+
+
+SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
+PRECISE = tuple(f"tilewise {name}" for name in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"))
+PACKAGES = ("flash-attn 2", "flash-attn 3", "flash-attn 4")
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "paper", "FlashAttention-2's grid: 16k tokens, hidden size 2048", _paper(), (FORWARD, BACKWARD),
+            ("tilewise", "tilewise triton", *SDPA, "flex", *PACKAGES, "standard"), 7, 8192, (1024, 4096),
+        ),
+        Suite(
+            "classic", "FlashAttention 0.1's benchmark: batch 8, 12 heads of 64", _classic(), (BOTH,),
+            ("tilewise", "standard", *SDPA[:3], *PACKAGES), 5, 8192, (512, 1024, 2048, 4096),
+        ),
+        Suite(
+            "long", "16K to 128K tokens, hidden size 2048, causal", _long(), (FORWARD, BACKWARD),
+            ("tilewise", *SDPA[:3], *PACKAGES, "standard"), 3, 8192, (16384, 65536),
+        ),
+        Suite(
+            "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),
+            ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
+        ),
+        Suite(
+            "short-cpu", "1024 sequences of 4 tokens, and one query over 32k keys, on the CPU", _short_cpu(),
+            (FORWARD, BOTH), ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4,), tables=("time",), devices=("cpu",),
+        ),
+        Suite(
+            "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128",
+            _llmc(), (FORWARD, BACKWARD),
+            (*PRECISE, "sdpa efficient", "standard", "standard tf32"), 7, 8192, (256, 1024),
+            tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
+        ),
+        Suite(
+            "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
+            ("tilewise", *VARIANTS), 7, 8192, (8192,), host=False, tables=(),
+        ),
+        Suite(
+            "host", "what a call costs the thread that makes it, where nothing else runs",
+            (Case(1, 16, 128, 128, "bf16", causal=True),), (FORWARD, BACKWARD),
+            ("tilewise", "tilewise triton", "sdpa", "sdpa cudnn", "sdpa flash"), 3, 2048, (128,), tables=("host",),
+        ),
+    )
+}  # fmt: skip
+"""Every suite, by name; studies add theirs."""

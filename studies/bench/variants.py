@@ -1,0 +1,84 @@
+"""Variants: options of a call beyond q, k, v and its mask, each compared with the call without it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from tilewise.mask import Full, Mask, Window
+from tilewise.score import Alibi, Score, SoftCap
+
+TILE = 128
+"""Queries and keys of the tiles that `visited` counts."""
+CUTS = (0, 3000, 3100, 8192, 9000, 16384)
+"""Where five packed sequences begin and end; other totals are cut in these proportions."""
+FULL = Full()
+
+Scores = Callable[[int, torch.device], tuple[Score, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One thing that a call asks for."""
+
+    group: int = 1
+    """Query heads that share a key head."""
+    mask: Mask = FULL
+    """What it hides besides what the case hides."""
+    score: Scores = lambda heads, device: ()
+    sink: bool = False
+    """A sink that learns: its gradient belongs to the backward."""
+    dropout: float = 0.0
+    deterministic: bool = False
+    queries: int = 0
+    """Queries of each sequence, the last ones; 0: as many as keys."""
+    packed: bool = False
+    """The tokens of the batch as sequences of mixed lengths."""
+    full: bool = False
+    """Whether it is measured without the causal mask as well."""
+
+
+def softcap(heads: int, device: torch.device) -> tuple[Score, ...]:
+    """Gemma 2's. Logits of normal q and k stay so far below 50 that only fp32's rounding would show that it is missing:
+    the accuracy rule holds the numbers, and that the cap is there is for the conformance tests."""
+    return (SoftCap(50.0),)
+
+
+def alibi(heads: int, device: torch.device) -> tuple[Score, ...]:
+    """The paper's slopes: 2^(-8 / H), 2^(-16 / H), ..., 2^-8."""
+    return (Alibi(torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))),)
+
+
+VARIANTS = {
+    "GQA 8": Variant(group=8),
+    "GQA 4": Variant(group=4),
+    "softcap": Variant(score=softcap),
+    "ALiBi": Variant(score=alibi),
+    "window 1024": Variant(mask=Window(1023, 0)),
+    "sink": Variant(sink=True),
+    "dropout 0.1": Variant(dropout=0.1),
+    "deterministic": Variant(deterministic=True, full=True),
+    "varlen": Variant(packed=True),
+}
+"""Every variant, by name."""
+SHAPES = {"GQA 4, one query": Variant(group=4, queries=1)}
+"""What cases of other suites ask for, and nobody compares with a call that does not."""
+PLAIN = Variant()
+
+
+def cut(tokens: int) -> tuple[int, ...]:
+    """Draw lengths of packed sequences with this total of tokens."""
+    ends = [tokens * end // CUTS[-1] for end in CUTS]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def visited(mask: Mask, length: int) -> int:
+    """Tiles of a sequence in which some query sees some key, for masks of one interval a row."""
+    count = 0
+    for first in range(0, length, TILE):
+        last = min(first + TILE, length) - 1
+        lo = max([0, *(part.keys(first)[0] for part in mask.parts)])
+        hi = min([length, *(part.keys(last)[1] for part in mask.parts)])
+        count += -(-hi // TILE) - lo // TILE
+    return count

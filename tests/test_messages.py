@@ -1,0 +1,127 @@
+"""Errors have one form: `NAME must ALLOWED, got WHAT; DO THIS`. CONTRIBUTING.md says it, and these tests hold it.
+
+What no value of an argument could mend, such as Unsupported or RuntimeError, reads `WHAT; DO THIS`.
+"""
+
+import ast
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_errors
+import test_layout
+import test_mask
+import test_merge
+import test_rotary
+import test_score
+import torch
+
+import tilewise as tw
+from tilewise.compat import flash_attn
+from tilewise.compat.flash_attn.layers import rotary
+
+SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
+REMEDY = (
+    "add|call|change|choose|clamp|convert|detach|did you mean|expand|gather|give|import|install|leave|make|move|name|"
+    "pad|pass|project|remove|repeat|reshape|rotate|run|set|split|stack|use|write"
+)
+FORM = re.compile(rf"[^;]+ must .+, got .+; ({REMEDY}) .+", re.DOTALL)
+SHORT_FORM = re.compile(rf"[^;]+; ({REMEDY}) .+", re.DOTALL)
+FORMS = {
+    **dict.fromkeys(("TypeError", "ValueError"), FORM),
+    **dict.fromkeys(("Unsupported", "RuntimeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM),
+    **dict.fromkeys(("AssertionError", "NotImplementedError", "Exit"), re.compile(".*")),  # not for users
+}
+MADE_ELSEWHERE = ("bench/measure.py", "cli/console.py", "host/tables.py", "operator.py", "warm.py")
+"""Files that also raise with text from a process, a library, a constant or a function."""
+
+
+def text_of(node: ast.expr) -> str | None:
+    """Return a message with `use …` in place of what is filled in; None if it is made elsewhere."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "use …" for part in node.values)
+    return None
+
+
+def raised():
+    """Yield file, line, class and message of every raise in the package that makes an exception."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                name = ast.unparse(node.exc.func).rsplit(".", 1)[-1]
+                text = text_of(node.exc.args[0]) if node.exc.args else ""
+                yield file.relative_to(SOURCE).as_posix(), node.lineno, name, text
+
+
+def test_every_message_has_the_form():
+    wrong = []
+    for file, line, name, text in raised():
+        known = file in MADE_ELSEWHERE if text is None else FORMS[name].fullmatch(text)
+        if not known:
+            wrong.append(f"{file}:{line} {name}: {text}")
+    assert wrong == []
+
+
+def meta(*shape):
+    return torch.zeros(shape, device="meta")
+
+
+def twice(q):
+    (grad,) = torch.autograd.grad(tw.attention(q, q, q).sum(), q, create_graph=True)
+    torch.autograd.grad(grad.sum(), q)
+
+
+X = torch.zeros(2, 5, 4, 8)
+CU = torch.tensor([0, 5], dtype=torch.int32)
+MORE = {
+    "explain without a chip": lambda: tw.explain(*[meta(2, 5, 4, 8)] * 3),
+    "qkv no tensor": lambda: tw.attention_qkvpacked([1.0]),
+    "qkv of two parts": lambda: tw.attention_qkvpacked(torch.zeros(2, 5, 2, 4, 8)),
+    "qkv packed": lambda: tw.attention_qkvpacked(torch.zeros(5, 3, 4, 8)),
+    "kv of three parts": lambda: flash_attn.flash_attn_kvpacked_func(X, torch.zeros(2, 5, 3, 4, 8)),
+    "pages": lambda: flash_attn.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU, 5, 5, block_table=CU),
+    "a cache": lambda: flash_attn.flash_attn_with_kvcache(X, X, X),
+    "rotary kv": lambda: rotary.apply_rotary_emb_kv_(X, X, X),
+    "rotary qkv": lambda: rotary.apply_rotary_emb_qkv_(X[0], X, X),
+    "rotary heads": lambda: rotary.apply_rotary_emb_qkv_(X, X, X, num_heads_q=3),
+    "rotary offset": lambda: rotary.RotaryEmbedding(8)(X, seqlen_offset=CU),
+    "no back end": lambda: tw.attention(*[X.double()] * 3, backend="triton"),
+    "double backward": lambda: twice(torch.zeros(2, 5, 4, 8, requires_grad=True)),
+    "forward mode": lambda: torch.func.jvp(lambda q: tw.attention(q, X, X), (X,), (X,)),
+}
+
+
+def cases(test):
+    """Return the rows of a test's parametrize."""
+    return next(mark.args[1] for mark in test.pytestmark if mark.name == "parametrize")
+
+
+def rows_of_rotary(change):
+    return lambda: tw.rotary(**{"x": test_rotary.X, "cos": test_rotary.COS, "sin": test_rotary.COS, **change})
+
+
+def bad_calls():
+    """Yield a name and a call for each public error, most from the tests of single messages."""
+    yield from MORE.items()
+    yield from ((name, attempt) for name, (attempt, *_) in test_errors.WRONG.items())
+    for module in (test_layout, test_mask, test_score):
+        for make, _, words in cases(module.test_a_wrong_value_says_what_is_wrong):
+            yield " ".join(words), make
+    for parts, _, words in cases(test_merge.test_a_wrong_part_says_what_is_wrong):
+        yield " ".join(("merge", *words)), partial(tw.merge, parts)
+    for change, _, message in test_rotary.WRONG:
+        yield f"rotary: {message}", rows_of_rotary(change)
+
+
+CALLS = dict(bad_calls())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bad_call_is_answered_in_the_form(name):
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        CALLS[name]()
+    form = SHORT_FORM if type(caught.value) in (tw.Unsupported, RuntimeError) else FORM
+    assert form.fullmatch(str(caught.value)), caught.value
