@@ -1,4 +1,4 @@
-"""The commands, gathered."""
+"""Collect the commands."""
 
 import typer
 
