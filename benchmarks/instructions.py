@@ -1,6 +1,7 @@
-"""For `benchmarks/kernels.py carry`: compiles every launch for sm_90 without a GPU, and counts instructions.
+"""Compile every launch for sm_90 without a GPU, and count instructions, for `benchmarks/kernels.py carry`.
 
-Runs with a tree's own src and tests on PYTHONPATH; prints, by the kernel's state, ["hopper forward D64 ...", counts].
+Run it with a tree's own src and tests on PYTHONPATH. It prints, by the kernel's state,
+["hopper forward D64 ...", counts].
 """
 
 import importlib.util
@@ -31,7 +32,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 
 
 def load(name: str, file: str) -> Any:
-    """A module of the tree's tests."""
+    """Import a module of the tree's tests."""
     path = next(folder for folder in sys.path if folder.endswith("tests"))
     spec = importlib.util.spec_from_file_location(name, f"{path}/{file}")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -40,7 +41,7 @@ def load(name: str, file: str) -> Any:
 
 
 def launches() -> Iterator[tuple[str, int, str, Any]]:
-    """Back end, head size, what is called, and each of its launches."""
+    """Yield back end, head size, what is called, and each of its launches."""
     portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
     fp32 = load("fp32_offline", "hopper/offline_fp32_backward.py")
     portable.use_target("sm_90")
@@ -59,7 +60,7 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
 
 
 def main() -> None:
-    """A line for each launch."""
+    """Print a line for each launch."""
     sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
         kernel = str(one.kernel.fn.__name__)
