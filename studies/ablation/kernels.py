@@ -1,7 +1,7 @@
-"""What ablations need and tilewise's own kernels have not: two kernels, an order of tiles and a mask.
+"""Device code of the ablations only: two kernels, an order of tiles and a mask.
 
-one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and does its softmax
-keys_outside    the portable forward in FlashAttention-1's order: keys outside, queries inside
+one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and computes its softmax
+keys_outside    the portable forward in FlashAttention-1's order: keys in the outer loop, queries in the inner one
 """
 
 import triton
@@ -30,21 +30,23 @@ from tilewise.tile.visits import query_range, tile_at
 
 @triton.jit
 def shortest_first(program, tiles, heads, section):
-    """`assign` with the first tile first: with causal masks it is the shortest."""
+    """Assign tiles as `assign` does, but the first one first, which is the shortest with causal masks."""
     matrix, tile = assign(program, tiles, heads, section)
     return matrix, tiles - 1 - tile
 
 
 @triton.jit
 def anything(b, h, i, j):
-    """A mask that shows everything, and folds away."""
+    """Show every key; the compiler removes this mask."""
     return i == i  # noqa: PLR0124
 
 
 @triton.jit
 def unsure(b, i):
-    """Rows see every key; but asked for by itself, as first of a tile (a multiple of 64), a row sees none: so no tile
-    counts as full."""
+    """Show every key to each row.
+
+    But asked for alone, as first row of a tile (a multiple of 64), a row sees none, so that no tile counts as full.
+    """
     if len(i.shape) > 0:
         return -OPEN, OPEN
     else:
@@ -57,7 +59,7 @@ NO_TILE_FULL = Part(anything, unsure, everywhere, ())
 
 @gluon.jit
 def fetch(X, channel, y, walk, place, variant, shape):
-    """Starts the load of the y-th key tile into its stage, if there is one."""
+    """Start the load of the y-th key tile into its stage, if there is one."""
     B_C: gl.constexpr = channel.memory.shape[3]
     if y < walk.hi - walk.lo:
         j = key_tile(variant, walk, walk.hi - 1 - y)
@@ -67,8 +69,11 @@ def fetch(X, channel, y, walk, place, variant, shape):
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
 def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
-    """O and L of one tile of queries. A stage is loaded again once all warps are done with it, so they wait for each
-    other at every key tile; the products are as asynchronous as the product's."""
+    """Compute O and L of one tile of queries.
+
+    A stage is loaded again once all warps are done with it, so they wait for each other at every key tile. The products
+    are as asynchronous as those of tilewise's kernel.
+    """
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     ROWS: gl.constexpr = 64 * WARPGROUPS
     B_C: gl.constexpr = tile.B_C
@@ -142,8 +147,11 @@ def keys_outside(
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O and L of one head (Dao et al. 2022, algorithm 1). Each tile of keys is read once; for it, the sums of P V, the
-    maxima and the totals of every row are read from memory and written back, in fp32. They begin as 0, -inf and 0."""
+    """Compute O and L of one head (Dao et al. 2022, algorithm 1).
+
+    Each tile of keys is read once. For it, the sums of P V, the maxima and the totals of every row are read from memory
+    and written back, in fp32. They begin as 0, -inf and 0.
+    """
     matrix = tl.program_id(0)
     b, h = matrix // H, matrix % H
     queries, running = block(Q, b, h, 0, B_R, d), block(sums, b, h, 0, B_R, d_v)
