@@ -1,11 +1,11 @@
-"""make card: run everything that needs a GPU, most valuable first, in the given minutes; resume where it stopped.
+"""make card: everything that needs a GPU, most valuable first, in minutes, resumed where it stopped.
 
 python benchmarks/card.py --minutes 9    runs what waits
 python benchmarks/card.py --list         what has been seen on which GPU at which state of the kernels, and what waits
 
-The steps are values in card_steps.py. Outcomes are kept in benchmarks/seen, a file of JSON lines for each GPU. A line
-is written at once, so that an interrupted run loses nothing: the next one goes on with the tests that are missing. A
-step that failed does not stop the rest. It comes last in the next run, which repeats its failures alone.
+The steps are values in card_steps.py. What they showed is kept in benchmarks/seen, a file of JSON lines for each GPU. A
+line is written at once, so that a run that is cut off has lost nothing: the next one goes on with the tests that are
+not there. A step that failed does not stop the rest. It comes last in the next run, which repeats its failures alone.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Seen:
     """Failures from before that this run has not come to yet."""
 
     def take(self, line: dict[str, Any]) -> None:
-        """Read one line of the file: a step's whole record, or an event."""
+        """One line of the file: a step's whole record, or an event."""
         if "record" in line:
             known = line["record"]
             lists = {name: set(known[name].split()) for name in ("passed", "skipped")}
@@ -81,13 +81,13 @@ class Seen:
         self.repeated.discard(test)
 
     def record(self) -> dict[str, Any]:
-        """Return the record as a line."""
+        """As a line."""
         lists = {name: " ".join(sorted(getattr(self, name))) for name in ("passed", "skipped")}
         kept = {name: value for name, value in self.__dict__.items() if name not in ("step", "state", "repeated")}
         return {"step": self.step, "state": self.state, "record": {**kept, **lists}}
 
     def told(self) -> str:
-        """Return the outcome in words."""
+        """For people."""
         counts = [f"{len(self.passed)} passed"] * bool(self.passed) + [f"{len(self.skipped)} skipped"] * bool(
             self.skipped
         )
@@ -103,7 +103,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[tuple[str, str], Seen]:
-        """Return what was seen, by step and state."""
+        """By step and state."""
         found: dict[tuple[str, str], Seen] = {}
         for line in card_plugin.lines(self.path):
             at = line["step"], line["state"]
@@ -111,11 +111,11 @@ class Log:
         return found
 
     def add(self, step: Step, state: str, **event: Any) -> None:
-        """Append an event's line."""
+        """An event's line."""
         card_plugin.append(self.path, {"step": step.name, "state": state, **event})
 
     def tidy(self) -> None:
-        """Write one line for every step and state in place of their events."""
+        """One line for every step and state, in place of their events."""
         lines = [json.dumps(seen.record()) for seen in self.read().values()]
         new = self.path.with_suffix(".new")
         new.write_text("\n".join(lines) + "\n")
@@ -123,7 +123,7 @@ class Log:
 
 
 def waiting(todo: Sequence[Step], states: dict[str, str], seen: dict[tuple[str, str], Seen]) -> list[Step]:
-    """Return the steps to run, in order: those that never ended, then those that failed or whose files have changed."""
+    """What is to be done, in order: what never ended, then what failed, or whose files have changed."""
     never, again = [], []
     for step in todo:
         known = seen.get((step.name, states[step.name]))
@@ -135,7 +135,7 @@ def waiting(todo: Sequence[Step], states: dict[str, str], seen: dict[tuple[str, 
 
 
 def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) -> int:
-    """Run what waits until the minutes are over. Return how many steps have failures at these kernels."""
+    """Runs what waits until the minutes are over; how many steps have failures at these kernels."""
     end = time.monotonic() + 60.0 * minutes
     for step in waiting(todo, states, log.read()):
         state = states[step.name]
@@ -167,10 +167,8 @@ def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) 
 
 
 def execute(step: Step, state: str, log: Log, known: Seen, end: float) -> tuple[int | None, str]:
-    """Run a step's command to its end, to the end of the time (None), or until it is silent for too long.
-
-    Return its exit status and last lines.
-    """
+    """A step's command, to its end, or to the end of the time (None), or until it is silent for too long; its exit
+    status and last lines."""
     done = sorted(known.passed | known.skipped)
     again = set(known.failed) - known.repeated
     plan = {"log": str(log.path), "step": step.name, "state": state, "done": done, "failed": sorted(again)}
@@ -192,14 +190,14 @@ def execute(step: Step, state: str, log: Log, known: Seen, end: float) -> tuple[
 
 
 def listen(process: subprocess.Popen[bytes], tail: deque[bytes]) -> None:
-    """Print what a process prints, and keep the end of it."""
+    """Passes on what a process says, and keeps the end of it."""
     for line in process.stdout or ():
         tail.append(line)
         print(line.decode(errors="replace"), end="", flush=True)
 
 
 def watch(process: subprocess.Popen[bytes], log: Log, tail: deque[bytes], end: float, silence: float) -> str | None:
-    """Wait for a process. Kill it, with all that it started, when the time is over or it was silent too long."""
+    """Waits for a process, and kills it, with all that it started, when the time is over or it was silent too long."""
     heard, sign = time.monotonic(), None
     while process.poll() is None:
         time.sleep(0.1)
@@ -214,7 +212,7 @@ def watch(process: subprocess.Popen[bytes], log: Log, tail: deque[bytes], end: f
 
 
 def show(todo: Sequence[Step], states: dict[str, str], logs: Iterable[Log]) -> None:
-    """Print what every GPU has shown, and what waits there."""
+    """What every GPU has shown, and what waits there."""
     for log in logs:
         seen = log.read()
         due = {step.name for step in waiting(todo, states, seen)}
@@ -234,7 +232,7 @@ def show(todo: Sequence[Step], states: dict[str, str], logs: Iterable[Log]) -> N
 
 
 def documents(seen: Path, folder: Path = ROOT / "benchmarks" / "results") -> None:
-    """Put suites that were measured whole into the results, unless those are newer, and draw all pictures."""
+    """Puts suites that were measured whole into the results, unless those are newer, and draws everything."""
     for file in sorted((seen / "results").glob("*.json")):
         content, kept = results.load(file), results.load(folder / file.name)
         kept["device"] = content["device"]
@@ -250,7 +248,7 @@ def documents(seen: Path, folder: Path = ROOT / "benchmarks" / "results") -> Non
 
 
 def main() -> int:
-    """Run the command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop")
     parser.add_argument("--list", action="store_true", help="only show what has been seen and what waits")

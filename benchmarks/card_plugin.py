@@ -1,4 +1,4 @@
-"""pytest plugin of `make card` (-p card_plugin): skip tests that were seen, and write every outcome at once.
+"""What pytest does under `make card` (-p card_plugin): leaves out tests that were seen, writes every outcome at once.
 
 TILEWISE_CARD holds the step, the file to write to, and what was seen.
 """
@@ -27,7 +27,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a file; the last one may have been cut off."""
+    """Those of a file that are whole: the last one may have been cut off."""
     for text in path.read_text().splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):
             yield json.loads(text)
@@ -39,12 +39,12 @@ def _text(path: Path) -> bytes:
 
 
 def digest(root: Path, name: str) -> str:
-    """Hash a test: its name and the text of its file. A changed test is to be run again."""
+    """A test is its name and the text of its file: what has changed is to be seen again."""
     return hashlib.sha256(name.encode() + _text(root / name.split("::", maxsplit=1)[0])).hexdigest()[:8]
 
 
 def unfinished(path: Path, step: str, state: str) -> list[str]:
-    """Return tests of a step that have begun and not ended, by the file's last lines."""
+    """Tests of a step that have begun and not ended, by the file's last lines."""
     begun: dict[str, None] = {}
     for line in lines(path):
         if (line["step"], line["state"]) == (step, state):
@@ -62,20 +62,20 @@ class Keeper:
         self.root, self.plan = config.rootpath, plan
 
     def write(self, **line: Any) -> None:
-        """Write a line of this step."""
+        """A line of this step."""
         append(Path(self.plan["log"]), {"step": self.plan["step"], "state": self.plan["state"], **line})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Record the start, for a test that never ends."""
+        """Kept for the one that never ends."""
         self.write(event="test", name=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record passed calls, and any other outcome of a setup, a call or a teardown."""
+        """Passed calls, and whatever else comes of a setup, a call or a teardown."""
         if report.when == "call" or report.outcome != "passed":
             self._outcome(report.nodeid, report.outcome, report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a file that cannot be read."""
+        """A file that cannot be read."""
         if report.failed:
             self._outcome(report.nodeid, "failed", report)
 
@@ -92,14 +92,14 @@ class Runner:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect what was seen."""
+        """Leaves out what was seen."""
         seen = [item.nodeid in self.failed or digest(self.root, item.nodeid) in self.done for item in items]
         config.hook.pytest_deselected(items=[item for item, known in zip(items, seen, strict=True) if known])
         items[:] = [item for item, known in zip(items, seen, strict=True) if not known]
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
-        """End the process after an illegal access, because every later call would fail; xdist starts another one."""
+        """After an illegal access every later call in a process fails: it ends, and xdist starts another one."""
         torch = sys.modules.get("torch")
         if torch and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
             try:

@@ -1,4 +1,4 @@
-"""Steps of `make card`, most valuable first. Each is a value; add one by adding a line to `steps`."""
+"""The steps of `make card`, most valuable first. Each is a value; add one by adding a line to `steps`."""
 
 import hashlib
 import os
@@ -45,12 +45,12 @@ class Step:
     folder: Path = ROOT
 
     def state(self) -> str:
-        """Return a hash of the step's kernels on sm_90."""
+        """Of its kernels, on a card of sm_90."""
         found = state.states(chips=CHIPS)
         return state.digest({name: of for name, of in found.items() if name.startswith(self.kernels)})
 
     def text(self) -> str:
-        """Return a hash of the step's files."""
+        """Of its own files."""
         paths = sorted({path for pattern in self.files for path in self.folder.glob(pattern)})
         return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
 
@@ -63,14 +63,14 @@ def of_tests(
     name: str, *arguments: str, kernels: tuple[str, ...], minutes: float, files: str, workers: int = CORES,
     silence: float = 3.0,
 ) -> Step:  # fmt: skip
-    """Make a pytest step, which goes on with the tests that were not seen. Nothing left to run (5) is no failure."""
+    """A step of pytest's, which goes on with the tests that were not seen. Nothing left to run (5) is no failure."""
     options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns with xdist
     options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 
 
 def of_suite(suite: str, seen: Path, minutes: float) -> Step:
-    """Make a step that measures a suite into the kept folder, and goes on with the cases that are missing."""
+    """A step that measures a suite into the folder that is kept, and goes on with the cases that are not there."""
     command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
     of, known = SUITES[suite], state.states(chips=CHIPS)
     rows = product(of.cases, of.peers, of.passes)
@@ -78,7 +78,7 @@ def of_suite(suite: str, seen: Path, minutes: float) -> Step:
 
 
 def steps(seen: Path) -> Iterator[Step]:
-    """Yield all steps; `seen` is the folder that is kept."""
+    """All of them; `seen` is the folder that is kept."""
     every = ("",)
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
     for path in (path for path in files if path != SIZES):

@@ -1,4 +1,4 @@
-"""Measured cases by name, for tests: `CASES["bf16 causal B4 H16 D128 N4096"]`."""
+"""The measured cases by name, for tests: `CASES["bf16 causal B4 H16 D128 N4096"]`."""
 
 from tilewise.bench.suites import SUITES, Case
 

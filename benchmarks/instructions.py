@@ -1,7 +1,6 @@
-"""Compile every launch for sm_90 without a GPU, and count instructions, for `benchmarks/kernels.py carry`.
+"""For `benchmarks/kernels.py carry`: compiles every launch for sm_90 without a GPU, and counts instructions.
 
-Run it with a tree's own src and tests on PYTHONPATH. It prints, by the kernel's state,
-["hopper forward D64 ...", counts].
+Runs with a tree's own src and tests on PYTHONPATH; prints, by the kernel's state, ["hopper forward D64 ...", counts].
 """
 
 import importlib.util
@@ -32,7 +31,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 
 
 def load(name: str, file: str) -> Any:
-    """Import a module of the tree's tests."""
+    """A module of the tree's tests."""
     path = next(folder for folder in sys.path if folder.endswith("tests"))
     spec = importlib.util.spec_from_file_location(name, f"{path}/{file}")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -41,7 +40,7 @@ def load(name: str, file: str) -> Any:
 
 
 def launches() -> Iterator[tuple[str, int, str, Any]]:
-    """Yield back end, head size, what is called, and each of its launches."""
+    """Back end, head size, what is called, and each of its launches."""
     portable, hopper = load("portable", "triton/offline.py"), load("hopper_offline", "hopper/offline.py")
     fp32 = load("fp32_offline", "hopper/offline_fp32_backward.py")
     portable.use_target("sm_90")
@@ -60,7 +59,7 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
 
 
 def main() -> None:
-    """Print a line for each launch."""
+    """A line for each launch."""
     sass = load("reader", "triton/offline.py").sass
     for number, (back, D, name, one) in enumerate(launches()):
         kernel = str(one.kernel.fn.__name__)

@@ -25,7 +25,7 @@ CHIPS = ("hopper",)
 
 
 def environments(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the environment of every run in a file."""
+    """Of every run that a file holds."""
     if "environment" in content:
         return [content["environment"]]
     slots = [slot["environment"] for slot in content.get("slots", ())]
@@ -35,7 +35,7 @@ def environments(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def date(files: list[Path]) -> None:
-    """Add missing states, from the commit that a result names; a commit with "+" is not what was measured."""
+    """Adds what is missing, from the commit that a result names; a commit with "+" was not what was measured."""
     of_commit: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for file in files:
         content = results.unpacked(json.loads(file.read_text()))
@@ -54,7 +54,7 @@ def date(files: list[Path]) -> None:
 
 
 def carry(ref: str) -> list[dict[str, Any]]:
-    """Return states at a revision that have heirs here: their compiled kernels have the same instruction counts."""
+    """States at a revision that have heirs here: all that was compiled of them has the same instructions, as often."""
     now = state.states(chips=CHIPS)
     with source(ref, "tests") as src:
         before = state.states(src / "tilewise", CHIPS)
@@ -72,7 +72,7 @@ def carry(ref: str) -> list[dict[str, Any]]:
 
 
 def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """Count each instruction in each kernel of a tree."""
+    """How often each instruction stands in each kernel of a tree."""
     path = os.pathsep.join([str(tree / "src"), str(tree / "tests"), str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(ROOT / "benchmarks" / "instructions.py")]
@@ -83,7 +83,7 @@ def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def old() -> Iterator[str]:
-    """Yield results of older kernels, file by file."""
+    """Results of older kernels, file by file."""
     carried = state.carried(RESULTS)
     for file in sorted(RESULTS.glob("*.json")):
         if file.name == state.CARRIED:
@@ -96,7 +96,7 @@ def old() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """The command."""
     match arguments:
         case []:
             for name, of in state.states(chips=CHIPS).items():

@@ -24,7 +24,7 @@ Definition = tuple[str, str]
 
 
 def files(ref: str) -> dict[str, str]:
-    """Return the sources of the package and of the studies at a revision, by path."""
+    """The sources of the package and of the studies at a revision, by path."""
     if ref == ".":
         found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
         return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
@@ -33,7 +33,7 @@ def files(ref: str) -> dict[str, str]:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints."""
+    """What git prints."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -47,7 +47,7 @@ class Names(ast.NodeTransformer):
         return ast.Name("a module", node.ctx) if node.id in self.modules else node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        """Normalise a docstring, whose line breaks and file names may have changed."""
+        """A docstring, however its lines are broken; files that it names may have moved."""
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             return ast.Expr(ast.Constant(re.sub(r"[\w/]+\.py\b", "a file", " ".join(node.value.value.split()))))
         return self.generic_visit(node)
@@ -57,7 +57,7 @@ class Names(ast.NodeTransformer):
 
 
 def definitions(path: str, text: str, paths: set[str]) -> Iterator[Definition]:
-    """Return what a file defines at its top level."""
+    """What a file defines at its top level."""
     tree = ast.parse(text)
     modules = {name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in ours(path, node, paths)}
     for node in tree.body:
@@ -68,7 +68,7 @@ def definitions(path: str, text: str, paths: set[str]) -> Iterator[Definition]:
 
 
 def ours(path: str, node: ast.ImportFrom, paths: set[str]) -> Iterator[str]:
-    """Yield the names that an import gives to modules of the package."""
+    """The names that an import gives to modules of the package."""
     if folder := folder_of(Path(path), node):
         for alias in node.names:
             if f"{folder / alias.name}.py" in paths or f"{folder / alias.name}/__init__.py" in paths:
@@ -76,7 +76,7 @@ def ours(path: str, node: ast.ImportFrom, paths: set[str]) -> Iterator[str]:
 
 
 def folder_of(path: Path, node: ast.ImportFrom) -> Path | None:
-    """Return the folder of a file's import, if it is in the package or the studies."""
+    """Where a file's import looks, if that is in the package or the studies."""
     if node.level:
         return [path, *path.parents, *[Path()] * node.level][node.level].joinpath(*(node.module or "").split("."))
     first, *rest = (node.module or "").split(".")
@@ -84,7 +84,7 @@ def folder_of(path: Path, node: ast.ImportFrom) -> Path | None:
 
 
 def main(before: str = "HEAD~1", after: str = "HEAD") -> bool:
-    """Compare two revisions; tell whether definitions differ."""
+    """Compares two revisions; whether definitions differ."""
     places: list[dict[Definition, list[str]]] = []
     for ref in (before, after):
         found: dict[Definition, list[str]] = defaultdict(list)

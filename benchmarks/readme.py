@@ -1,4 +1,4 @@
-"""Fill in the numbers of README.md and README.zh-CN.md from benchmarks/results.
+"""Fills in the numbers of README.md and README.zh-CN.md from benchmarks/results.
 
 Every number stands between two comments that name it, <!-- name --> and <!-- /name -->; `numbers` says what each is.
 """
@@ -37,7 +37,7 @@ LONGEST = 4096
 
 
 def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) -> list[Path]:
-    """Rewrite what stands between the comments."""
+    """Rewrites what stands between the comments."""
     found = numbers(results)
     pages = [root / name for name in PAGES]
     for page in pages:
@@ -46,7 +46,10 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
 
 
 def filled(text: str, found: dict[str, str]) -> str:
-    """Return the page with these numbers. Raise ValueError if a comment names none."""
+    """The page with these numbers.
+
+    Raises ValueError if a comment names none.
+    """
 
     def value(marked: re.Match[str]) -> str:
         if marked[2] not in found:
@@ -57,7 +60,7 @@ def filled(text: str, found: dict[str, str]) -> str:
 
 
 def numbers(results: Path) -> dict[str, str]:
-    """Return what the pages say, by name: numbers, and whole tables."""
+    """By name, what the pages say: numbers, and whole tables."""
     gpu, cpu = load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
     found = _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
     tables = [found.pop(name) for name in TABLES]
@@ -67,7 +70,7 @@ def numbers(results: Path) -> dict[str, str]:
 
 
 def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:
-    """Return speeds in 16-bit types: over cuDNN, over the fastest of all, and of the Triton kernels."""
+    """Speeds in 16-bit types: over cuDNN, over the fastest of all, and of the Triton kernels."""
     rows = rows_of(content, "paper")
     runs, peers = repeated(file, content, "paper"), field.peers_of(file)
     if not runs or not peers:
@@ -99,7 +102,7 @@ def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:
 
 
 def _chart(peers: dict[str, Any]) -> str:
-    """Say what the bars are, and which are missing."""
+    """What the bars are, and which are missing."""
     lacking = {
         pass_: {row["D"] for row in peers["rows"] if row["N"] in CHART_LENGTHS and f"fa3{suffix}" not in row}
         for pass_, suffix in field.SUFFIXES.items()
@@ -115,13 +118,13 @@ def _chart(peers: dict[str, Any]) -> str:
 
 
 def _line(title: str, of: dict[str, list[float]]) -> list[str]:
-    """Return a row of the table: the number of shapes, and for each pass the mean and the lowest."""
+    """A row of the table: how many shapes, and for each pass the mean and the lowest."""
     cells = [f"{x:.2f}x" for pass_ in PASSES for x in (geometric_mean(of[pass_]), min(of[pass_]))]
     return [title, str(len(of[FORWARD])), *cells]
 
 
 def _fp32(content: dict[str, Any]) -> dict[str, str]:
-    """Return times of GPT-2's attention in fp32, and errors over those of standard attention."""
+    """Times of GPT-2's attention in fp32, and errors over those of standard attention."""
     times = {
         (row.implementation, row.pass_): row.milliseconds
         for row in rows_of(content, "llmc")
@@ -140,7 +143,7 @@ def _fp32(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _errors(content: dict[str, Any]) -> dict[str, float]:
-    """Return the error of each implementation's o over standard attention's: geometric means of all lengths."""
+    """Of each implementation's o, over standard attention's: geometric means of all lengths."""
     at: dict[str, dict[Any, float]] = {}
     for finding in findings_of({study.PART: content[study.PART]}, "length"):
         if finding.relative:
@@ -149,7 +152,7 @@ def _errors(content: dict[str, Any]) -> dict[str, float]:
 
 
 def _memory(content: dict[str, Any]) -> dict[str, str]:
-    """Return the peak memory of a forward and a backward, above the inputs."""
+    """Peak memory of a forward and a backward, above the inputs."""
     rows = [
         row for row in rows_of(content, "classic") if row.peak_bytes and row.of.length >= 1024 and not row.of.causal
     ]
@@ -163,14 +166,14 @@ def _memory(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _host(content: dict[str, Any]) -> dict[str, str]:
-    """Return the CPU time of a forward call in inference."""
+    """CPU time of a forward call in inference."""
     rows = [row for row in rows_of(content, "host") if row.pass_ == FORWARD and row.host_microseconds_no_grad]
     at = {row.implementation: row.host_microseconds_no_grad or 0.0 for row in rows}
     return {"host": f"{at[OURS]:.0f}", "host-sdpa": f"{at['sdpa']:.0f}"}
 
 
 def _cpu(content: dict[str, Any]) -> dict[str, str]:
-    """Return the forward's speed over SDPA on a CPU."""
+    """Speed over SDPA on a CPU, forward."""
     rows = [row for row in rows_of(content, "cpu") if row.pass_ == FORWARD]
     found = ratios(rows, "sdpa", lambda row: row.milliseconds)
     return {
@@ -180,7 +183,7 @@ def _cpu(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _measured(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """Say where the numbers come from."""
+    """Where the numbers come from."""
     commits = [_commits(gpu, [gpu["suites"][name] for name in ("paper", "classic", "llmc", "host")])]
     commits += [_commits(gpu, [gpu[study.PART]["length"]]), _commits(cpu, [cpu["suites"]["cpu"]])]
     return (

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def publish(results: Path, docs: Path) -> None:
-    """Write the pages and the pictures that have changed."""
+    """Writes the pages and the pictures that have changed."""
     with TemporaryDirectory() as folder:
         write(results, Path(folder))
         for page in Path(folder).glob("*.md"):

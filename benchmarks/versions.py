@@ -1,8 +1,8 @@
-"""python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": time versions of the package in turns.
+"""python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
 
-A version is a git revision, or a folder that holds src/tilewise. Each has its own process, which keeps its kernels and
-inputs. One works at a time, round after round, and each round starts with another one: a power-limited card is faster
-after a pause.
+A version is a git revision, or a folder that holds src/tilewise. Each has its own process, which keeps its kernels
+and inputs. One works at a time, round after round, and each round another one first: a power-limited card is faster for
+whoever comes after a pause.
 """
 
 import json
@@ -35,7 +35,7 @@ SERVE = "serve"
 
 
 def serve() -> None:
-    """Run a version's process: for every line of questions, print a line with the seconds of a call."""
+    """A version's process: for every line of questions, what to time, a line with the seconds of a call."""
     answers = sys.stdout
     held: Any = None
     timed: Any = None
@@ -58,10 +58,8 @@ def serve() -> None:
 
 @contextmanager
 def source(version: str, *folders: str) -> Iterator[Path]:
-    """Yield the folder of a version's src: the folder's own, or a revision's in a temporary folder.
-
-    Other given folders, and its studies if it has any, lie next to it.
-    """
+    """Where a version's src lies: the folder's own, or a revision's in a folder that is removed afterwards. With other
+    folders than src, these lie next to it, and so do its studies, if it has any."""
     if (Path(version) / "src" / "tilewise").is_dir():
         yield Path(version).resolve() / "src"
         return
@@ -79,7 +77,7 @@ def source(version: str, *folders: str) -> Iterator[Path]:
 
 @contextmanager
 def started(version: str) -> Iterator[subprocess.Popen[str]]:
-    """Start the process of a version."""
+    """The process of a version."""
     with source(version) as src:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, __file__, SERVE]
@@ -92,20 +90,20 @@ def started(version: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], question: dict[str, Any]) -> None:
-    """Send a question to a version; `heard` tells if it has ended."""
+    """Puts a question to a version; `heard` tells if it has ended."""
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(question) + "\n")  # type: ignore[union-attr]
         process.stdin.flush()  # type: ignore[union-attr]
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return its answer."""
+    """Its answer."""
     line = process.stdout.readline()  # type: ignore[union-attr]
     return json.loads(line) if line else {"why": "its process has ended"}
 
 
 def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], rounds: int) -> list[list[float] | str]:
-    """Return the seconds of every version by round, or why there are none."""
+    """The seconds of every version by round, or why there are none."""
     for process in processes:  # all compile at once; these times do not count
         ask(process, question)
     found: list[list[float] | str] = [answer.get("why") or [] for answer in map(heard, processes)]
@@ -123,7 +121,7 @@ def race(processes: Sequence[subprocess.Popen[str]], question: dict[str, Any], r
 
 
 def cells(found: Sequence[list[float] | str]) -> list[str]:
-    """Return milliseconds of each version, and its speed over the first's, from round to round."""
+    """Milliseconds of each version, and its speed over the first's, from round to round."""
     first, shown = found[0], []
     for times in found:
         if isinstance(times, str):
@@ -142,7 +140,7 @@ def versions(
     rounds: Annotated[int, typer.Option(help="Of all versions.", min=1)] = 15,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
-    """Time versions of tilewise in turns, and compare them with the first."""
+    """Times versions of tilewise in turns, and compares them with the first."""
     with sentences(), ExitStack() as stack:
         where = pick_device(device)
         (whole,) = suites_for([suite or ("variants" if where.type == "cuda" else "cpu")], where)
