@@ -7,7 +7,7 @@ NEEDED = ("typer", "rich")
 
 
 def main() -> int:
-    """Run the command line, and return its exit status."""
+    """Runs the command line; the exit status."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The command line needs {' and '.join(missing)}: pip install 'tilewise[cli]'", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Collect the commands."""
+"""The commands, gathered."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""tilewise bench: measure suites, show tables, keep results."""
+"""tilewise bench: measures suites, shows tables, keeps results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -71,7 +71,7 @@ def bench(
 
 
 def partial_keeper(files: list[Path], suite: str, env: dict[str, Any]) -> Callable[[list[Row]], None]:
-    """Return a function that saves the rows so far, so that an interrupted run keeps what it measured."""
+    """Saves the rows so far, so that a run that is cut short leaves what it measured."""
 
     def keep(rows: list[Row]) -> None:
         for file in files:
@@ -87,10 +87,7 @@ def measure(
     keep: Callable[[list[Row]], None] = lambda rows: None,
     before: Sequence[Row] = (),
 ) -> list[Row]:
-    """Return all rows of a suite, with a progress bar; call `keep` as they grow.
-
-    Cases with rows `before` are not measured.
-    """
+    """All rows of a suite, with a progress bar; `keep` sees them grow. Cases with rows `before` are not measured."""
     rows = list(before)
     left = replace(suite, cases=tuple(case for case in suite.cases if case not in {row.of for row in before}))
     with progress("now") as bar:
@@ -110,7 +107,7 @@ def _tell(bar: Progress, task: Any, text: str) -> None:
 
 
 def print_suite(suite: Suite, rows: list[Row], metrics: list[str], device: str) -> None:
-    """Print the tables asked for, then what they say, then what is missing and why."""
+    """The tables asked for, then what they say, then what is missing and why."""
     out.rule(f"[bold]{suite.name}[/]: {escape(suite.title)}, on {escape(device)}", align="left")
     chosen = [in_its_unit(METRICS[name], rows) for name in metrics]
     shown = [(slowdown(rows), worth(rows)), (COST, prices(rows))]
@@ -142,7 +139,7 @@ def suites_for(names: list[str], device: torch.device) -> list[Suite]:
 
 
 def part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
-    """Return the cases that have every word in their name, among these peers. Raise ValueError if there is none."""
+    """The cases that have every word in their name, among these peers."""
     for name in peers:
         if name not in PEERS:
             raise ValueError(f"--peer must name a peer, got {name!r}; choose from {', '.join(PEERS)}")

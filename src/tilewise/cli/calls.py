@@ -1,4 +1,4 @@
-"""Options that describe a call of attention by shapes and numbers, without tensors. Several commands share them."""
+"""A call of attention as options of a command: shapes and numbers, no tensors. Several commands share them."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def arguments(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeatable gradients.")] = False,
     backend: Annotated[str | None, typer.Option(help="Ask for this one only.")] = None,
 ) -> dict[str, Any]:
-    """Make the arguments of `attention` on the meta device. Raise ValueError for a wrong option."""
+    """Arguments of `attention` on the meta device."""
     B, M, H, D = numbers("q", q, 4)
     N = M if keys is None else keys
     if dtype not in DTYPES:
@@ -66,7 +66,7 @@ OPTIONS = inspect.signature(arguments).parameters
 
 
 def with_call(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of a function whose `call` maps the names of OPTIONS to their values."""
+    """A command of one call, given as `call`: the values of OPTIONS by name, which it takes beside its own options."""
     _, *own = inspect.signature(command).parameters.values()
 
     @wraps(command)
@@ -80,7 +80,7 @@ def with_call(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def numbers(name: str, text: str, count: int) -> list[int]:
-    """Parse whole numbers from text such as "2,1024,16,64". Raise ValueError for other text."""
+    """Whole numbers from "2,1024,16,64"."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Output: results go to standard output, progress and errors to standard error."""
+"""Where text goes: results to standard output, progress and errors to standard error."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ err = Console(stderr=True, highlight=False)
 
 
 def print_json(content: Any) -> None:
-    """Print plain JSON to standard output, for another program."""
+    """Plain JSON on standard output, for another program."""
     typer.echo(json.dumps(content, indent=1))
 
 
 def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], numbers_from: int = 1) -> None:
-    """Print a table; columns from `numbers_from` on are aligned right."""
+    """Prints a table; columns from `numbers_from` on are aligned right."""
     out.print(f"[bold]{title}[/]", soft_wrap=True)
     drawn = Table(show_header=any(columns), header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -34,7 +34,7 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], nu
 
 
 def progress(*extra: str) -> Progress:
-    """Make a progress bar on standard error; `extra` are further fields of a task to show."""
+    """A progress bar on standard error; `extra` are further fields of a task to show."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -47,14 +47,14 @@ def progress(*extra: str) -> Progress:
 
 
 def log_loss(name: str, steps: int, losses: Sequence[float]) -> None:
-    """Print the loss at every tenth of the steps, if standard error is no terminal and shows no bar."""
+    """Where no bar can move, in a pipe: a line every tenth of the way."""
     if not err.is_terminal and len(losses) % max(1, steps // 10) == 0:
         err.print(f"{name} step {len(losses)}/{steps} loss {losses[-1]:.4f}")
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn an error from bad input into one sentence and exit status 2, without a traceback."""
+    """Bad input ends with a sentence and exit status 2, without a traceback."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -62,7 +62,7 @@ def sentences() -> Iterator[None]:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device asked for; by default a GPU, or the CPU if there is none. Raise ValueError for others."""
+    """The device asked for, or a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):

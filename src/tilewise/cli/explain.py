@@ -1,4 +1,4 @@
-"""tilewise explain: show the kernel of a call, its tiles and every refusal. Nothing is computed."""
+"""tilewise explain: shapes and options in; the kernel, its tiles and every refusal out. Nothing is computed."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ def explain(
     device: Annotated[str | None, typer.Option(help="cpu, sm_90, gfx942, ...; this machine's if left out.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show which back end would run a call, with which tiles, and why others would not."""
+    """Which back end would run a call, with which tiles, and why each other one would not."""
     with sentences():
         plan = tw.explain(**arguments(**call), device=device or _here())
     if json:
@@ -29,5 +29,5 @@ def explain(
 
 
 def _here() -> str:
-    """Return the chip of this machine."""
+    """The chip of this machine."""
     return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,4 +1,4 @@
-"""tilewise info: show versions, devices and the back ends that can run."""
+"""tilewise info: what is here, and which back ends can run."""
 
 import platform
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from .console import out, print_json, sentences, table
 
 
 def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Show versions, devices, and each back end with the reasons against it."""
+    """Versions, devices, and each back end with what stands against it."""
     with sentences():
         found = gather()
     if json:
@@ -38,7 +38,7 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead o
 
 
 def gather() -> dict[str, Any]:
-    """Return all of it as plain values."""
+    """All of it, as plain values."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     probes = {device: _probe(device) for device in devices}
     default = devices[min(1, len(devices) - 1)]
@@ -53,13 +53,13 @@ def gather() -> dict[str, Any]:
 
 
 def _probe(device: torch.device) -> Any:
-    """Describe a plain call in fp32, which every device can run."""
+    """A plain call in fp32, which every device knows."""
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))
 
 
 def backend_in_words(device: torch.device) -> str:
-    """Return the back end that runs plain calls on this device, and its tiles."""
+    """The back end that plain calls on this device get, and its tiles."""
     q = torch.zeros(1, 1024, 4, 32, device=device)
     plan = tw.explain(q, q, q, mask=tw.Causal())
     return f"{plan.backend}: {plan.tiles}"

@@ -1,4 +1,4 @@
-"""Commands that have left the package, with their new places."""
+"""Commands that have left the package: each says where it is now."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ MOVED = {
 
 
 def moved(name: str) -> Callable[[typer.Context], None]:
-    """Make a command that names the new one, and fails."""
+    """A command that tells the new one, and fails."""
 
     def tell(context: typer.Context) -> None:
         err.print(f"`tilewise {name}` is now `{MOVED[name]}`, from a checkout of tilewise", soft_wrap=True)

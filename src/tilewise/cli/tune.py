@@ -65,14 +65,14 @@ def tune(
 
 
 def pick_gpu() -> torch.device:
-    """Return this machine's GPU, with an index, as tensors have it. Raise ValueError if there is none."""
+    """This machine's GPU, with an index, as tensors have it."""
     if not torch.cuda.is_available():
         raise ValueError("tune must run on a GPU, got a machine where PyTorch sees none; run it on the GPU to be tuned")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def measure(chosen: list[engine.Slot], device: torch.device, seconds: float, rounds: int) -> Iterator[Tuned]:
-    """Yield one measured slot after another, with a progress bar."""
+    """Slot after slot, with a progress bar."""
     with progress("now") as bar:
         task = bar.add_task("tune", total=len(chosen), now="")
         for one in engine.tune(chosen, device, seconds, rounds, lambda text: bar.update(task, now=text)):
@@ -86,7 +86,7 @@ def measure(chosen: list[engine.Slot], device: torch.device, seconds: float, rou
 
 
 def print_slot(one: Tuned) -> None:
-    """Print the times of all candidates, fastest first, the verdict, and why others have none."""
+    """Times of every candidate, fastest first, the verdict, and why the others have none."""
     head, lines = tuned.grid(one)
     title = f"{one.title}: {tuned.row_text(one.present.row)}"
     if lines:

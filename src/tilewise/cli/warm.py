@@ -1,4 +1,4 @@
-"""tilewise warm: compile the kernels of calls, given by shapes and options, into Triton's cache."""
+"""tilewise warm: shapes and options in; the kernels of these calls, compiled, in Triton's cache."""
 
 import shlex
 from dataclasses import asdict
@@ -39,7 +39,7 @@ def warm(
 
 
 def _options(text: str) -> dict[str, Any]:
-    """Return the options of a call that a text contains."""
+    """The options of a call that are in a text, and no others."""
     parser = typer.Typer(add_completion=False)
     parser.command("--also")(with_call(lambda call: None))
     context = typer.main.get_command(parser).make_context("--also", shlex.split(text))
@@ -48,7 +48,7 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
-    """Make the call; a bias gets a gradient."""
+    """The call; a bias is learned."""
     made = arguments(**options)
     for score in made["score"]:
         if isinstance(score, Bias):
@@ -57,7 +57,7 @@ def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
 
 
 def _watched(calls: list[Call], processes: int | None) -> Warmed:
-    """Compile the kernels with a progress bar."""
+    """With a bar on the terminal."""
     with progress() as bar:
         task = bar.add_task("looking for kernels", total=None)
         return warm_calls(
