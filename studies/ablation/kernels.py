@@ -69,11 +69,8 @@ def fetch(X, channel, y, walk, place, variant, shape):
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
 def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):
-    """Compute O and L of one tile of queries.
-
-    A stage is loaded again once all warps are done with it, so they wait for each other at every key tile. The products
-    are as asynchronous as those of tilewise's kernel.
-    """
+    """O and L of one tile of queries. A stage is loaded again once all warps are done with it, so they wait for each
+    other at every key tile; the products are as asynchronous as the product's."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     ROWS: gl.constexpr = 64 * WARPGROUPS
     B_C: gl.constexpr = tile.B_C

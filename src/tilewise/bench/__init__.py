@@ -1,1 +1,1 @@
-"""Benchmark: cases, peers, measurement and results. `python -m tilewise bench` runs it."""
+"""The benchmark's engine: cases, peers, measurement, results, pictures. `python -m tilewise bench` drives it."""

@@ -90,7 +90,7 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
 
 
 def device_name(device: torch.device) -> str:
-    """Return the product name of a device."""
+    """As its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -153,7 +153,7 @@ def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[st
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of installed packages that may matter."""
+    """Of whatever could matter and is installed."""
     found = {"tilewise": tw.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
     for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):

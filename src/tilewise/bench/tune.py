@@ -1,4 +1,4 @@
-"""Measure the rows of the tables of tiles, and their neighbours, on this GPU, for `python -m tilewise tune`.
+"""Measures the rows of the tables of tiles, and their neighbours, on this card. `python -m tilewise tune` drives it.
 
 A slot is a row's place in a table, with the cases whose calls read it. Its candidates are compiled in parallel, judged
 by the benchmark's rule, and timed in turns, round after round: the whole forward, or the whole backward.

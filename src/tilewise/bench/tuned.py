@@ -1,4 +1,4 @@
-"""Results of `tilewise tune`: candidates with their times, the best of them, and the files that keep them."""
+"""What `tilewise tune` found: candidates with their times, which is best, and the files that keep them."""
 
 import copy
 import json
