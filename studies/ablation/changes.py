@@ -108,17 +108,17 @@ def without_warp_roles(launch: "Launch") -> "Launch":
 
 
 def without_overlap(launch: "Launch") -> "Launch":
-    """Finish O += P V before the next softmax begins."""
+    """O += P V is over before the next softmax begins."""
     return with_tile(launch, SPLIT=3)
 
 
 def without_turns(launch: "Launch") -> "Launch":
-    """Drop the named barriers between warpgroups."""
+    """No named barriers between warpgroups."""
     return with_tile(launch, TURNS=False)
 
 
 def with_turns(launch: "Launch") -> "Launch":
-    """Order the warpgroups' products by named barriers."""
+    """Named barriers order the warpgroups' products."""
     return with_tile(launch, TURNS=True)
 
 
@@ -140,7 +140,7 @@ def shortest_first(launch: "Launch") -> "Launch":
 
 
 def whole_corners(launch: "Launch") -> "Launch":
-    """Let warpgroup 0 compute also the half of its first tile that its rows do not see."""
+    """Warpgroup 0 computes the half of its first tile that its rows do not see, too."""
     return with_tile(launch, CORNER=False)
 
 

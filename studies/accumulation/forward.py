@@ -1,6 +1,6 @@
-"""The portable forward with a choice of accumulator types, of division and of exponentials.
+"""The portable forward with a choice of what it sums in, when it divides and how it takes exponents.
 
-One program computes a tile of queries, as in triton/forward.py, with the same functions for masks, rows and tiles.
+One program owns a tile of queries, as in triton/forward.py, and the masks, rows and visits are the same functions.
 """
 
 from typing import NamedTuple
