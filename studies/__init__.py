@@ -1,4 +1,4 @@
-"""Questions about tilewise, and what writes its own documents: python -m studies NAME, from a checkout."""
+"""Studies: questions about tilewise, and what writes its documents. Run python -m studies NAME, from a checkout."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's variables and `more`, for one that imports the studies from wherever it runs."""
+    """Return this process's variables and `more`, for a process that imports the studies from any folder."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **more}

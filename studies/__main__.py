@@ -1,4 +1,4 @@
-"""python -m studies NAME, from a checkout: what the installed package goes without."""
+"""Run a study: python -m studies NAME, from a checkout. The installed package has none."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ NEEDED = ("typer", "rich", "matplotlib")
 
 
 def main() -> int:
-    """Runs a study; the exit status."""
+    """Run a study, and return its exit status."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The studies need {' and '.join(missing)}: pip install --editable '.[studies]'", file=sys.stderr)

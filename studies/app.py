@@ -1,4 +1,4 @@
-"""The commands of `python -m studies`, gathered."""
+"""Collect the commands of `python -m studies`."""
 
 import typer
 

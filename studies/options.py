@@ -1,4 +1,4 @@
-"""What the options of several studies share."""
+"""Options that several studies share."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is each technique of the forward worth? Importing this adds the suite and its peers to bench's."""
+"""Ablation: what is each technique of the forward worth? Importing this adds the suite and its peers to bench's."""
 
 import torch
 
@@ -19,7 +19,7 @@ def _cases() -> tuple[Case, ...]:
 
 
 def _changed(name: str, change: Change) -> Peer:
-    """tilewise's own forward with one thing changed; it has no backward."""
+    """Make a peer of tilewise's forward with one thing changed; it has no backward."""
 
     def why_not(case: Case, device: torch.device) -> str | None:
         if device.type != "cuda":

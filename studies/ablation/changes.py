@@ -1,7 +1,6 @@
-"""Ablations: a back end's own forward with one thing changed, to see what that thing is worth.
+"""Ablations: change one thing in a back end's forward, to see what it is worth.
 
-A change takes the launch that tilewise would make and gives another. A change that finds nothing to change gives the
-same launch back.
+A change takes tilewise's launch and returns another one. If it finds nothing to change, it returns the same launch.
 """
 
 from collections.abc import Callable
@@ -27,18 +26,18 @@ class Change(NamedTuple):
 
     @property
     def peer(self) -> str:
-        """Whom it is compared with."""
+        """Return the name of the implementation that it is compared with."""
         return "tilewise" if self.backend == "hopper" else f"tilewise {self.backend}"
 
 
 def problem(change: Change, x: Operands, causal: bool, target: str) -> Problem:
-    """Of the forward to change, on a chip."""
+    """Return the problem of the forward to change, on a chip."""
     recipe = Recipe(mask=(("Causal",),) if causal else (), backend=change.backend)
     return describe_fake(x, recipe, (0, 0), target)
 
 
 def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
-    """The launch that tilewise would make, and what it writes; with meta tensors nothing can run."""
+    """Return tilewise's launch, and the tensors that it writes; with meta tensors nothing can run."""
     from tilewise.host.launch import current_stream, empty_saved
 
     saved, device = empty_saved(p, x, None), x.q.device
@@ -60,7 +59,7 @@ def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
 
 
 def attention(change: Change, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The changed forward as a function of q, k and v."""
+    """Return the changed forward as a function of q, k and v."""
     compiled: dict[Any, Any] = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +72,8 @@ def attention(change: Change, causal: bool) -> Callable[[Tensor, Tensor, Tensor]
 
 
 def why_not(change: Change, shape: tuple[int, ...], dtype: torch.dtype, causal: bool, target: str) -> str | None:
-    """What is against a change for self-attention of this shape: its back end's reasons, or nothing to change."""
+    """Return the reason against a change for self-attention of this shape: its back end's reasons, or nothing to
+    change."""
     q = torch.empty(shape, dtype=dtype, device="meta")
     x = Operands(q, q, q, ())
     p = problem(change, x, causal, target)
@@ -87,8 +87,10 @@ def why_not(change: Change, shape: tuple[int, ...], dtype: torch.dtype, causal: 
 
 
 def without_warp_roles(launch: "Launch") -> "Launch":
-    """One tile of queries a program, whose warps load for themselves. Three warpgroups cannot share a tensor (Triton's
-    counts of warps are powers of two): there it has two."""
+    """Let each program compute one tile of queries, and its warps load for themselves.
+
+    Three warpgroups cannot share a tensor, because Triton's counts of warps are powers of two, so there are two.
+    """
     from .kernels import one_role
 
     given = by_name(launch)
@@ -121,13 +123,16 @@ def with_turns(launch: "Launch") -> "Launch":
 
 
 def without_persistence(launch: "Launch") -> "Launch":
-    """A program for every tile: what the counter gives is past the end, so that each draws once and leaves."""
+    """Start a program for every tile.
+
+    The counter's next tile is past the end, so each program draws one tile and ends.
+    """
     shape = by_name(launch)["shape"]
     return launch._replace(programs=shape.heads * shape.tiles)
 
 
 def shortest_first(launch: "Launch") -> "Launch":
-    """The other way round; without a mask all tiles are equally long."""
+    """Reverse the order of tiles; without a mask all tiles are equally long."""
     from .kernels import shortest_first as order
 
     given = by_name(launch)
@@ -140,7 +145,7 @@ def whole_corners(launch: "Launch") -> "Launch":
 
 
 def masks_everywhere(launch: "Launch") -> "Launch":
-    """No tile counts as wholly seen."""
+    """Apply the mask to all tiles, also to those wholly seen."""
     from .kernels import NO_TILE_FULL
 
     variant = by_name(launch)["variant"]
@@ -152,17 +157,20 @@ def masks_everywhere(launch: "Launch") -> "Launch":
 
 
 def four_warps(launch: "Launch") -> "Launch":
-    """A program of four warps."""
+    """Give a program four warps."""
     return with_warps(launch, 4)
 
 
 def eight_warps(launch: "Launch") -> "Launch":
-    """A program of eight warps."""
+    """Give a program eight warps."""
     return with_warps(launch, 8)
 
 
 def keys_outside(launch: "Launch") -> "Launch":
-    """FlashAttention-1's order: a program for every head. Each key tile is a pass over O: they are as large as fit."""
+    """Use FlashAttention-1's order, with a program for every head.
+
+    Each key tile is a pass over O, so tiles are as large as fit.
+    """
     from tilewise.tile.rows import Rows
 
     from .kernels import keys_outside as kernel
@@ -198,24 +206,24 @@ CHANGES = {
 
 
 def by_name(launch: "Launch") -> dict[str, Any]:
-    """A launch's arguments by the kernel's own names."""
+    """Return a launch's arguments by the kernel's parameter names."""
     return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
 
 
 def with_arguments(launch: "Launch", **changed: Any) -> "Launch":
-    """Other values for some arguments."""
+    """Replace some arguments."""
     return launch._replace(arguments=tuple((by_name(launch) | changed).values()))
 
 
 def with_tile(launch: "Launch", **changed: Any) -> "Launch":
-    """Other constants of Hopper's tile."""
+    """Replace constants of Hopper's tile."""
     tile = launch.constants["tile"]
     other = tile._replace(**changed)
     return launch if other == tile else launch._replace(constants=launch.constants | {"tile": other})
 
 
 def with_warps(launch: "Launch", warps: int) -> "Launch":
-    """Another number of warps; a cap on registers goes with the old one."""
+    """Change the number of warps, and drop a cap on registers, which belongs to the old one."""
     if launch.constants["num_warps"] == warps:
         return launch
     constants = {name: value for name, value in launch.constants.items() if name != "maxnreg"}

@@ -1,7 +1,7 @@
-"""What ablations need and tilewise's own kernels have not: two kernels, an order of tiles and a mask.
+"""Device code of the ablations only: two kernels, an order of tiles and a mask.
 
-one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and does its softmax
-keys_outside    the portable forward in FlashAttention-1's order: keys outside, queries inside
+one_role        Hopper's forward without warp specialisation: every warp loads, multiplies and computes its softmax
+keys_outside    the portable forward in FlashAttention-1's order: keys in the outer loop, queries in the inner one
 """
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -32,21 +32,23 @@ from tilewise.tile.softmax import finalize, online_softmax
 
 @triton.jit
 def shortest_first(program, tiles, heads, section):
-    """`assign` with the first tile first: with causal masks it is the shortest."""
+    """Assign tiles as `assign` does, but the first one first, which is the shortest with causal masks."""
     matrix, tile = assign(program, tiles, heads, section)
     return matrix, tiles - 1 - tile
 
 
 @triton.jit
 def anything(b, h, i, j):
-    """A mask that shows everything, and folds away."""
+    """Show every key; the compiler removes this mask."""
     return i == i  # noqa: PLR0124
 
 
 @triton.jit
 def unsure(b, i):
-    """Rows see every key; but asked for by itself, as first of a tile (a multiple of 64), a row sees none: so no tile
-    counts as full."""
+    """Show every key to each row.
+
+    But asked for alone, as first row of a tile (a multiple of 64), a row sees none, so that no tile counts as full.
+    """
     if len(i.shape) > 0:
         return -OPEN, OPEN
     else:
@@ -59,7 +61,7 @@ NO_TILE_FULL = Part(anything, unsure, everywhere, ())
 
 @gluon.jit
 def fetch(X, channel, y, walk, place, variant, shape):
-    """Starts the load of the y-th key tile into its stage, if there is one."""
+    """Start the load of the y-th key tile into its stage, if there is one."""
     B_C: gl.constexpr = channel.memory.shape[3]
     if y < walk.hi - walk.lo:
         j = key_tile(variant, walk, walk.hi - 1 - y)
@@ -144,8 +146,11 @@ def keys_outside(
     G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O and L of one head (Dao et al. 2022, algorithm 1). Each tile of keys is read once; for it, the sums of P V, the
-    maxima and the totals of every row are read from memory and written back, in fp32. They begin as 0, -inf and 0."""
+    """Compute O and L of one head (Dao et al. 2022, algorithm 1).
+
+    Each tile of keys is read once. For it, the sums of P V, the maxima and the totals of every row are read from memory
+    and written back, in fp32. They begin as 0, -inf and 0.
+    """
     matrix = tl.program_id(0)
     b, h = matrix // H, matrix % H
     queries, running = block(Q, b, h, 0, B_R, d), block(sums, b, h, 0, B_R, d_v)

@@ -74,7 +74,7 @@ def attention(
 
 
 def attend(p: Problem, x: Operands, accumulate: Accumulate, backend: str | None = None) -> Tensor:
-    """o of a checked problem."""
+    """Return o of a checked problem."""
     chosen = backend or ("cpu" if p.target == "cpu" else "triton")
     if chosen == "cpu":
         if p.target != "cpu":

@@ -1,4 +1,4 @@
-"""What sums are kept in, and what keeps them in range: the experiment's one option."""
+"""The experiment's one option: the type of the sums, and what keeps them in range."""
 
 import math
 from dataclasses import dataclass
@@ -52,7 +52,8 @@ class Accumulate:
             )
 
     def lower(self, N: int) -> int:
-        """By how many powers of two the exponents of N keys are lowered: the least s with 2 N 2^-s max|V| <= 65504."""
+        """Return by how many powers of two the exponents of N keys are lowered: the least s with 2 N 2^-s max|V| <=
+        65504."""
         if self.stability is False:
             return 0
         largest = LARGEST if self.stability is True else min(float(self.stability), LARGEST)

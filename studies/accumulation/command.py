@@ -40,7 +40,8 @@ def accumulation(
         Path | None, typer.Option(help="Draw <name>-errors.png and <name>-speed.png, from this name.")
     ] = None,
 ) -> None:
-    """fp16 sums: error, overflow, registers, spills and time of every combination (studies.accumulation.attention)."""
+    """Measure fp16 sums: error, overflow, registers, spills and time of every combination
+    (studies.accumulation.attention)."""
     with sentences():
         where = pick_device(device)
         check_names("part", part, (*sums.SWEEPS, *TIMED))
@@ -63,7 +64,7 @@ def accumulation(
 
 
 def measure_part(name: str, device: torch.device, targets: Sequence[str], quickly: bool) -> list[Any]:
-    """All rows of a part of the accumulation study, with a progress bar."""
+    """Return all rows of a part of the study, with a progress bar."""
     if name == "speed" and device.type != "cuda":
         err.print("speed: nothing is timed on a CPU, where the kernel is emulated")
         return []
@@ -85,7 +86,7 @@ def measure_part(name: str, device: torch.device, targets: Sequence[str], quickl
 def _steps(
     name: str, device: torch.device, targets: Sequence[str], quickly: bool, watch: Callable[[str], None]
 ) -> Iterator[tuple[str, Sequence[Any]]]:
-    """The rows of a part, some at a time, and what they are of."""
+    """Yield the rows of a part, some at a time, and their names."""
     if name == "kernels":
         for target in targets:
             yield target, accumulation_speed.kernels(target, watch)
@@ -98,7 +99,7 @@ def _steps(
 
 
 def _count(name: str, targets: Sequence[str], quickly: bool) -> int:
-    """How many steps a part takes."""
+    """Count the steps of a part."""
     if name == "kernels":
         return len(targets)
     return len(sums.TILES) * len(_lengths(quickly)) if name == "speed" else len(_points(name, quickly))

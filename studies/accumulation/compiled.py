@@ -1,7 +1,7 @@
-"""python -m studies.accumulation.compiled TARGET SHARES SHARE: compiles the kernels for a chip, without a GPU.
+"""python -m studies.accumulation.compiled TARGET SHARES SHARE: compile the kernels for a chip, without a GPU.
 
-Prints a line of JSON for each kernel. Every SHARES-th is compiled, from SHARE on, so that several processes can share
-the work. TRITON_INTERPRET must be 0.
+It prints a line of JSON for each kernel. Every SHARES-th is compiled, from SHARE on, so that several processes can
+share the work. TRITON_INTERPRET must be 0.
 """
 
 import json
@@ -26,7 +26,7 @@ from .speed import Kernel, cases
 
 
 def compiled(target: str, kernel: Kernel, tiles: Any) -> Any:
-    """The compiled kernel."""
+    """Compile a kernel."""
     case = cases(kernel.head_size)[0]
     q = torch.empty(case.shape, dtype=case.type, device="meta")
     x = Operands(q, q, q, ())
@@ -36,7 +36,7 @@ def compiled(target: str, kernel: Kernel, tiles: Any) -> Any:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of local memory, of a thread."""
+    """Return registers, and bytes of local memory, of a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -47,7 +47,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main(target: str, shares: int, share: int) -> None:
-    """Compiles and prints."""
+    """Compile and print."""
     use_target(target)
     work = [
         (Kernel(target, size, list(sizes), asdict(c)), tiles)

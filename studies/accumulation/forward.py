@@ -37,7 +37,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def exponentials(x, KIND: tl.constexpr):
-    """exp2, in fp32, or in fp16 from an exponent that is rounded to fp16 first."""
+    """Compute exp2 in fp32, or in fp16 from an exponent that is rounded to fp16 first."""
     if KIND == "fp32":
         return tl.exp2(x)
     elif KIND == "rounded":
@@ -50,13 +50,13 @@ def exponentials(x, KIND: tl.constexpr):
 
 @triton.jit
 def rescaled(acc, factor):  # (B_r, d_v), (B_r,)
-    """The older sum times a factor of its row, in the wider of both types."""
+    """Multiply the older sum by a factor of its row, in the wider of both types."""
     return (acc * factor[:, None]).to(acc.dtype)
 
 
 @triton.jit
 def step(j, q, acc, m, l, K, V, place, variant, c, lower, sums: tl.constexpr, MASKED: tl.constexpr):
-    """One key tile: S = Q K^T and its mask, the online softmax with lowered exponents, O += P V."""
+    """Compute one key tile: S = Q K^T and its mask, the online softmax with lowered exponents, O += P V."""
     B_R: tl.constexpr = q.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
     SCORES: tl.constexpr = tl.float16 if sums.S == "fp16" else tl.float32
@@ -94,8 +94,10 @@ def forward(
     Q, K, V, O, variant, c, lower, M, N, H, heads, section, tiles,
     sums: tl.constexpr, G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr,
 ):  # fmt: skip
-    """O for every tile of queries. c turns logits into base 2, and every exponent is lowered by `lower`, the
-    logarithm of the stability factor; G query heads share a key head."""
+    """Compute O for every tile of queries. c turns logits into base 2.
+
+    Every exponent is lowered by `lower`, the logarithm of the stability factor. G query heads share a key head.
+    """
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     q0, M, k0, N = rows_of(None, b, M, N)

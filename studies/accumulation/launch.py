@@ -1,4 +1,4 @@
-"""Launches of the experiment: from a problem to the arguments of its kernel."""
+"""Launches of the experiment: turn a problem into the arguments of its kernel."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 
 def why_not(p: Problem, accumulate: "Accumulate") -> list[str]:
-    """The portable back end's reasons, and the lack of fp16 accumulators."""
+    """Return the portable back end's reasons, and the lack of fp16 accumulators."""
     against = portable.why_not(p._replace(recipe=p.recipe._replace(backend="triton")))
     if not against and p.target not in ("cpu", *TARGETS):
         against.append(
@@ -53,7 +53,7 @@ def why_not(p: Problem, accumulate: "Accumulate") -> list[str]:
 
 @lru_cache(4096)
 def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
-    """The portable forward's own plan, with other sums."""
+    """Return the portable forward's plan, with other sums."""
     portable_plan = plan(p)
     halves = "rounded" if p.target == "cpu" else "halves"  # the interpreter has no packed instruction
     sums = Sums(
@@ -66,7 +66,7 @@ def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
 
 
 def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles: Tiles) -> list[Launch]:
-    """One launch, and one before it if tiles are listed."""
+    """Return one launch, and one before it if tiles are listed."""
     pl = planned(p, accumulate, tiles)
     parts, _, _ = device_values(p, x.extra)
     lists, listing = tile_lists(p, pl, tiles, parts, x.q.device, by_key=False)
@@ -79,7 +79,7 @@ def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles
 
 
 def forward(p: Problem, x: Operands, accumulate: "Accumulate", tiles: Tiles | None = None) -> Tensor:
-    """o, by the portable forward's own tiles unless others are given."""
+    """Compute o, by the portable forward's tiles unless others are given."""
     o = torch.empty((*p.q.shape[:-1], p.D_v), dtype=p.dtype, device=x.q.device)
     x = with_adjacent_rows(x)
     if p.target == "cpu":

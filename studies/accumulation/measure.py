@@ -1,8 +1,7 @@
 """When does accumulating in fp16 break? Errors and overflow of every combination, by what changes.
 
-A combination is what Q K^T and P V are summed in, one of four ways to divide, and exp2 in fp32 or packed halves. On a
-GPU the kernel itself is examined; on a CPU its emulation (rounded.py), which rounds where the kernel's
-matrix unit would.
+A combination is the types of the sums Q K^T and P V, one of four ways to divide, and exp2 in fp32 or packed halves. On
+a GPU the kernel itself is examined; on a CPU its emulation (rounded.py), which rounds where its matrix unit would.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,13 +36,13 @@ class Combination:
     exp2: str = "fp32"
 
     def accumulate(self, v: Tensor) -> Accumulate:
-        """The same for certain values: one way looks at the largest of them."""
+        """Return the option for certain values, because one way depends on the largest of them."""
         stability = {FACTOR: True, FITTED: float(v.abs().max()) if self.way == FITTED else 0.0}.get(self.way, False)
         return Accumulate(self.scores, self.values, IN_LOOP if self.way == IN_LOOP else DELAYED, stability, self.exp2)
 
     @property
     def words(self) -> list[str]:
-        """For the first columns of a table."""
+        """Return the first columns of a table."""
         return [self.scores, self.values, self.way, self.exp2]
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class Point:
     """Of v, whose standard deviation is a tenth of it, but at least 1."""
 
     def operands(self, device: torch.device) -> Operands:
-        """The same numbers for the same point on the same kind of device; fp16, clamped to what fp16 holds."""
+        """Draw the same numbers for the same point on the same kind of device: fp16, clamped to its range."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(length: int) -> Tensor:
@@ -108,7 +107,7 @@ SWEEPS: dict[str, tuple[Point, ...]] = {
 
 
 def quick(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The first and the last, short."""
+    """Return the first and the last point, shortened."""
     return tuple(replace(point, length=min(point.length, 256 << index)) for index, point in enumerate(points[::4][:2]))
 
 
@@ -129,12 +128,12 @@ class Finding:
 
     @property
     def at(self) -> Point:
-        """The point as a value."""
+        """Return the point as a value."""
         return Point(**self.point)
 
     @property
     def of(self) -> Combination:
-        """The combination as a value."""
+        """Return the combination as a value."""
         return Combination(**self.combination)
 
 
@@ -142,7 +141,7 @@ def run(
     points: Sequence[Point], device: torch.device, watch: Callable[[str], None] = lambda text: None,
     combinations: Sequence[Combination] = COMBINATIONS,
 ) -> Iterator[list[Finding]]:  # fmt: skip
-    """The findings of one point after another."""
+    """Yield the findings of one point after another."""
     for point in points:
         x = point.operands(device)
         problem = describe(x, Recipe(), (0, 0))
@@ -155,7 +154,7 @@ def run(
 
 
 def truth(x: Operands) -> Tensor:
-    """o in fp64."""
+    """Compute o in fp64."""
     q, k, v = (t.double().transpose(1, 2) for t in x[:3])
     return (torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v).transpose(1, 2)
 
@@ -176,7 +175,7 @@ def _examine(point: Point, combination: Combination, problem: Problem, x: Operan
 
 
 def tiles_for(head_size: int) -> Any:
-    """TILES as the launcher takes them."""
+    """Return TILES as the launcher takes them."""
     from tilewise.triton.tiles import Tiles
 
     return [Tiles(*sizes) for sizes in TILES[head_size]]

@@ -91,7 +91,7 @@ PAYS = 0.97
 
 
 def cell(finding: Finding | None) -> str:
-    """An error, or the share of what overflowed."""
+    """Return an error, or the fraction that overflowed."""
     if finding is None or finding.status != OK:
         return "-"
     if finding.relative is not None:
@@ -106,7 +106,7 @@ Grid = tuple[list[str], list[list[str]]]
 
 
 def table(sweep: str, findings: Sequence[Finding]) -> Grid:
-    """Errors of every combination at every point."""
+    """Return the errors of every combination at every point."""
     points = list(dict.fromkeys(f.at for f in findings))
     at = {(f.of, f.at): f for f in findings}
     lines = [[*c.words, *(cell(at.get((c, p))) for p in points)] for c in dict.fromkeys(f.of for f in findings)]
@@ -114,7 +114,7 @@ def table(sweep: str, findings: Sequence[Finding]) -> Grid:
 
 
 def error_sentences(findings: dict[str, list[Finding]]) -> list[str]:
-    """What each way costs in accuracy from the fewest to the most keys, and where it overflows."""
+    """Say what each way costs in accuracy from the fewest to the most keys, and where it overflows."""
     at = {(f.of, f.at): f for f in findings.get("length", ())}
     points = [point for of, point in at if of == PLAIN]
     lines = []
@@ -129,7 +129,7 @@ def error_sentences(findings: dict[str, list[Finding]]) -> list[str]:
 
 
 def overflows(findings: dict[str, list[Finding]], combination: Combination) -> list[str]:
-    """The points where a combination gave something infinite or NaN."""
+    """Return the points where a combination gave an infinite value or NaN."""
     places = {
         sweep: [value(sweep, f.at) for f in found if f.of == combination and f.overflow]
         for sweep, found in findings.items()
@@ -138,7 +138,7 @@ def overflows(findings: dict[str, list[Finding]], combination: Combination) -> l
 
 
 def verdicts(findings: dict[str, list[Finding]]) -> Grid:
-    """For each combination, its error over that of fp32 sums, and where it overflowed."""
+    """Return each combination's error over that of fp32 sums, and where it overflowed."""
     plain = {f.at: f.relative for found in findings.values() for f in found if f.of == PLAIN}
     lines = []
     for combination in COMBINATIONS:
@@ -156,7 +156,8 @@ def verdicts(findings: dict[str, list[Finding]]) -> Grid:
 
 
 def kernel_table(kernels: Sequence[Kernel]) -> Grid:
-    """Registers of every kernel of one target, and spills where there are any: a column for each head size and tile."""
+    """Return registers of every kernel of one target, and spills where there are any, with a column for each head size
+    and tile."""
     columns = list(dict.fromkeys((k.head_size, *k.tiles) for k in kernels))
     at = {(k.of, (k.head_size, *k.tiles)): k for k in kernels}
     head = [f"D{size}: {r} x {c}, {warps} warps" for size, r, c, warps, _ in columns]
@@ -171,12 +172,12 @@ def _resources(kernel: Kernel | None) -> str:
 
 
 def by_target(kernels: Sequence[Kernel]) -> dict[str, list[Kernel]]:
-    """Kernels of each chip."""
+    """Group kernels by chip."""
     return {target: [k for k in kernels if k.target == target] for target in dict.fromkeys(k.target for k in kernels)}
 
 
 def kernel_sentences(kernels: Sequence[Kernel]) -> list[str]:
-    """How many registers fp16 sums save."""
+    """Say how many registers fp16 sums save."""
     lines = []
     for target, every in by_target(kernels).items():
         made = [k for k in every if k.registers]
@@ -199,7 +200,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def speed_sentences(times: Sequence[Time]) -> list[str]:
-    """Whether fp16 sums pay, and how much of the time of fp32 sums the kernels take."""
+    """Say whether fp16 sums pay, and which fraction of the time of fp32 sums the kernels take."""
     lines = []
     for size in dict.fromkeys(t.on.head_size for t in times):
         ratios = ratios_of(times, size)
@@ -227,7 +228,7 @@ def _pays(what: str, ratio: float) -> str:
 
 
 def speed_table(times: Sequence[Time], head_size: int) -> Grid:
-    """TFLOP/s by length, the tiles chosen, and the time over that of fp32 sums."""
+    """Return TFLOP/s by length, the tiles chosen, and the time over that of fp32 sums."""
     mine = [t for t in times if t.on.head_size == head_size]
     lengths, ratios, lines = list(dict.fromkeys(t.on.length for t in mine)), ratios_of(times, head_size), []
     for name in dict.fromkeys(t.implementation for t in mine):
@@ -241,7 +242,7 @@ def speed_table(times: Sequence[Time], head_size: int) -> Grid:
 
 
 def reasons(rows: Sequence[Any]) -> list[str]:
-    """What has no number, and why."""
+    """Return what has no number, and why."""
     absent: dict[str, int] = {}
     for row in rows:
         if row.why:
@@ -251,7 +252,7 @@ def reasons(rows: Sequence[Any]) -> list[str]:
 
 
 def show(found: dict[str, list[Any]], say: Callable[[str], None], print_table: Callable[..., None]) -> None:
-    """Everything found, by part, on a terminal."""
+    """Print everything found, by part."""
     sweeps = {name: rows for name, rows in found.items() if name in SWEEPS}
     for sweep, rows in sweeps.items():
         print_table(f"Errors by {TITLES[sweep]}", *table(sweep, rows))
@@ -273,7 +274,7 @@ def show(found: dict[str, list[Any]], say: Callable[[str], None], print_table: C
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """One device's part of the page; draws its pictures as <stem>-errors.png and <stem>-speed.png."""
+    """Return one device's part of the page; draw its pictures as <stem>-errors.png and <stem>-speed.png."""
     runs = content[PART]
     findings = {sweep: [Finding(**row) for row in runs[sweep]["rows"]] for sweep in SWEEPS if sweep in runs}
     kernels = [Kernel(**row) for row in runs.get("kernels", {"rows": ()})["rows"]]
@@ -299,7 +300,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
 
 
 def _origins(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of the parts that were measured together."""
+    """Return the first of the parts that were measured together."""
     first: dict[str, dict[str, Any]] = {}
     for run in runs:
         first.setdefault(repr({**run["environment"], "when": run["partial"]}), run)

@@ -1,4 +1,4 @@
-"""Pictures of the accumulation study."""
+"""Draw the pictures of the accumulation study."""
 
 import math
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ SHOWN: dict[Combination, tuple[str, str, str]] = {
 
 
 def value(sweep: str, point: Point) -> str:
-    """Where a point is on the axis of a sweep."""
+    """Return where a point is on the axis of a sweep."""
     if sweep == "length":
         return length_label(point.length)
     return f"{getattr(point, 'channel' if sweep == 'normalised' else sweep):g}"
 
 
 def ratios_of(times: Sequence[Time], head_size: int) -> dict[str, list[float]]:
-    """Times over those of fp32 sums, by implementation, one for each length."""
+    """Return times over those of fp32 sums, by implementation, one for each length."""
     mine = [t for t in times if t.on.head_size == head_size and t.milliseconds]
     plain = {t.on: t.milliseconds for t in mine if t.implementation == str(PLAIN)}
     found: dict[str, list[float]] = {}
@@ -53,7 +53,7 @@ def ratios_of(times: Sequence[Time], head_size: int) -> dict[str, list[float]]:
 
 
 def pictures(found: dict[str, list[Any]], stem: Path) -> list[Path]:
-    """Draws <stem>-errors.png and <stem>-speed.png, as far as there is something to draw."""
+    """Draw <stem>-errors.png and <stem>-speed.png, if there is something to draw."""
     drawn = []
     if sweeps := {name: rows for name, rows in found.items() if name in SWEEPS}:
         drawn.append(stem.with_name(f"{stem.name}-errors.png"))
@@ -65,7 +65,7 @@ def pictures(found: dict[str, list[Any]], stem: Path) -> list[Path]:
 
 
 def picture(findings: dict[str, list[Finding]], path: Path) -> None:
-    """A panel for each sweep: errors, logarithmic; crosses on the upper edge are overflow."""
+    """Draw a panel for each sweep: errors, logarithmic; crosses on the upper edge are overflow."""
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(
             1, len(findings), figsize=(3.1 * len(findings) + 0.6, 3.5), sharey=True, squeeze=False
@@ -92,7 +92,8 @@ def picture(findings: dict[str, list[Finding]], path: Path) -> None:
 
 
 def speed_picture(times: Sequence[Time], path: Path) -> None:
-    """A panel for each head size: a bar for each kernel, its time over that of fp32 sums; whiskers over lengths."""
+    """Draw a panel for each head size, with a bar for each kernel's time over that of fp32 sums; whiskers span the
+    lengths."""
     sizes = list(dict.fromkeys(t.on.head_size for t in times))
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes) + 2.4, 5.2), sharey=True, squeeze=False)

@@ -1,4 +1,4 @@
-"""The experiment in plain torch: the kernel's steps, in fp32, rounded to fp16 where the kernel's sums would be."""
+"""Emulation of the experiment in plain torch: the kernel's steps in fp32, rounded to fp16 where its sums would be."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def forward(p: Problem, x: Operands, accumulate: "Accumulate", depth: int = DEPTH, columns: int = COLUMNS) -> Tensor:
-    """o, from tiles of all queries and some keys."""
+    """Compute o from tiles of all queries and some keys."""
     q, k, v = (t.detach().transpose(1, 2).float() for t in x[:3])  # (B, H, M, D), (B, H_k, N, D)
     k, v = (t.repeat_interleave(p.H // p.H_k, 1) for t in (k, v))
     scores, values = TYPES[accumulate.scores], TYPES[accumulate.values]
@@ -53,7 +53,7 @@ def forward(p: Problem, x: Operands, accumulate: "Accumulate", depth: int = DEPT
 
 
 def dot(a: Tensor, b: Tensor, acc: Tensor, depth: int) -> Tensor:
-    """acc + a b in acc's type. In fp16 it is rounded every `depth` terms, in fp32 as torch rounds."""
+    """Return acc + a b in acc's type. In fp16 it is rounded every `depth` terms, in fp32 as torch rounds."""
     if acc.dtype == torch.float32:
         return acc + a @ b
     for first in range(0, a.shape[-1], depth):
@@ -62,12 +62,12 @@ def dot(a: Tensor, b: Tensor, acc: Tensor, depth: int) -> Tensor:
 
 
 def exponentials(x: Tensor, kind: str) -> Tensor:
-    """exp2 in fp32; in "halves" the exponent and the result are rounded to fp16."""
+    """Compute exp2 in fp32; in "halves", round the exponent and the result to fp16."""
     return torch.exp2(x) if kind == "fp32" else torch.exp2(x.half().float()).half()
 
 
 def _tiles(p: Problem, x: Operands, columns: int) -> Iterator[tuple[int, Tensor]]:
-    """The first key of each tile, and which of its keys each row sees: broadcast to (B, H, M, columns)."""
+    """Yield the first key of each tile, and which of its keys each row sees: broadcast to (B, H, M, columns)."""
     mask, _, _ = p.values(x.extra)
     shift = p.N - p.M
     i = torch.arange(p.M)[:, None] + shift

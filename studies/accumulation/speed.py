@@ -42,14 +42,14 @@ class Kernel:
 
     @property
     def of(self) -> Combination:
-        """The combination as a value."""
+        """Return the combination as a value."""
         return Combination(**self.combination)
 
 
 def kernels(
     target: str, watch: Callable[[str], None] = lambda text: None, processes: int | None = None
 ) -> list[Kernel]:
-    """Every kernel compiled for a chip, in processes of their own, which leave them in Triton's cache."""
+    """Compile every kernel for a chip, in separate processes, which leave them in Triton's cache."""
     count = processes or max(1, min(8, (os.cpu_count() or 2) // 2))
     command = [sys.executable, "-m", f"{__package__}.compiled", target, str(count)]
     running = [
@@ -97,7 +97,7 @@ class Time:
 
     @property
     def on(self) -> Case:
-        """The case as a value."""
+        """Return the case as a value."""
         return Case(**self.case)
 
 
@@ -110,14 +110,14 @@ BESIDE = ("tilewise", "tilewise triton")
 
 
 def cases(head_size: int, lengths: Sequence[int] = LENGTHS) -> list[Case]:
-    """16K tokens of 2048 entries, without a mask."""
+    """Return cases of 16K tokens of 2048 entries, without a mask."""
     return [Case(TOKENS // n, WIDTH // head_size, n, head_size, "fp16") for n in lengths]
 
 
 def times(
     device: torch.device, watch: Callable[[str], None] = lambda text: None, lengths: Sequence[int] = LENGTHS
 ) -> Iterator[list[Time]]:
-    """The times of one case after another: every kernel with its best tiles, and tilewise's own, in turns."""
+    """Yield the times of one case after another: every kernel with its best tiles, and tilewise's, in turns."""
     for head_size in TILES:
         watch(f"head size {head_size}: choosing tiles")
         best = {c: _best_tiles(cases(head_size, (CHOOSING,))[0], c, device) for c in KERNELS}
@@ -141,7 +141,7 @@ def _call(case: Case, combination: Combination, tiles: Any, device: torch.device
 
 
 def _best_tiles(case: Case, combination: Combination, device: torch.device) -> tuple[Any, str | None]:
-    """The fastest tiles, or None and what was in the way."""
+    """Return the fastest tiles, or None and the reason."""
     said: str | None = None
     found: dict[Any, float] = {}
     for tiles in tiles_for(case.head_size):

@@ -28,7 +28,7 @@ def accuracy(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw pictures as <name>-<sweep>.png, from this name.")] = None,
 ) -> None:
-    """Errors of o, dq, dk and dv in fp32 against fp64: every precision, and PyTorch's kernels."""
+    """Measure errors of o, dq, dk and dv in fp32 against fp64: every precision, and PyTorch's kernels."""
     with sentences():
         where = pick_device(device)
         check_names("sweep", sweep, SWEEPS)
@@ -54,7 +54,7 @@ def accuracy(
 
 
 def measure(sweep: str, points: Sequence[Point], device: torch.device) -> list[Finding]:
-    """All findings of a sweep, with a progress bar."""
+    """Return all findings of a sweep, with a progress bar."""
     found: list[Finding] = []
     with progress("now") as bar:
         task = bar.add_task(sweep, total=len(points), now="")

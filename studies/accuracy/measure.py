@@ -1,7 +1,7 @@
-"""How wrong is fp32 attention? Errors against fp64 of every precision and of PyTorch's kernels, as one thing changes.
+"""How accurate is fp32 attention? Errors against fp64 of every precision and of PyTorch's kernels, by one parameter.
 
-A sweep changes one field of a `Point` and leaves the others. Both heads of a point are compared whole: the truth is
-computed some hundred queries at a time (see `accuracy`), so nothing has to be sampled, not even at 64K tokens.
+A sweep changes one field of a `Point`. Both heads of a point are compared whole: the truth is computed some hundred
+queries at a time (see `accuracy`), so nothing has to be sampled, not even at 64K tokens.
 """
 
 import gc
@@ -42,11 +42,11 @@ class Point:
 
     @property
     def case(self) -> Case:
-        """Its shape, for peers."""
+        """Return its shape, for peers."""
         return Case(1, 2, self.length, self.head_size, "fp32", causal=True)
 
     def inputs(self, device: torch.device) -> Inputs:
-        """The same numbers for the same point on the same kind of device."""
+        """Draw the same numbers for the same point on the same kind of device."""
         x = Inputs.random(self.case, device)
         generator = torch.Generator(device).manual_seed(1)
         with torch.no_grad():
@@ -74,7 +74,7 @@ class Finding:
 
     @property
     def at(self) -> Point:
-        """The point as a value."""
+        """Return the point as a value."""
         return Point(**self.point)
 
 
@@ -89,7 +89,7 @@ SWEEPS: dict[str, tuple[Point, ...]] = {
 
 
 def quick(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Two short ones."""
+    """Return two short points."""
     return tuple(replace(point, length=min(point.length, 512 << index)) for index, point in enumerate(points[:2]))
 
 
@@ -99,7 +99,7 @@ def run(
     watch: Callable[[str], None] = lambda text: None,
     peers: Sequence[Peer] = tuple(PEERS[name] for name in CONTENDERS),
 ) -> Iterator[list[Finding]]:
-    """The findings of one point after another; plain torch first."""
+    """Yield the findings of one point after another, plain torch first."""
     for point in points:
         watch(f"{point}: the truth")
         x = point.inputs(device)

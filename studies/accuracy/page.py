@@ -42,13 +42,13 @@ difference over the norm of the truth; the largest error over the largest entry 
 
 
 def value(sweep: str, point: Point) -> str:
-    """Where a point is on the axis of a sweep."""
+    """Return where a point is on the axis of a sweep."""
     number = getattr(point, sweep)
     return length_label(number) if sweep == "length" else f"{number:g}"
 
 
 def table(sweep: str, findings: Sequence[Finding], read: Callable[[Finding], Any]) -> tuple[list[str], list[list[str]]]:
-    """The head, and for each tensor and implementation a line; who has no number at all is left out."""
+    """Return the head, and a line for each tensor and implementation that has a number."""
     points = list(dict.fromkeys(f.at for f in findings))
     lines = []
     for tensor in NAMES:
@@ -62,7 +62,7 @@ def table(sweep: str, findings: Sequence[Finding], read: Callable[[Finding], Any
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:
-    """A sentence for each implementation: its errors over those of plain torch."""
+    """Say for each implementation, in a sentence, its errors over those of plain torch."""
     errors: dict[str, dict[Point, dict[str, float]]] = {}
     for f in findings:
         if f.relative:
@@ -79,7 +79,7 @@ def summary(findings: Sequence[Finding]) -> list[str]:
 
 
 def reasons(findings: Sequence[Finding]) -> list[str]:
-    """Who has no number, and why."""
+    """Return who has no number, and why."""
     absent: dict[tuple[str, str], int] = {}
     for f in findings:
         if f.status != OK:
@@ -96,7 +96,7 @@ def _ratio(x: float) -> str:
 
 
 def picture(sweep: str, findings: Sequence[Finding], path: Path) -> None:
-    """A panel for each of o, dq, dk, dv: errors by what the sweep changes, logarithmic."""
+    """Draw a panel for each of o, dq, dk, dv: errors by what the sweep changes, logarithmic."""
     points = list(dict.fromkeys(f.at for f in findings))
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(1, len(NAMES), figsize=(13, 3.2), sharey=True)
@@ -118,12 +118,12 @@ def picture(sweep: str, findings: Sequence[Finding], path: Path) -> None:
 
 
 def findings_of(content: dict[str, Any], sweep: str) -> list[Finding]:
-    """Of a loaded results file."""
+    """Return the findings of a loaded results file."""
     return [Finding(**row) for row in content[PART][sweep]["rows"]]
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """One device's part of the page; draws its pictures as <stem>-<sweep>.png."""
+    """Return one device's part of the page; draw its pictures as <stem>-<sweep>.png."""
     sweeps = [sweep for sweep in SWEEPS if sweep in content[PART]]
     every = [finding for sweep in sweeps for finding in findings_of(content, sweep)]
     lines = [f"## {content['device']}\n"]

@@ -41,12 +41,12 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What a peer is called with, and what a backward differentiates by."""
+        """Return the tensors that a peer is called with and a backward differentiates by."""
         return self[:3] if self.sink is None else (*self[:3], self.sink)
 
     @staticmethod
     def random(case: Case, device: torch.device, seed: int = 0) -> "Inputs":
-        """Standard normal entries."""
+        """Draw standard normal entries."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(shape: tuple[int, ...], learned: bool = True) -> Tensor:
@@ -95,22 +95,22 @@ class Truth:
 
     @cached_property
     def limit(self) -> dict[str, float]:
-        """What every tensor may err."""
+        """Return the largest error allowed for each tensor."""
         return {name: 2.0 * self.plain[name] + 2.0 * _ulp(self.largest[name], self.case.type) for name in self.plain}
 
     def judge(self, results: dict[str, Tensor], share: float = 0.0) -> Verdict:
-        """The verdict on o, or on o and every gradient, each as its tensor lies; see `Peer.share`."""
+        """Judge o, or o and every gradient, each in its tensor's layout; see `Peer.share`."""
         error = _errors(self.of_heads(results), self.exact)
         limit = {name: max(self.limit[name], share * self.largest[name]) for name in error}
         wrong = tuple(name for name in error if not error[name] <= limit[name])  # a nan is wrong
         return Verdict(_by_pass(error), _by_pass(self.plain), wrong)
 
     def of_heads(self, results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The parts of o, dq, dk, dv and dsink that the truth is known of."""
+        """Return the parts of o, dq, dk, dv and dsink for which the truth is known."""
         return [{name: _part(self.case, t, head) for name, t in results.items()} for head in self.heads]
 
     def by_head(self, dtype: torch.dtype, orders: int = 0, paper: bool = False) -> list[dict[str, Tensor]]:
-        """What plain torch gives in a type: in one order or in several, by autograd or by the paper's formulas."""
+        """Compute in plain torch in a type: in one order or in several, by autograd or by the paper's formulas."""
         results = [_attend(self.case, self.x, head, dtype, orders, paper) for head in self.heads]
         if self.x.sink is not None:  # one sink serves all sequences
             of = list(zip(results, (h for _, h in self.heads), strict=True))
@@ -131,7 +131,8 @@ def run_once(peer: Peer, attend: Attention, x: Inputs, passes: Sequence[str] = (
 
 
 def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
-    """What of a tensor belongs to a sequence and a head of keys: (heads, length, head size), of a sink (heads,)."""
+    """Return the part of a tensor that belongs to a sequence and a head of keys: (heads, length, head size); (heads,)
+    of a sink."""
     b, h = head
     count = t.shape[0] if t.ndim == 1 else t.shape[-2]
     served = count // case.key_shape[-2]
@@ -145,8 +146,10 @@ def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
 def _attend(
     case: Case, x: Inputs, head: tuple[int, int], dtype: torch.dtype, orders: int, paper: bool
 ) -> dict[str, Tensor]:
-    """Attention of one sequence, one head of keys and the queries that it serves, and its gradients. With orders, once
-    in each of them; they are the first axis of every result."""
+    """Compute attention of one sequence, one head of keys and the queries that it serves, and the gradients.
+
+    With `orders`, compute each result once per order, along a new first axis.
+    """
     parts = [_part(case, t, head).detach().to(dtype) for t in (*x.leaves, x.do)]
     (length, size), queries = parts[1].shape[1:], parts[0].shape[1]
     names = NAMES if x.sink is None else (*NAMES, SINK)
@@ -164,8 +167,10 @@ def _attend(
 def _differentiate(
     case: Case, head: tuple[int, int], queries: Tensor, tokens: Tensor, parts: Sequence[Tensor], paper: bool
 ) -> list[Tensor]:
-    """o, dq, dk, dv and dsink from q, k, v, sink and do, a block of queries at a time. `tokens` says where each key is
-    in its sequence, `queries` where each query is among the last ones."""
+    """Return o, dq, dk, dv and dsink from q, k, v, sink and do, a block of queries at a time.
+
+    `tokens` holds each key's position in its sequence, `queries` each query's position among the last ones.
+    """
     q, k, v, *sink, do = parts
     queries = queries + (k.shape[-2] - q.shape[-2])
     shared = [t.requires_grad_() for t in (k, v, *sink)]
@@ -200,8 +205,10 @@ class _Block(NamedTuple):
         return o.detach(), torch.autograd.grad(o, (q, k, v, *sink), do)
 
     def by_paper(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """o, and the gradients as kernels compute them: P from S summed again, the other way round, and from the rows'
-        log-sum-exp, and dS = P * (dP - delta)."""
+        """Return o, and the gradients as kernels compute them.
+
+        P comes from S, summed again in the other order, and from the rows' log-sum-exp; dS = P * (dP - delta).
+        """
         with torch.no_grad():
             S = self._logits(q, k, *sink)
             o = self._dropped(torch.softmax(S, -1)) @ v
@@ -211,7 +218,7 @@ class _Block(NamedTuple):
         return o, torch.autograd.grad((again, P), (q, k, v, *sink), (do, -delta.expand_as(P)))
 
     def _logits(self, q: Tensor, k: Tensor, sink: Tensor | None = None) -> Tensor:
-        """S after scores and mask: (..., heads, rows, length), a sink as one key more."""
+        """Return S after scores and mask: (..., heads, rows, length). A sink counts as one more key."""
         S = q @ k.mT * q.shape[-1] ** -0.5
         for score in self.case.varied.score(self.case.heads, q.device):
             mine: Any = score.rebuild(score.plain[1:], tuple(_part(self.case, t, self.head) for t in score.tensors))
@@ -232,15 +239,17 @@ class _Block(NamedTuple):
 
 
 def _orders(count: int, orders: int, device: torch.device) -> Tensor:
-    """0 to count - 1 in order, and shuffled: (orders, count)."""
+    """Return 0 to count - 1, in order and shuffled: (orders, count)."""
     generator = torch.Generator().manual_seed(count)
     shuffled = [torch.randperm(count, generator=generator) for _ in range(orders - 1)]
     return torch.stack([torch.arange(count), *shuffled]).to(device)
 
 
 def _moved(t: Tensor, moves: dict[int, Tensor], entries: Tensor) -> Tensor:
-    """Tokens, in the order for their number, and entries in theirs, of (orders, heads, length, head size). A sink,
-    (orders, heads), has neither, but is a separate tensor."""
+    """Permute tokens by the order for their number, and entries by theirs, in (orders, heads, length, head size).
+
+    A sink (orders, heads) has neither, but becomes a separate tensor.
+    """
     if t.ndim == 2:
         return t.clone()
     return t.take_along_dim(moves[t.shape[2]][:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
@@ -269,7 +278,7 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 
 def _ulp(largest: float, dtype: torch.dtype) -> float:
-    """The spacing of a type's numbers at the size of the largest entry."""
+    """Return the spacing of a type's numbers at the size of the largest entry."""
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0.0 else 0.0
 
 

@@ -36,23 +36,23 @@ class Cost(NamedTuple):
 
     @property
     def per_tile(self) -> float:
-        """Its speed, were all its tiles as fast as they are and as many as the plain call's."""
+        """Return the speed if the variant had as many tiles as the plain call."""
         return self.speed * self.share
 
     @property
     def packed(self) -> bool:
-        """Whether its aim is one per tile."""
+        """Tell whether the aim is a speed per tile."""
         return VARIANTS[self.row.implementation].packed
 
     @property
     def aim(self) -> float | None:
-        """Of its speed, or of that per tile."""
+        """Return the aim, for the speed or for the speed per tile."""
         aims = AIMS if self.row.of.causal else AIMS_FULL
         return aims.get(self.row.implementation, {}).get(self.row.pass_)
 
     @property
     def aimed(self) -> float:
-        """What the aim is one of."""
+        """Return the number that the aim is compared with."""
         return self.per_tile if self.packed else self.speed
 
 

@@ -1,4 +1,4 @@
-"""Runs a suite: admits who is right, then times everybody in turn, round after round."""
+"""Run a suite: check each peer's results, then time all peers in turn, round after round."""
 
 import gc
 import time
@@ -40,7 +40,7 @@ def run(
     watch: Watch = lambda text: None,
     peers: dict[str, Peer] = PEERS,
 ) -> Iterator[list[Row]]:
-    """The rows of one case after another. Cases that begin after `seconds` are skipped, and their rows say so."""
+    """Yield the rows of one case after another. Cases that begin after `seconds` are skipped, and their rows say so."""
     begin = time.monotonic()
     chosen = [peers[name] for name in suite.peers]
     for case in suite.cases:
@@ -55,7 +55,7 @@ def run(
 
 
 def contest(suite: Suite, case: Case, peers: Sequence[Peer], device: torch.device, watch: Watch) -> list[Row]:
-    """All rows of one case."""
+    """Return all rows of one case."""
     inputs: dict[Case, Inputs] = {}
     truths: dict[Case, Truth] = {}
     contenders = []
@@ -108,7 +108,7 @@ def _admit(
 
 
 def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[str, str]:
-    """Why a call failed, from its error and from the warnings in which PyTorch hides its reasons."""
+    """Return why a call failed, from its error and from the warnings in which PyTorch hides its reasons."""
     if isinstance(error, torch.OutOfMemoryError):
         return FAILED, "out of memory"
     text = str(error).strip() or type(error).__name__
@@ -122,7 +122,7 @@ def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[
 
 
 def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str, device: torch.device) -> list[Row]:
-    """Every contender once a round, each time another one first, and the matrix product in between."""
+    """Time every contender once a round, each time starting with another, with the matrix product in between."""
     side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
     product = matmul(side, case.type, device)
     product_pace = pace(product, device)

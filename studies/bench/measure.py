@@ -34,7 +34,7 @@ class Pace(NamedTuple):
 
 @contextmanager
 def bound(peer: Peer, attend: Attention, x: Inputs, pass_: str) -> Iterator[Callable[[], Any]]:
-    """The call that a pass repeats. A backward runs again and again on the graph of one forward."""
+    """Yield the call that a pass repeats. A backward runs again and again on the graph of one forward."""
     leaves = x.leaves
     with peer.context():
         if pass_ == FORWARD:
@@ -47,7 +47,7 @@ def bound(peer: Peer, attend: Attention, x: Inputs, pass_: str) -> Iterator[Call
 
 
 def pace(call: Callable[[], Any], device: torch.device) -> Pace:
-    """Warms a call up and finds how often to repeat it."""
+    """Warm a call up, and find how often to repeat it."""
     call()
     synchronize(device)
     start = time.perf_counter()
@@ -60,9 +60,9 @@ def pace(call: Callable[[], Any], device: torch.device) -> Pace:
 
 
 def sample(call: Callable[[], Any], pace: Pace, device: torch.device) -> float:
-    """Seconds a call, from one measurement of queued calls.
+    """Return the seconds of a call, from one measurement of queued calls.
 
-    On a GPU the device is kept waiting while the host queues all calls, so that events round them see device time only.
+    On a GPU the device waits while the host queues all calls, so that events around them see device time only.
     """
     if device.type == "cpu":
         call()  # after somebody else's, the caches are cold
@@ -82,8 +82,11 @@ def sample(call: Callable[[], Any], pace: Pace, device: torch.device) -> float:
 
 
 def host_cost(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that the caller's thread spends on a call, launch included, after warm-up: on a problem so small that the
-    device never makes it wait. The least of many short rounds: what else the machine does can only add to them."""
+    """Return the seconds that the caller's thread spends on a call, launch included, after warm-up.
+
+    The problem must be so small that the device never makes it wait. It is the least of many short rounds, because
+    other processes can only add time.
+    """
     for _ in range(HOST_CALLS // 2):
         call()
     rounds = []
@@ -98,13 +101,13 @@ def host_cost(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU."""
+    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def spread(samples: list[float]) -> tuple[float, float, float]:
-    """20th percentile, median, 80th percentile."""
+    """Return the 20th percentile, the median and the 80th percentile."""
     ordered = sorted(samples)
     if len(ordered) < 2:
         return ordered[0], ordered[0], ordered[0]
@@ -113,13 +116,13 @@ def spread(samples: list[float]) -> tuple[float, float, float]:
 
 
 def matmul(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """The square product of random matrices that gives a machine's rate of the minute."""
+    """Return a call of the square product of random matrices, which shows a machine's present rate."""
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return lambda: a @ b
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes on a GPU above what was allocated before the call, at the worst moment."""
+    """Return the peak of GPU memory, in bytes above what was allocated before the call."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -129,7 +132,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def peak_memory_of_process(case: Case, peer: str, pass_: str) -> int:
-    """The same on a CPU: growth of a fresh process's resident memory, in bytes."""
+    """Return the peak on a CPU: the growth of a new process's resident memory, in bytes."""
     request = json.dumps({"case": asdict(case), "peer": peer, "pass": pass_})
     done = subprocess.run(
         [sys.executable, "-m", f"{__package__}.resident", request],
@@ -151,7 +154,7 @@ class Resident:
         self.before = _now() if self.resettable else _high_water()
 
     def peak(self) -> int:
-        """Bytes."""
+        """Return the growth, in bytes."""
         return max(0, _high_water() - self.before)
 
 
@@ -179,7 +182,7 @@ def _high_water() -> int:
 
 
 def _status(key: str) -> int | None:
-    """A line of /proc/self/status, in bytes; None where there is none."""
+    """Return a line of /proc/self/status, in bytes; None where there is none."""
     if not os.path.exists("/proc/self/status"):
         return None
     with open("/proc/self/status") as file:

@@ -1,6 +1,6 @@
-"""Who is measured. A peer is a value: a name, reasons against a case, and how to call it.
+"""Peers: the implementations measured. A peer is a value: a name, reasons against a case, and how to call it.
 
-Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout; a variant may have fewer
+Every peer takes q, k, v as (batch, length, heads, head size) and gives o in the same layout. A variant may have fewer
 heads of keys, or packed sequences.
 """
 
@@ -71,7 +71,7 @@ def _portable(case: Case, device: torch.device) -> Attention:
 
 
 def _precise(precision: str) -> Peer:
-    """tilewise with a named precision of fp32."""
+    """Make a peer of tilewise with a named precision of fp32."""
 
     def why_not(case: Case, device: torch.device) -> str | None:
         if case.dtype != "fp32":
@@ -118,7 +118,7 @@ def _tiled(case: Case, device: torch.device) -> Attention:
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dropout: float = 0.0) -> Tensor:
-    """Attention as a textbook writes it in torch: every score in memory."""
+    """Compute attention as a textbook writes it in torch, with every score in memory."""
     S = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5  # (B, H, M, N)
     if causal:
         hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1)
@@ -135,7 +135,7 @@ def _standard(case: Case, device: torch.device) -> Attention:
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Torch's own fp32 products in TF32."""
+    """Run torch's own fp32 products in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -185,7 +185,7 @@ def _flex_why_not(case: Case, device: torch.device) -> str | None:
 
 
 def _package(name: str, module: str, dropout: bool) -> Peer:
-    """A published FlashAttention: `flash_attn_func(q, k, v, causal=...)` in some module."""
+    """Make a peer of a published FlashAttention: `flash_attn_func(q, k, v, causal=...)` in some module."""
 
     def why_not(case: Case, device: torch.device) -> str | None:
         if reason := _needs_gpu(case, device) or _not_installed(module):
@@ -218,7 +218,7 @@ def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
 
 
 def _varied(name: str, variant: Variant) -> Peer:
-    """tilewise, asked for one thing more."""
+    """Make a peer of tilewise with one further option."""
 
     def computes(case: Case) -> Case:
         return replace(case, variant=name, dropout=variant.dropout or case.dropout)

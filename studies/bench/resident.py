@@ -12,7 +12,7 @@ from .suites import Case
 
 
 def main(request: str) -> int:
-    """Bytes that a call of `{"case": ..., "peer": ..., "pass": ...}` needs above its inputs."""
+    """Return the bytes that a call of `{"case": ..., "peer": ..., "pass": ...}` needs above its inputs."""
     wanted = json.loads(request)
     peer, cpu = PEERS[wanted["peer"]], torch.device("cpu")
     case, small = (peer.computes(Case(**(wanted["case"] | other))) for other in ({}, {"length": 32}))

@@ -1,4 +1,4 @@
-"""Rows, where they come from, and the file that keeps them: one for each machine, replaced suite by suite."""
+"""Results: rows, their environments, and one file for each machine, replaced suite by suite."""
 
 import json
 import math
@@ -66,7 +66,7 @@ class Row:
 
 
 def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]) -> set[str]:
-    """The kernels that a row depends on, of those that are known where it was measured; none if they are others'."""
+    """Return the kernels that a row depends on, among those known where it was measured; none for other libraries."""
     word, *_ = implementation.split(" ")
     change = CHANGED.get(implementation)
     if word != "tilewise" and implementation not in VARIANTS and not change:
@@ -87,12 +87,12 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
 
 
 def slug(name: str) -> str:
-    """A name as a file's name: nvidia-h200."""
+    """Return a name as a file name, such as nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Everything needed to say where numbers come from."""
+    """Return what identifies a measurement: device, versions, commit, kernels."""
     return {
         "device": device_name(device),
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -138,7 +138,7 @@ def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[st
 
 
 def _commit() -> str | None:
-    """TILEWISE_COMMIT, or git's word with "+" if files differ from it; None outside a checkout."""
+    """Return TILEWISE_COMMIT, or git's commit with "+" if files differ from it; None outside a checkout."""
     if given := os.environ.get("TILEWISE_COMMIT"):
         return given
     try:
@@ -151,7 +151,7 @@ def _commit() -> str | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A results file; an empty one if there is none."""
+    """Read a results file; return an empty one if there is none. Raise ValueError for other content."""
     if not path.exists():
         return {"device": None, "suites": {}}
     try:
@@ -173,7 +173,10 @@ def merge(
     part: str = "suites",
     more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Puts a suite's rows, and `more` about it, into a part of a file in place of older ones; everything else stays."""
+    """Put a suite's rows, and `more` about it, into a part of a file; other suites stay.
+
+    Raise ValueError if the file is of another device.
+    """
     content = load(path)
     if content["device"] not in (None, env["device"]):
         raise ValueError(f"{path} must hold results of {env['device']}, got {content['device']}; name another file")
@@ -186,7 +189,7 @@ def merge(
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: whoever is killed meanwhile leaves the file as it was."""
+    """Write a file whole or not at all, so that an interrupt leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(text(packed(content)) + "\n")
@@ -194,7 +197,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def packed(content: Any) -> Any:
-    """A file's form of a content: rounded, and rows as tables that say once what all of their rows share."""
+    """Return a content as a file holds it: rounded, and rows as tables that state shared values once."""
     if isinstance(content, dict):
         return {
             key: _table(value) if key == "rows" and _are_rows(value) else value if key in EXACT else packed(value)
@@ -208,7 +211,7 @@ def packed(content: Any) -> Any:
 
 
 def unpacked(content: Any) -> Any:
-    """The content of a file's form; one with rows written out, as older files have them, stays as it is."""
+    """Return the content of a file. Rows that are written out, as in older files, stay as they are."""
     if isinstance(content, list):
         return [unpacked(value) for value in content]
     if not isinstance(content, dict):
@@ -221,7 +224,7 @@ def unpacked(content: Any) -> Any:
 
 
 def text(content: Any) -> str:
-    """JSON: what fits stands on one line, else each entry of a dict, and each element of a list, has its own."""
+    """Return JSON in which what fits stands on one line, and other entries and elements have a line each."""
     line = json.dumps(content, separators=(",", ":"))
     if len(line) <= WIDTH or not isinstance(content, (dict, list)):
         return line
@@ -235,7 +238,7 @@ def _are_rows(value: Any) -> bool:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows as a table: columns in the order of their first appearance; a row that lacks one has null there."""
+    """Return rows as a table. Columns are in the order of their first appearance; missing values are null."""
     rounded = [packed(row) for row in rows]
     first = {key: value.keys() for key, value in rounded[0].items() if isinstance(value, dict) and value}
     alike = {
@@ -255,7 +258,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """With `case.length` in place of {"case": {"length": ...}}, for these names."""
+    """Return a row with `case.length` in place of {"case": {"length": ...}}, for these names."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         found |= {f"{key}.{name}": of for name, of in value.items()} if key in names else {key: value}
@@ -263,7 +266,7 @@ def _flat(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a flat row."""
+    """Return a flat row as nested dicts."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         outer, dot, name = key.partition(".")
@@ -275,12 +278,12 @@ def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
-    """The rows of a loaded file's suite; none if it was not run."""
+    """Return the rows of a loaded file's suite; none if it was not run."""
     return [Row(**row) for row in content["suites"].get(suite, {"rows": ()})["rows"]]
 
 
 def comparable(file: Path, suite: Suite, env: dict[str, Any]) -> list[Row]:
-    """A file's rows of a suite's cases, if they are of the same kernels and versions; without those that ran late."""
+    """Return a file's rows of a suite, without those that ran late, if kernels and versions are the same."""
     content = load(file)
     known = content["suites"].get(suite.name, {"environment": {}})["environment"]
     if any(known.get(name) != env[name] for name in ("device", "kernels", "versions")):
@@ -291,14 +294,14 @@ def comparable(file: Path, suite: Suite, env: dict[str, Any]) -> list[Row]:
 
 
 def repeated(file: Path, content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """A loaded file's run of a suite and those in repeats/<its name>-<suite>-*.json next to it, if they are of the
-    kernels measured last; none if it was run once."""
+    """Return a loaded file's run of a suite and those in repeats/<its name>-<suite>-*.json next to it, if they are of
+    the kernels measured last; none if it was run once."""
     again = [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-{suite}-*.json"))]
     return newest([content, *again], suite) if suite in content["suites"] and again else []
 
 
 def newest(contents: Sequence[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
-    """The runs of a suite with the kernels that were measured last."""
+    """Return the runs of a suite with the kernels measured last."""
     origins = [content["suites"][suite]["environment"] for content in contents]
     kernels = max(origins, key=lambda of: of["when"])["kernels"]
     return [content for content, of in zip(contents, origins, strict=True) if of["kernels"] == kernels]

@@ -1,7 +1,7 @@
-"""A kernel's state: a hash of its device functions, all that it reaches, and of its rows of tiles.
+"""State of a kernel: a hash of its device functions, all that they call, and its rows of tiles.
 
-The source is read and never run, so that a revision's kernels have a state, too. Local names are numbered in order; the
-hash of a function that is called stands in its name's place. So docstrings, comments, and names of files, functions and
+The source is read and never run, so that other revisions' kernels have states, too. Local names are numbered in order;
+the hash of a called function stands in place of its name. So docstrings, comments, and names of files, functions and
 local variables do not enter, and neither does any file of the host.
 """
 
@@ -137,8 +137,11 @@ VALUES = {
 
 @lru_cache(64)
 def states(package: Path = PACKAGE, chips: tuple[str, ...] = ()) -> dict[str, str]:
-    """The state of each kernel that a package has, by name. `chips` are the kinds whose rows of the portable tables are
-    read (see triton/tiles.py); without any, there are the kernels of the CPU alone."""
+    """Return the state of each kernel of a package, by name.
+
+    `chips` are the kinds whose rows of the portable tables are read (see triton/tiles.py). Without any, return the
+    kernels of the CPU alone.
+    """
     source = Source(package)
     found = {"chips": " ".join(chips)}
     for name, kernel in KERNELS.items():
@@ -164,12 +167,12 @@ def states(package: Path = PACKAGE, chips: tuple[str, ...] = ()) -> dict[str, st
 
 
 def digest(found: Mapping[str, str]) -> str:
-    """Of all states: what stands for them in a result's environment."""
+    """Return a hash of all states, which stands for them in a result's environment."""
     return _digest([f"{name} {state}" for name, state in sorted(found.items())])
 
 
 def carried(results: Path) -> dict[str, str]:
-    """States that `benchmarks/kernels.py carry` found to be the same machine code, and their heirs: by folder."""
+    """Return states that `benchmarks/kernels.py carry` found to be equal machine code, and their heirs, by folder."""
     file = results / CARRIED
     return {each["old"]: each["new"] for each in json.loads(file.read_text())} if file.exists() else {}
 
@@ -179,7 +182,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _rows(source: "Source", table: str, size: int, name: str, chips: tuple[str, ...]) -> list[str]:
-    """A table's rows of one head size; of the portable kernels those of the chip's kinds, and of the entries' bytes."""
+    """Return a table's rows of one head size; for portable kernels, of the chip's kinds and type's size."""
     file, _, title = table.partition(":")
     path = source.path(file)
     value = getattr(source.module(path).get(title), "value", None)
@@ -205,7 +208,7 @@ class Source:
         self.digests: dict[Definition, str] = {}
 
     def module(self, path: Path) -> dict[str, Any]:
-        """What a file defines or imports at its top level, by name; nothing if there is no such file."""
+        """Return what a file defines or imports at its top level, by name; nothing if there is no such file."""
         if path not in self.modules:
             tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
             names: dict[str, Any] = {}
@@ -221,13 +224,13 @@ class Source:
         return self.modules[path]
 
     def path(self, file: str) -> Path:
-        """Where the package has a file, now or before it moved."""
+        """Return the path of a file of the package, now or before it moved."""
         before = self.package / EARLIER.get(file, file)
         now = self.root / file if file.startswith("studies/") else self.package / file
         return before if before.is_file() and not now.is_file() else now
 
     def matching(self, pattern: str) -> list[Definition]:
-        """Those definitions that there are of "file:name", where * stands for anything."""
+        """Return the existing definitions of "file:name", where * matches anything."""
         file, _, name = pattern.partition(":")
         path, (start, star, end) = self.path(file), name.partition("*")
         own = [n for n, node in self.module(path).items() if not isinstance(node, tuple)]
@@ -236,7 +239,7 @@ class Source:
         return [(path, n) for n in sorted(own) if n.startswith(start) and n.endswith(end)]
 
     def digest(self, of: Definition) -> str:
-        """Of a definition, with all that it reaches."""
+        """Return the hash of a definition, with all that it reaches."""
         if of not in self.digests:
             self.digests[of] = "itself"  # where it calls itself
             node: Any = self.module(of[0])[of[1]]
@@ -246,7 +249,7 @@ class Source:
         return self.digests[of]
 
     def target(self, path: Path, statement: ast.ImportFrom) -> Path | None:
-        """Where a file's import looks, without suffix; None outside the package and the studies."""
+        """Return the module that a file imports, without suffix; None outside the package and the studies."""
         if statement.level:
             folder = path.parents[statement.level - 1]
             return folder.joinpath(*statement.module.split(".")) if statement.module else folder
@@ -255,7 +258,7 @@ class Source:
         return folders[first].joinpath(*rest) if first in folders else None
 
     def meaning(self, path: Path, name: str) -> Path | str:
-        """What a name stands for in a file: a module of the package (its path), a definition's hash, or itself."""
+        """Return what a name means in a file: a module of the package (its path), a definition's hash, or the name."""
         node = self.module(path).get(name)
         if node is None:
             return name
@@ -292,7 +295,7 @@ class Text:
         return self.of(self.node)
 
     def of(self, node: Any) -> str:
-        """One node, and those below it."""
+        """Return one node, and those below it, as text."""
         match node:
             case list():
                 return f"[{','.join(map(self.of, node))}]"
@@ -310,7 +313,7 @@ class Text:
                 return repr(node)
 
     def fields(self, node: ast.AST, skipped: set[str], **given: Any) -> str:
-        """A node by its kind and fields; those that are empty are left out, as some versions of Python do."""
+        """Return a node's kind and fields. Empty ones are left out, as in some versions of Python."""
         fields = {name: given.get(name, value) for name, value in ast.iter_fields(node)}
         kept = {name: value for name, value in fields.items() if name not in SKIPPED | skipped}
         shown = (f"{name}={self.of(value)}" for name, value in kept.items() if value is not None and value != [])
@@ -323,7 +326,7 @@ class Text:
         return "a module" if isinstance(found, Path) else found
 
     def attribute(self, base: ast.AST, attribute: str) -> str:
-        """Of a module of the package its definition; of anything else the name."""
+        """Return the definition of a package module's attribute; the name of any other."""
         if isinstance(base, ast.Name) and base.id not in self.local:
             found = self.source.meaning(self.path, base.id)
             if isinstance(found, Path):

@@ -1,4 +1,4 @@
-"""What is measured: cases with names, and the suites that group them."""
+"""Suites: named cases, and how they are grouped."""
 
 from dataclasses import dataclass, replace
 
@@ -42,40 +42,43 @@ class Case:
 
     @property
     def varied(self) -> Variant:
-        """What the call asks for."""
+        """Return the variant that the call asks for."""
         return (VARIANTS | SHAPES)[self.variant] if self.variant else PLAIN
 
     @property
     def mask(self) -> Mask:
-        """What the call hides."""
+        """Return the mask of the call."""
         return (Causal() if self.causal else Full()) & self.varied.mask
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of every sequence."""
+        """Return the length of every sequence."""
         return cut(self.batch * self.length) if self.varied.packed else (self.length,) * self.batch
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
+        """Return the shape of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
         rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.varied.queries or self.length)
         return *rows, self.heads, self.head_size
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """Of k and v."""
+        """Return the shape of k and v."""
         rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
         return *rows, self.heads // self.varied.group, self.head_size
 
     @property
     def share(self) -> float:
-        """The tiles that the variant visits, in those that plain attention visits."""
+        """Return the fraction of plain attention's tiles that the variant computes."""
         plain = replace(self, variant="")
         mine, theirs = (sum(visited(case.mask, length) for length in case.lengths) for case in (self, plain))
         return mine / theirs
 
     def flops(self, pass_: str) -> float:
-        """4 B H M N D for the forward, half of it if causal; the backward 2.5 times that. A variant's is its share."""
+        """Return 4 B H M N D for the forward, half of it if causal, and 2.5 times that for the backward.
+
+        A variant counts its share.
+        """
         queries = self.varied.queries or self.length
         forward = 4.0 * self.batch * self.heads * queries * self.length * self.head_size
         return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0) * (self.share if self.variant else 1.0)
@@ -103,7 +106,7 @@ class Suite:
     devices: tuple[str, ...] = ("cuda",)
 
     def quick(self) -> "Suite":
-        """A fraction of it, for a first look."""
+        """Return a fraction of the suite, for a first look."""
         cases = tuple(c for c in self.cases if c.length in self.quick_lengths)
         return replace(self, cases=cases, rounds=max(2, self.rounds // 2))
 

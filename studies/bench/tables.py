@@ -1,4 +1,4 @@
-"""Rows as tables by length, and the few sentences that answer each suite's question."""
+"""Tables of rows by length, and the sentences that answer each suite's question."""
 
 import math
 import re
@@ -19,7 +19,7 @@ CUDNN, STANDARD, EFFICIENT = "sdpa cudnn", "standard", "sdpa efficient"
 
 
 def is_ours(name: str) -> bool:
-    """Whether an implementation is one of tilewise's."""
+    """Tell whether an implementation is one of tilewise's."""
     return name.startswith(OURS)
 
 
@@ -34,7 +34,7 @@ class Metric(NamedTuple):
 
 
 def three_digits(x: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Return a number with three significant digits, without an exponent."""
     decimals = max(0, 2 - math.floor(math.log10(abs(x)))) if x else 0
     return f"{x:.{min(decimals, 6)}f}"
 
@@ -58,7 +58,7 @@ METRICS = {"rate": RATE, "time": TIME, "matmul": OF_MATMUL, "spread": SPREAD, "m
 
 
 def in_its_unit(metric: Metric, rows: Sequence[Row]) -> Metric:
-    """Ratios are taken among the rows; rates of a CPU are readable in GFLOP/s."""
+    """Return the metric in a readable unit: ratios within the rows, and a CPU's rates in GFLOP/s."""
     if metric.over:
         theirs = {(row.of, row.pass_): metric.read(row) for row in rows if row.implementation == metric.over}
 
@@ -80,24 +80,24 @@ class Grid(NamedTuple):
 
 
 def length_label(length: int) -> str:
-    """4096 as 4k."""
+    """Return a length as text, such as 4k for 4096."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def setting(case: Case) -> Case:
-    """What is common to a case at all its lengths."""
+    """Return a case without its length."""
     return replace(case, length=0, batch=0)
 
 
 def describe(case: Case) -> str:
-    """A setting in words: bf16, head size 128, causal."""
+    """Describe a setting in words: bf16, head size 128, causal."""
     mask = "causal" if case.causal else "full"
     more = [f"dropout {case.dropout}"] * (case.dropout > 0.0) + [case.variant] * bool(case.variant)
     return ", ".join([case.dtype, f"head size {case.head_size}", mask, *more])
 
 
 def grids(rows: Sequence[Row], metric: Metric) -> list[Grid]:
-    """All rows, as far as they have this metric or a reason not to."""
+    """Return all rows that have this metric, or a reason not to, as tables."""
     found = []
     for group in _unique((setting(row.of), row.pass_) for row in rows):
         mine = [row for row in rows if (setting(row.of), row.pass_) == group]
@@ -114,7 +114,7 @@ def grids(rows: Sequence[Row], metric: Metric) -> list[Grid]:
 
 
 def slowdown(rows: Sequence[Row]) -> Metric:
-    """Of an ablation: the time that a change takes, in times of the kernel that was changed."""
+    """Return the metric of an ablation: the changed kernel's time over the unchanged one's."""
     times = {(row.of, row.pass_, row.implementation): row.milliseconds for row in rows if row.status == OK}
 
     def read(row: Row) -> float | None:
@@ -125,7 +125,7 @@ def slowdown(rows: Sequence[Row]) -> Metric:
 
 
 def worth(rows: Sequence[Row]) -> list[Grid]:
-    """Ablations by head size and mask, for each kernel that was changed and each length; none if nothing was."""
+    """Return ablations by head size and mask, for each changed kernel and each length; none if nothing was changed."""
     metric, found = slowdown(rows), []
     changed = [row for row in rows if row.implementation in CHANGED]
     for peer, length in _unique((CHANGED[row.implementation], row.of.length) for row in changed):
@@ -143,7 +143,7 @@ COST = TIME._replace(title="what a variant costs")
 
 
 def prices(rows: Sequence[Row]) -> list[Grid]:
-    """Variants by case and pass; none if none was measured."""
+    """Return variants by case and pass; none if none was measured."""
     found = {cost.row: cost for cost in costs(rows)}
     columns = ("ms", "speed", "tiles allow", "per tile", "aim")
     grids_ = []
@@ -163,7 +163,7 @@ def _price(cost: Cost) -> tuple[str, ...]:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """One line for the implementations that a reason left with empty cells in the same places."""
+    """Return one line for the implementations whose cells are empty for one reason in the same places."""
     empty = [row for row in rows if row.status != OK]
     names: dict[str, list[str]] = {}
     for name, why in _unique((row.implementation, row.why) for row in empty):
@@ -185,7 +185,7 @@ def _cell(row: Row, metric: Metric) -> str:
 
 
 def ratios(rows: Sequence[Row], peer: str, read: Callable[[Row], float | None], ours: str = OURS) -> dict[Row, float]:
-    """The peer's number over ours in every row of ours where both exist."""
+    """Return the peer's number over ours for every row of ours where both exist."""
     at = {(row.of, row.pass_, row.implementation): read(row) for row in rows if row.status == OK}
     found = {}
     for row in rows:
@@ -196,13 +196,13 @@ def ratios(rows: Sequence[Row], peer: str, read: Callable[[Row], float | None], 
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """nan if there is none."""
+    """Return the geometric mean; nan of no values."""
     logs = [math.log(x) for x in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def headlines(suite: str, rows: Sequence[Row]) -> list[str]:
-    """What the suite says about tilewise, in sentences."""
+    """Say in sentences what the suite shows about tilewise."""
     lines = HEADLINES[suite](rows)
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
         forwards = [row for row in rows if row.implementation == ours and row.pass_ == FORWARD]
@@ -333,7 +333,7 @@ def _variants(rows: Sequence[Row]) -> list[str]:
 
 
 def _host(rows: Sequence[Row]) -> list[str]:
-    """Every peer's cost of a forward; `headlines` adds ours."""
+    """Say what a forward of every peer costs the host; `headlines` adds ours."""
     told = []
     for row in rows:
         if row.pass_ == FORWARD and not is_ours(row.implementation) and row.host_microseconds_no_grad is not None:
@@ -356,7 +356,7 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; columns of numbers, with whatever units, are aligned right."""
+    """Write a table in Markdown. Columns of numbers, whatever their units, are aligned right."""
     marks = []
     for n in range(len(head)):
         found = [line[n] for line in lines if line[n] not in ("", "-")]
@@ -365,7 +365,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def folded(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table under its title, which opens it."""
+    """Write a table under its title, which opens it."""
     return f"<details><summary>{title}</summary>\n\n{markdown(head, lines)}\n</details>\n"
 
 

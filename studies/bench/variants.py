@@ -40,13 +40,16 @@ class Variant:
 
 
 def softcap(heads: int, device: torch.device) -> tuple[Score, ...]:
-    """Gemma 2's. Logits of normal q and k stay so far below 50 that only fp32's rounding would show that it is missing:
-    the accuracy rule holds the numbers, and that the cap is there is for the conformance tests."""
+    """Return Gemma 2's soft cap.
+
+    Logits of normal q and k stay far below 50, so leaving it out would only change rounding. The accuracy rule checks
+    its numbers; the conformance tests check that it is there.
+    """
     return (SoftCap(50.0),)
 
 
 def alibi(heads: int, device: torch.device) -> tuple[Score, ...]:
-    """The paper's slopes: 2^(-8 / H), 2^(-16 / H), ..., 2^-8."""
+    """Return the paper's slopes: 2^(-8 / H), 2^(-16 / H), ..., 2^-8."""
     return (Alibi(torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))),)
 
 
@@ -74,7 +77,7 @@ def cut(tokens: int) -> tuple[int, ...]:
 
 
 def visited(mask: Mask, length: int) -> int:
-    """Tiles of a sequence in which some query sees some key, for masks of one interval a row."""
+    """Count the tiles of a sequence in which some query sees some key, for masks of one interval a row."""
     count = 0
     for first in range(0, length, TILE):
         last = min(first + TILE, length) - 1

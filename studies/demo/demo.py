@@ -64,7 +64,7 @@ def demo(
 
 
 def _leave(folder: Path, comparison: Comparison, suite: Suite, rows: list[Row], env: dict[str, Any]) -> None:
-    """The files in the folder."""
+    """Write the files into the folder."""
     pictures = draw(suite.name, rows, folder / suite.name)
     sentences_found = headlines(suite.name, rows)
     summary = comparison.summary() | {

@@ -1,4 +1,4 @@
-"""The demo's page: one HTML file with its pictures inside."""
+"""Write the demo's page: one HTML file with its pictures inside."""
 
 import base64
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Benchmark = tuple[Suite, list[str], list[tuple[Path, str]]]
 
 
 def write_page(path: Path, c: Comparison, benchmark: Benchmark, picture: Path, env: dict[str, Any]) -> None:
-    """Writes the page; `benchmark` is the suite, its headlines, and its pictures with what they show."""
+    """Write the page; `benchmark` is the suite, its headlines, and its pictures with what they show."""
     suite, found, pictures = benchmark
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     s = c.settings

@@ -1,8 +1,8 @@
-"""tilewise over the best of cuDNN, FlashAttention-2, -3 and -4, on the grid of the suite `paper`.
+"""Compare tilewise with the best of cuDNN, FlashAttention-2, -3 and -4, on the grid of the suite `paper`.
 
-Of the four PyTorch brings the first two alone. All were measured in a run of their own: results/peers/<device>.json
-holds the rates of each cell. So tilewise over cuDNN in any run, divided by the best one's ratio to cuDNN in theirs, is
-tilewise over the best of them, as far as ratios carry over from day to day.
+PyTorch brings the first two of the four. All were measured in one separate run: results/peers/<device>.json holds the
+rates of each cell. So tilewise over cuDNN in any run, divided by the best one's ratio to cuDNN in theirs, is tilewise
+over the best of them, as far as ratios carry over from day to day.
 """
 
 import json
@@ -28,13 +28,13 @@ SUFFIXES = {FORWARD: "", BACKWARD: "_bwd"}
 
 
 def peers_of(file: Path) -> dict[str, Any] | None:
-    """The run of the field on the device of a results file; None if there is none."""
+    """Return the run of these peers on the device of a results file; None if there is none."""
     path = file.parent / "peers" / file.name
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def best_of(peers: dict[str, Any]) -> dict[Line, tuple[float, ...]]:
-    """By length, the fastest of the field over cuDNN in the same run."""
+    """Return by length the fastest peer over cuDNN in the same run."""
     found: dict[Line, dict[int, float]] = {}
     for row in peers["rows"]:
         for pass_, suffix in SUFFIXES.items():
@@ -44,7 +44,7 @@ def best_of(peers: dict[str, Any]) -> dict[Line, tuple[float, ...]]:
 
 
 def absent(peers: dict[str, Any]) -> list[str]:
-    """Who has no times where, in sentences."""
+    """Say who has no times where, in sentences."""
     lines = []
     for name, title in FIELD.items():
         for pass_, suffix in SUFFIXES.items():
@@ -56,7 +56,7 @@ def absent(peers: dict[str, Any]) -> list[str]:
 
 
 def ratios(runs: Sequence[Sequence[Row]], best: dict[Line, tuple[float, ...]]) -> dict[Line, list[float]]:
-    """tilewise over the best of the field by length: the median of the runs that measured the cell, nan if none did."""
+    """Return tilewise over the best peer by length: the median of the runs that measured the cell, nan if none did."""
     speeds: dict[tuple[Line, int], list[float]] = {}
     for rows in runs:
         times = {(row.of, row.pass_, row.implementation): row.milliseconds for row in rows if row.status == OK}
@@ -94,7 +94,8 @@ def beside_blocks(rows: Sequence[Row], head_size: int, pass_: str) -> tuple[floa
 
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
-    """A table of the ratios with its means; nothing where the grid was never repeated, or the field not measured."""
+    """Return a table of the ratios with its means; nothing where the grid was never repeated, or the peers not
+    measured."""
     same, peers = repeated(file, content, "paper"), peers_of(file)
     if not same or not peers:
         return []

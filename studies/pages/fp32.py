@@ -1,4 +1,4 @@
-"""docs/fp32.md: how fp32 attention is computed, llm.c's story, and what of both was measured."""
+"""Write docs/fp32.md: how fp32 attention is computed, llm.c's story, and what of both was measured."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ class Way(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Those of pieces i and j, counted from 1, with i + j <= pieces + 1."""
+        """Return the products of pieces i and j, counted from 1, with i + j <= pieces + 1."""
         return self.pieces * (self.pieces + 1) // 2
 
     @property
     def cells(self) -> list[str]:
-        """A line of the page's table."""
+        """Return a line of the page's table."""
         n, bits = self.pieces, self.bits * self.pieces
         left_out = f"2^-{bits}" if n > 1 else "nothing"
         kept = f"{n} {self.type}" if n > 1 else self.type
@@ -300,7 +300,7 @@ HEADER = "\n".join([INTRODUCTION, markdown(COLUMNS, [way.cells for way in WAYS])
 
 
 def absent(contents: Iterable[dict[str, Any]]) -> list[str]:
-    """What no results file holds, in a sentence each."""
+    """Say what no results file holds, in a sentence each."""
     contents, lines = list(contents), []
     if not any(SUITE in content["suites"] for content in contents):
         lines.append("No results file holds times of attention alone yet.\n")

@@ -1,4 +1,4 @@
-"""Pictures of a results file. Every function takes rows and the file to write."""
+"""Draw the pictures of a results file. Every function takes rows and the file to write."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -66,7 +66,7 @@ STYLE: Any = {
 
 
 def rates(rows: Sequence[Row], path: Path) -> None:
-    """Arithmetic a second, by length."""
+    """Draw operations a second by length."""
     rows = [row for row in rows if row.status == OK]
     settings = list(dict.fromkeys(setting(row.of) for row in rows))
     passes = list(dict.fromkeys(row.pass_ for row in rows))
@@ -86,7 +86,7 @@ def rates(rows: Sequence[Row], path: Path) -> None:
 
 
 def memory(rows: Sequence[Row], path: Path) -> None:
-    """Peak memory by length, both axes logarithmic: a slope of one is linear growth."""
+    """Draw peak memory by length, both axes logarithmic: a slope of one is linear growth."""
     rows = [row for row in rows if row.status == OK and row.peak_bytes]
     settings = list(dict.fromkeys(setting(row.of) for row in rows))
     passes = list(dict.fromkeys(row.pass_ for row in rows))
@@ -101,7 +101,7 @@ def memory(rows: Sequence[Row], path: Path) -> None:
 
 
 def against_standard(rows: Sequence[Row], path: Path, read: Callable[[Row], float | None], ylabel: str) -> None:
-    """How many times less (time, memory) than standard attention, by length, one group of bars a setting."""
+    """Draw how many times less (time, memory) than standard attention, by length, one group of bars a setting."""
     found = ratios(rows, STANDARD, read)
     settings = list(dict.fromkeys(setting(row.of) for row in found))
     lengths = sorted({row.of.length for row in found})
@@ -132,7 +132,7 @@ def against_standard(rows: Sequence[Row], path: Path, read: Callable[[Row], floa
 
 
 def worth(rows: Sequence[Row], path: Path) -> None:
-    """How many times longer every changed kernel takes, one panel a head size and kernel that was changed."""
+    """Draw how many times longer every changed kernel takes, one panel a head size and kernel that was changed."""
     read = slowdown(rows).read
     found = [(row, ratio) for row in rows if (ratio := read(row))]
     sizes = sorted({row.of.head_size for row, _ in found})
@@ -169,7 +169,7 @@ def worth(rows: Sequence[Row], path: Path) -> None:
 
 
 def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -> None:
-    """A line for each change: a colour for each mask, hollow dots for the shorter lengths."""
+    """Draw a line for each change: a colour for each mask, hollow dots for the shorter lengths."""
     longest = max((row.of.length for row, _ in found), default=0)
     axes.axvline(1.0, color="#666666", lw=1, ls="--", zorder=1)
     for causal, length in sorted({(row.of.causal, row.of.length) for row, _ in found}):
@@ -186,7 +186,7 @@ def _dots(axes: Any, found: Sequence[tuple[Row, float]], names: Sequence[str]) -
 
 
 def prices(rows: Sequence[Row], path: Path) -> None:
-    """The speed per visited tile that a variant leaves, one panel a pass, and the aims as ticks."""
+    """Draw the speed per visited tile that a variant leaves, one panel a pass, and the aims as ticks."""
     found = costs(rows)
     passes = list(dict.fromkeys(cost.row.pass_ for cost in found))
     labels = list(dict.fromkeys(map(_variant_label, found)))
@@ -226,8 +226,8 @@ def _variant_label(cost: Cost) -> str:
 
 
 def speedups(rows: Sequence[Row], path: Path) -> None:
-    """How many times as fast as PyTorch's memory-efficient kernel (where it ran, else standard attention), by length,
-    a bar for each implementation."""
+    """Draw the speedup over PyTorch's memory-efficient kernel (or over standard attention where that did not run), by
+    length, with a bar for each implementation."""
     base = EFFICIENT if any(row.implementation == EFFICIENT and row.status == OK for row in rows) else STANDARD
     metric = in_its_unit(SPEEDUP._replace(over=base), rows)
     rows = [row for row in rows if row.status == OK and row.implementation != base]
@@ -276,7 +276,10 @@ def _panels(
     path: Path,
     width: float = 3.3,
 ) -> None:
-    """One legend below panels: settings that differ only in the mask share a line, forward panels before backward."""
+    """Draw panels above one legend.
+
+    Settings that differ only in the mask share a line, forward panels before backward.
+    """
     pairs = _pairs(settings)
     columns = len(passes) * max(len(pair) for pair in pairs)
     lines = len(pairs)
@@ -299,7 +302,7 @@ def _panels(
 
 
 def _pairs(settings: Sequence[Case]) -> list[list[Case]]:
-    """Settings that differ in the mask only, together."""
+    """Group settings that differ in the mask only."""
     pairs: dict[tuple[str, int], list[Case]] = {}
     for case in settings:
         pairs.setdefault((case.dtype, case.head_size), []).append(case)
@@ -351,7 +354,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
 
 
 def draw(suite: str, rows: Sequence[Row], stem: Path) -> list[tuple[Path, str]]:
-    """Draws a suite's pictures as <stem>-<name>.png; their paths and what they show."""
+    """Draw a suite's pictures as <stem>-<name>.png; return their paths and what they show."""
     if not any(row.status == OK for row in rows):
         return []
     drawn = []

@@ -1,4 +1,4 @@
-"""docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
+"""Write docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -100,7 +100,7 @@ class Origin(NamedTuple):
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md, fp32.md, and the pages of what was studied.
+    """Draw the pictures under docs/images, and write docs/performance.md, fp32.md, and the pages of what was studied.
 
     Raises ValueError if there is no results file.
     """
@@ -143,7 +143,7 @@ def write(results: Path, docs: Path) -> Path:
 
 
 def _sections(content: dict[str, Any], carried: dict[str, str], suites: Sequence[str], stem: Path) -> list[str]:
-    """Of those suites that were run."""
+    """Return the sections of the suites that were run."""
     ran = [suite for suite in suites if suite in content["suites"]]
     origins = {suite: Origin(content, carried, kernels_of_run(content, suite)) for suite in ran}
     return [
@@ -177,7 +177,7 @@ def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) ->
 
 
 def _tiles(content: dict[str, Any], carried: dict[str, str]) -> list[str]:
-    """A card's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
+    """Return a GPU's tables of tiles: the rows in use, the best neighbours, and every time behind them."""
     slots: list[tuned.Tuned] = content["slots"]
     lines = [f"## Tiles of {content['device']}\n", TILES]
     for environment, of in groupby(slots, key=lambda slot: slot.environment):
@@ -197,14 +197,14 @@ def _tiles(content: dict[str, Any], carried: dict[str, str]) -> list[str]:
 
 
 def kernels_of_run(content: dict[str, Any], suite: str) -> set[str]:
-    """Those on which a suite's rows depend."""
+    """Return the kernels on which a suite's rows depend."""
     known = content.get("kernels", {}).get(content["suites"][suite]["environment"]["kernels"], {})
     rows = [row for row in rows_of(content, suite) if row.status == OK]
     return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, known)}
 
 
 def _table(found: Sequence[Grid], metric: Metric) -> tuple[list[str], list[list[str]]]:
-    """All grids of one metric, a head and lines; ours in bold."""
+    """Return all grids of one metric as a head and lines; ours in bold."""
     columns = list(dict.fromkeys(column for grid in found for column in grid.columns))
     lines = []
     for grid in found:

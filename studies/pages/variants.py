@@ -1,4 +1,4 @@
-"""What variants cost in several runs of the suite `variants`."""
+"""Compare what variants cost in several runs of the suite `variants`."""
 
 import statistics
 from pathlib import Path
@@ -16,7 +16,8 @@ what the project asks of a variant (`AIMS` in [`costs.py`](../studies/bench/cost
 
 
 def section(file: Path, content: dict[str, Any]) -> list[str]:
-    """A table of every variant's speed: the median, the least and the most; nothing where the suite was run once."""
+    """Return a table of every variant's speed: the median, the least and the most; nothing where the suite was run
+    once."""
     runs = repeated(file, content, SUITE)
     if not runs:
         return []

@@ -1,4 +1,4 @@
-"""Two trainings that differ in their attention alone, and whether they are equal."""
+"""Compare two trainings that differ only in their attention."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,16 +24,17 @@ class Comparison:
 
     @property
     def differences(self) -> list[float]:
-        """Of the losses, step by step."""
+        """Return the differences of the losses, step by step."""
         return [abs(a - b) for a, b in zip(*(self.losses[name] for name in NAMES), strict=True)]
 
     @property
     def equal(self) -> bool:
-        """Equal but for rounding: nearly the same digits in the first steps, within 0.01 to the end."""
+        """Tell whether they are equal but for rounding: nearly the same digits in the first steps, within 0.01 to the
+        end."""
         return max(self.differences[:EARLY_STEPS]) <= EARLY_TOLERANCE and max(self.differences) <= TOLERANCE
 
     def summary(self) -> dict[str, Any]:
-        """For another program."""
+        """Return the results for another program."""
         return {
             "backend": self.backend,
             "losses_standard": self.losses["standard"],
@@ -46,7 +47,7 @@ class Comparison:
         }
 
     def verdict(self) -> str:
-        """What the losses say, in a sentence."""
+        """Say in a sentence what the losses show."""
         early, whole = max(self.differences[:EARLY_STEPS]), max(self.differences)
         text = (
             f"largest difference {early:.1e} in the first {EARLY_STEPS} steps, {whole:.1e} in all "

@@ -20,7 +20,7 @@ CONTENDERS = (
 
 
 def known(names: Sequence[str]) -> list[str]:
-    """The names, if all are contenders."""
+    """Return the names. Raise ValueError unless all are contenders."""
     for name in names:
         if name not in CONTENDERS:
             raise ValueError(f"there is no attention {name!r}; choose from {', '.join(CONTENDERS)}")
@@ -30,7 +30,7 @@ def known(names: Sequence[str]) -> list[str]:
 def contest(
     settings: Settings, names: Sequence[str], seeds: Sequence[int], keep: Callable[[Contest], None] = lambda found: None
 ) -> Contest:
-    """Trains with every attention and seed, one after the other, with live progress; `keep` sees the trials so far."""
+    """Train with every attention and seed in order, with live progress; call `keep` with the trials so far."""
     files = {name: Path(file).name for name in ("tokens", "validation") if (file := getattr(settings, name))}
     found = Contest(asdict(settings) | files, [])
     with progress("now") as bar:
@@ -61,7 +61,7 @@ def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
 
 
 def show(found: Contest) -> None:
-    """A table, what the losses say, and who did not train."""
+    """Print a table, what the losses say, and who did not train."""
     table("Training: medians over steps, means over seeds", COLUMNS, found.lines())
     if by_seed := found.by_seed():
         head, *rest = by_seed

@@ -1,4 +1,4 @@
-"""Contests of whole trainings: one GPT from the same beginning with each attention; tables, sentences, a picture."""
+"""Contests: one GPT trained from the same weights with each attention; tables, sentences, a picture."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -43,12 +43,12 @@ class Trial:
 
     @property
     def step_s(self) -> float:
-        """The median step."""
+        """Return the median time of a step, in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def share(self) -> float:
-        """Attention's, of a step."""
+        """Return attention's fraction of a step."""
         return self.end["attention_s"] / self.step_s
 
 
@@ -60,16 +60,16 @@ class Contest:
     trials: list[Trial]
 
     def of(self, name: str) -> list[Trial]:
-        """The finished trainings with an attention, one for each seed."""
+        """Return the finished trainings with an attention, one for each seed."""
         return [trial for trial in self.trials if trial.attention == name and not trial.why]
 
     @property
     def finished(self) -> list[str]:
-        """Every attention that trained."""
+        """Return every attention that trained."""
         return list(dict.fromkeys(trial.attention for trial in self.trials if not trial.why))
 
     def differences(self, name: str) -> list[list[float]]:
-        """Of the losses from those of standard attention with the same seed, step by step."""
+        """Return the losses minus those of standard attention with the same seed, step by step."""
         standard = {trial.seed: trial.losses for trial in self.of(STANDARD)}
         return [
             [abs(a - b) for a, b in zip(trial.losses, standard[trial.seed], strict=True)]
@@ -78,7 +78,7 @@ class Contest:
         ]
 
     def origin(self) -> str:
-        """What was trained, how, and what the columns mean."""
+        """Say what was trained, how, and what the columns mean."""
         s, seeds = self.settings, len({trial.seed for trial in self.trials})
         how = "; deterministic" if s["deterministic"] else ""
         text = s["tokens"] or "the bytes of the standard library"
@@ -90,11 +90,11 @@ class Contest:
         )
 
     def lines(self) -> list[list[str]]:
-        """A line of COLUMNS for each attention that trained."""
+        """Return a line of COLUMNS for each attention that trained."""
         return [self._line(name) for name in self.finished]
 
     def by_seed(self) -> list[list[str]]:
-        """A head, and for each attention how far it ends from standard attention; none where there is one seed."""
+        """Return a head, and for each attention its final difference from standard attention; none with one seed."""
         standard = {trial.seed: trial.losses[-1] for trial in self.of(STANDARD)}
         if len(standard) < 2:
             return []
@@ -106,7 +106,7 @@ class Contest:
         return lines
 
     def reasons(self) -> list[str]:
-        """Who did not train, and why."""
+        """Return who did not train, and why."""
         return list(dict.fromkeys(f"{trial.attention}: {trial.why}" for trial in self.trials if trial.why))
 
     def _line(self, name: str) -> list[str]:
@@ -129,7 +129,7 @@ class Contest:
         ]
 
     def sentences(self) -> list[str]:
-        """How far each attention's losses are from standard attention's, and how far seeds are from each other."""
+        """Say how far each attention's losses are from standard attention's, and how far seeds are from each other."""
         lines = []
         for name in self.finished:
             if name != STANDARD and (found := self.differences(name)):
@@ -149,14 +149,17 @@ COLUMNS = ("attention", "last loss", "validated", "ms a step", "of it, %", "spee
 
 
 def name_of(settings: dict[str, Any], model: str) -> str:
-    """Of a contest in a results file."""
+    """Return the name of a contest in a results file."""
     products = "" if settings["matmul"] == "highest" else f", products {settings['matmul']}"
     return f"{model}, {settings['batch']} x {settings['context']} tokens{products}"
 
 
 def save(file: Path, model: str, found: Contest, env: dict[str, Any]) -> None:
-    """Puts a contest into a results file. Earlier trainings with other attentions or seeds, but the same settings and
-    kernels, stay, so that a contest can be run in parts."""
+    """Put a contest into a results file.
+
+    Earlier trainings with other attentions or seeds, but the same settings and kernels, stay, so that a contest can be
+    run in parts.
+    """
     name, new = name_of(found.settings, model), {(trial.attention, trial.seed) for trial in found.trials}
     old = load(file).get(PART, {}).get(name)
     rows = old["rows"] if old and _comparable(old, found, env) else []
@@ -170,12 +173,12 @@ def _comparable(old: dict[str, Any], found: Contest, env: dict[str, Any]) -> boo
 
 
 def contests_of(content: dict[str, Any]) -> list[Contest]:
-    """Of a loaded results file."""
+    """Return the contests of a loaded results file."""
     return [Contest(run["settings"], [Trial(**row) for row in run["rows"]]) for run in content.get(PART, {}).values()]
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """One device's part of docs/fp32.md; draws its pictures as <stem>-<number>.png."""
+    """Return one device's part of docs/fp32.md; draw its pictures as <stem>-<number>.png."""
     lines = []
     for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
@@ -192,7 +195,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
 
 
 def picture(c: Contest, path: Path) -> None:
-    """Losses overlaid, their differences from standard attention's, a step's time with attention's share, memory."""
+    """Draw losses overlaid, their differences from standard attention's, a step's time, attention's part, memory."""
     names = c.finished
     curves = [_all_losses, _all_differences] if STANDARD in names else [_all_losses]
     widths = (*(3.0 for _ in curves), 2.2, 2.2)
@@ -215,7 +218,7 @@ def picture(c: Contest, path: Path) -> None:
 
 
 def _all_losses(axes: Any, c: Contest) -> None:
-    """Wide lines below narrow ones, so that curves that fall together are all seen."""
+    """Draw wide lines below narrow ones, so that overlapping curves are all visible."""
     for index, name in enumerate(c.finished):
         for trial in c.of(name):
             axes.plot(
@@ -240,7 +243,7 @@ def _all_differences(axes: Any, c: Contest) -> None:
 
 
 def _lying(axes: Any, names: list[str], rest: list[float], coloured: list[float], title: str) -> None:
-    """Bars that lie, a grey part and a coloured one, the first name on top."""
+    """Draw horizontal bars, a grey part and a coloured one, the first name on top."""
     places = range(len(names))
     axes.barh(places, rest, color="#dfe3e8", height=0.62)
     bars = axes.barh(places, coloured, left=rest, color=[COLOURS.get(name, "#555555") for name in names], height=0.62)

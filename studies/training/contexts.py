@@ -1,4 +1,4 @@
-"""Trainings of one model at several context lengths, side by side."""
+"""Compare trainings of one model at several context lengths."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ByContext = dict[int, Contest]
 
 
 def side_by_side(contests: Sequence[Contest]) -> list[ByContext]:
-    """Contests that differ in their context, where there are several."""
+    """Return contests that differ in their context, where there are several."""
     groups: dict[tuple, ByContext] = {}
     for c in contests:
         if c.finished:
@@ -30,12 +30,12 @@ def side_by_side(contests: Sequence[Contest]) -> list[ByContext]:
 
 
 def names_of(group: ByContext) -> list[str]:
-    """Every attention that trained at some context."""
+    """Return every attention that trained at some context."""
     return list(dict.fromkeys(name for c in group.values() for name in c.finished))
 
 
 def table(group: ByContext) -> list[list[str]]:
-    """A head, and for each metric and attention a line."""
+    """Return a head, and for each metric and attention a line."""
     lines = [["", "attention", *map(length_label, group)]]
     at = {context: {line[0]: line for line in c.lines()} for context, c in group.items()}
     for metric in METRICS:
@@ -46,7 +46,8 @@ def table(group: ByContext) -> list[list[str]]:
 
 
 def picture(group: ByContext, path: Path) -> None:
-    """A step's time, attention's share of it, and peak memory; wide lines below narrow ones, so that all are seen."""
+    """Draw a step's time, attention's part of it, and peak memory; wide lines below narrow ones, so that all are
+    visible."""
     names = names_of(group)
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(12, 3.4))
@@ -74,7 +75,8 @@ def picture(group: ByContext, path: Path) -> None:
 
 
 def section(contests: Sequence[Contest], stem: Path) -> list[str]:
-    """The part of a device's trainings that compares contexts; draws its pictures as <stem>-contexts-<number>.png."""
+    """Return the part of a device's trainings that compares contexts; draw its pictures as
+    <stem>-contexts-<number>.png."""
     lines = []
     for number, group in enumerate(side_by_side(contests)):
         path = stem.with_name(f"{stem.name}-contexts-{number}.png")

@@ -1,4 +1,4 @@
-"""GPT-2, small or not, and what it reads: a file of tokens, or the source of the Python standard library."""
+"""GPT-2 in several sizes, and its texts: a file of tokens, or the source of the Python standard library."""
 
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
         x = x + self.project(self.attend(qkv).flatten(2))
         return x + self.narrow(gelu(self.widen(self.norm_feed(x)), approximate="tanh"))
@@ -52,7 +52,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 * (2 * layers) ** -0.5)
 
     def loss(self, text: Tensor) -> Tensor:
-        """Mean cross-entropy (nats a token) of each token of text (batch, context + 1) given those before it."""
+        """Return the mean cross-entropy (nats a token) of each token of text (batch, context + 1) given those before
+        it."""
         x = self.embed(text[:, :-1]) + self.place.weight
         logits = self.norm(self.blocks(x)) @ self.embed.weight.mT  # (batch, context, vocabulary)
         return cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
@@ -60,7 +61,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def move(model: nn.Module, seed: int) -> None:
-    """Takes every weight to its neighbour among fp32 numbers, up or down by chance."""
+    """Move every weight to its neighbour among fp32 numbers, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         up = torch.rand(weight.shape, generator=generator) < 0.5
@@ -68,14 +69,14 @@ def move(model: nn.Module, seed: int) -> None:
 
 
 def library_text() -> Tensor:
-    """The standard library's own modules, in the order of their paths, as uint8."""
+    """Return the standard library's modules, in the order of their paths, as uint8."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
     return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
 def read_tokens(path: Path) -> Tensor:
-    """The tokens in a file of llm.c's format, as int32."""
+    """Return the tokens in a file of llm.c's format, as int32."""
     content = bytearray(path.read_bytes())
     header = torch.frombuffer(content, dtype=torch.int32, count=3).tolist() if len(content) > 4 * LLMC_HEADER else []
     if header[:2] != [LLMC_MAGIC, LLMC_VERSION]:
@@ -87,14 +88,14 @@ def read_tokens(path: Path) -> Tensor:
 
 
 def in_order(text: Tensor, batch: int, context: int) -> Iterator[Tensor]:
-    """Pieces (batch, context + 1) from the beginning to the end, once; each row's last token begins the next row."""
+    """Yield pieces (batch, context + 1) in order, once; each row's last token begins the next row."""
     step = batch * context
     for start in range(0, len(text) - step, step):
         yield text[start : start + step + 1].unfold(0, context + 1, context).long()
 
 
 def batches(text: Tensor, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-    """Random pieces (batch, context + 1) for ever, the same for the same seed."""
+    """Yield random pieces (batch, context + 1) without end, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - context - 1, (batch,), generator=generator)

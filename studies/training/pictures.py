@@ -1,4 +1,4 @@
-"""The picture of a comparison of two trainings."""
+"""Draw the comparison of two trainings."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ from .contests import FP32_EPSILON
 
 
 def training(c: Comparison, path: Path) -> None:
-    """Losses overlaid, their difference, time and peak memory, side by side."""
+    """Draw losses overlaid, their difference, time and peak memory, side by side."""
     with mpl.rc_context(STYLE):
         figure, (losses, difference, time, memory) = plt.subplots(
             1, 4, figsize=(13, 3.4), width_ratios=(3, 3, 1.3, 1.3), constrained_layout=True
@@ -39,7 +39,7 @@ def _losses(axes: Any, c: Comparison) -> None:
 
 
 def _difference(axes: Any, c: Comparison) -> None:
-    """Beside the spacing of fp32 numbers at the size of the loss, below which nothing can be told apart."""
+    """Draw the difference and the spacing of fp32 numbers at the size of the loss, which limits it."""
     steps = range(1, len(c.differences) + 1)
     spacing = [FP32_EPSILON * 2.0 ** math.floor(math.log2(loss)) for loss in c.losses["standard"]]
     axes.fill_between(steps, spacing, color="#e4e7ec", step="mid", label="one fp32 spacing of the loss")

@@ -1,7 +1,7 @@
-"""python -m studies train: one GPT, trained from one beginning with several attentions.
+"""python -m studies train: train one GPT from the same weights with several attentions.
 
-The small one twice, with standard attention and with tilewise, whose losses must be equal; GPT-2 124M with every
-precision of fp32 and with PyTorch's kernel (see contest).
+The small one is trained twice, with standard attention and with tilewise, whose losses must be equal; GPT-2 124M with
+every precision of fp32 and with PyTorch's kernel (see contest).
 """
 
 import json as json_lib
@@ -122,7 +122,7 @@ def _train_gpt2(
 
 
 def write_json(content: dict[str, Any], file: Path | None) -> bool:
-    """Whether the content went to standard output instead of tables."""
+    """Write the content; tell whether it went to standard output instead of tables."""
     if str(file) == "-":
         print_json(content)
         return True
@@ -132,7 +132,7 @@ def write_json(content: dict[str, Any], file: Path | None) -> bool:
 
 
 def compare(settings: Settings) -> Comparison:
-    """Runs both trainings, one after the other, with live progress."""
+    """Run both trainings, one after the other, with live progress."""
     losses: dict[str, list[float]] = {name: [] for name in NAMES}
     ends: dict[str, dict[str, float]] = {}
     with progress("now") as bar:
@@ -160,14 +160,14 @@ def compare(settings: Settings) -> Comparison:
 
 
 def plan(settings: Settings) -> tw.Explanation:
-    """What tilewise runs for this model."""
+    """Explain what tilewise runs for this model."""
     shape = settings.batch, settings.context, settings.heads, settings.width // settings.heads
     q = torch.empty(shape, device=settings.device)
     return tw.explain(q, q, q, mask=tw.Causal())
 
 
 def show(c: Comparison) -> None:
-    """The comparison as a table and a sentence."""
+    """Print the comparison as a table and a sentence."""
     lines = [
         (name, f"{c.losses[name][0]:.4f}", f"{c.losses[name][-1]:.4f}", f"{c.time_s[name]:.1f}",
          f"{c.peak_bytes[name] / 1e6:.0f}") for name in NAMES

@@ -76,14 +76,14 @@ class Settings:
 
     @staticmethod
     def fitting(device: torch.device) -> "Settings":
-        """What trains in about a minute there."""
+        """Return settings that train in about a minute on the device."""
         if device.type == "cuda":
             return Settings(steps=200, context=2048, batch=4, layers=6, heads=6, width=384, device="cuda")
         return Settings(steps=100, context=2048, batch=1, layers=4, heads=4, width=128)
 
     @staticmethod
     def gpt2(device: torch.device) -> "Settings":
-        """GPT-2 124M as llm.c trains it in fp32: 74 steps are once through tiny Shakespeare."""
+        """Return the settings of GPT-2 124M as llm.c trains it in fp32: 74 steps are once through tiny Shakespeare."""
         return Settings(
             steps=74, context=1024, batch=4, layers=12, heads=12, width=768, learning_rate=3e-4, device=device.type,
             vocabulary=50257, warm_up_steps=1, weight_decay=0.0, clip=None, shuffled=False,
@@ -91,12 +91,12 @@ class Settings:
 
     @property
     def case(self) -> Case:
-        """Its attention, for peers."""
+        """Return its attention, for peers."""
         return Case(self.batch, self.heads, self.context, self.width // self.heads, "fp32", causal=True)
 
 
 def attend_with(name: str, settings: Settings) -> Attend:
-    """Causal attention of qkv by "tilewise", by tilewise in a precision ("tilewise bf16x6"), or by another peer."""
+    """Return causal attention by "tilewise", by tilewise in a precision ("tilewise bf16x6"), or by another peer."""
     if is_ours(name):
         precision = name.removeprefix(OURS).strip() or None
         options = {"mask": tw.Causal(), "precision": precision, "deterministic": settings.deterministic}
@@ -137,7 +137,7 @@ def train_apart(settings: Settings, attention: str) -> Iterator[dict[str, float]
 
 
 def train(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
-    """What the process prints, line by line."""
+    """Yield what the process prints, line by line."""
     _set_torch(settings)
     name = attention.removesuffix(MOVED)
     with PEERS[name].context():
@@ -204,7 +204,7 @@ def _validate(settings: Settings, model: GPT, device: torch.device) -> float:
 
 
 def _attention_seconds(settings: Settings, attend: Attend, device: torch.device) -> float:
-    """Of all layers in a step: one forward and backward of attention alone, times the layers."""
+    """Return the seconds of all layers in a step: one forward and backward of attention alone, times the layers."""
     batch, length, heads, size = settings.case.shape
     qkv = torch.randn(batch, length, 3, heads, size, device=device, requires_grad=True)
     do = torch.randn(batch, length, heads, size, device=device)
@@ -222,7 +222,7 @@ def _model(settings: Settings, attend: Attend) -> GPT:
 
 
 def _step_once(settings: Settings, attend: Attend, text: Tensor, device: torch.device) -> None:
-    """A forward and a backward of a model that is thrown away."""
+    """Run a forward and a backward of a model that is thrown away."""
     with device:  # where its weights are made sooner
         model = _model(settings, attend)
     model.loss(next(batches(text, settings.batch, settings.context, 0)).to(device)).backward()

@@ -1,6 +1,6 @@
 """Measures the rows of the tables of tiles, and their neighbours, on this card. `python -m studies tune` drives it.
 
-A slot is a row's place in a table, with the cases whose calls read it. Its candidates are compiled side by side, judged
+A slot is a row's place in a table, with the cases whose calls read it. Its candidates are compiled in parallel, judged
 by the benchmark's rule, and timed in turns, round after round: the whole forward, or the whole backward.
 """
 
@@ -50,17 +50,17 @@ class Slot(NamedTuple):
 
     @property
     def pass_(self) -> str:
-        """What is timed."""
+        """Return the pass that is timed."""
         return FORWARD if self.table == "forward" else BACKWARD
 
     @property
     def precision(self) -> str | None:
-        """What a call asks for that reads the row."""
+        """Return the precision of a call that reads the row."""
         return next((name for name in PRECISIONS if isinstance(self.key, tuple) and name in self.key), None)
 
     @property
     def words(self) -> set[str]:
-        """Its name's, which --match looks for."""
+        """Return the words of the name, which --match looks for."""
         return {self.pass_, *self.title.split()}
 
 
@@ -75,19 +75,19 @@ class Call:
         self.p = describe(self.x, _recipe(backend, case, precision), (0, 0))
 
     def plan(self, table: str, row: Any) -> Any:
-        """The plan with this row in place of the one in use."""
+        """Return the plan with this row in place of the one in use."""
         return self.launch.planned(self.p, self.tiles.current(self.p)._replace(**{table: row}))
 
     def forward(self, plan: Any) -> Saved:
-        """One forward."""
+        """Run one forward."""
         return self.launch.forward(self.p, plan, self.x, self.seed)
 
     def backward(self, plan: Any, saved: Saved) -> Any:
-        """One backward."""
+        """Run one backward."""
         return self.launch.backward(self.p, plan, self.x, saved, self.do, None)
 
     def timed(self, plan: Any, pass_: str) -> Callable[[], Any]:
-        """The call that a pass repeats."""
+        """Return the call that a pass repeats."""
         if pass_ == FORWARD:
             return lambda: self.forward(plan)
         saved = self.forward(plan)
@@ -95,8 +95,8 @@ class Call:
 
 
 def cases(device: torch.device, quick: bool = False) -> list[Case]:
-    """For each type and head size: the full and the causal mask on a short and a long length, and dropout for the rows
-    that only such calls read. Quickly: long and full, short and causal."""
+    """Return cases for each type and head size: full and causal masks on a short and a long length, and dropout for the
+    rows that only such calls read. With `quick`, only long full and short causal ones."""
     half = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     found = []
     for dtype, tokens, short, long in ((half, 16384, 1024, 8192), ("fp32", 4096, 1024, 4096)):
@@ -110,7 +110,7 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
 
 
 def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
-    """Every row that one of the cases reads on this device."""
+    """Return every row that one of the cases reads on this device."""
     found: dict[tuple[str, str, Any], list[Case]] = {}
     for backend in BACKENDS:
         for case, precision in product(given, (None, *PRECISIONS)):
@@ -130,7 +130,7 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
 
 
 def neighbours(slot: Slot, device: torch.device) -> list[Any]:
-    """The row in use, then those that its table's neighbourhood holds."""
+    """Return the row in use, then those of its table's neighbourhood."""
     tiles = _module(slot.backend, "tiles")
     row = getattr(tiles.current(_problem(slot.backend, slot.cases[0], device, slot.precision)), slot.table)
     return [row, *tiles.neighbours(slot.table, row)]
@@ -167,8 +167,10 @@ def _measure(slot: Slot, trials: Sequence[Trial], device: torch.device, rounds: 
 
 
 def _compile(slot: Slot, trials: Sequence[Trial], device: torch.device) -> None:
-    """Runs every row once for each kind of case (lengths are in no kernel's key), many at a time: Triton's C++ passes
-    and ptxas leave Python's lock to the others."""
+    """Run every row once for each kind of case, many at a time; lengths are in no kernel's key.
+
+    Triton's C++ passes and ptxas release Python's lock.
+    """
     kinds = {(case.causal, case.dropout, case.head_size): case for case in slot.cases}.values()
     calls = [Call(slot.backend, case, Inputs.random(case, device), slot.precision) for case in kinds]
 
@@ -183,7 +185,7 @@ def _compile(slot: Slot, trials: Sequence[Trial], device: torch.device) -> None:
 
 
 def _judge(call: Call, slot: Slot, trials: Sequence[Trial], truth: Truth) -> None:
-    """Marks the rows that do not run, or whose o, dq, dk or dv is wrong."""
+    """Mark the rows that do not run, or whose o, dq, dk or dv is wrong."""
     for row, candidate in _alive(trials):
         with _excused(candidate), _poisoned():
             plan = call.plan(slot.table, row)
@@ -196,7 +198,7 @@ def _judge(call: Call, slot: Slot, trials: Sequence[Trial], truth: Truth) -> Non
 
 
 def _race(call: Call, slot: Slot, case: Case, trials: Sequence[Trial], device: torch.device, rounds: int) -> None:
-    """Every row once a round, each time another one first."""
+    """Time every row once a round, each time starting with another."""
     calls: dict[int, tuple[Callable[[], Any], Pace]] = {}
     samples: dict[int, list[float]] = {}
     for turn in range(rounds):
@@ -222,7 +224,7 @@ def _alive(trials: Sequence[Trial]) -> list[Trial]:
 
 @contextmanager
 def _excused(candidate: Candidate) -> Iterator[None]:
-    """What goes wrong is the candidate's reason."""
+    """Record an exception as the candidate's reason."""
     try:
         yield
     except Exception as error:
@@ -230,7 +232,7 @@ def _excused(candidate: Candidate) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """The line of a message that says why; compilers have it at the end, or behind the word fatal."""
+    """Return the line of a message that says why. Compilers put it at the end, or after the word fatal."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     fatal = [line for line in lines if "fatal" in line]
     last = type(error).__name__ == "CompilationError"
@@ -239,7 +241,7 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fresh memory is NaN, so that no row passes with what another left behind."""
+    """Fill new memory with NaN, so that no row passes with values that another left."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     setting: Any = torch.utils.deterministic
     filled = setting.fill_uninitialized_memory
@@ -264,7 +266,7 @@ def _recipe(backend: str, case: Case, precision: str | None) -> Recipe:
 
 
 def _problem(backend: str, case: Case, device: torch.device, precision: str | None = None) -> Problem:
-    """A case's problem on a device, without memory for it."""
+    """Return a case's problem on a device, without memory for it."""
     q = torch.empty(case.shape, dtype=case.type, device="meta")
     p = describe_fake(Operands(q, q, q, ()), _recipe(backend, case, precision), (0, 0), target_of(device))
     spec = p.q._replace(device=device)

@@ -56,7 +56,7 @@ class Tuned:
 
     @property
     def behind(self) -> float | None:
-        """By which part the best is faster than the row in use; None if that has no times."""
+        """Return by which part the best is faster than the row in use; None if that has no times."""
         if self.best is None or self.present.status != OK:
             return None
         return self.speed(self.best) / self.speed(self.present) - 1.0
@@ -68,11 +68,11 @@ class Tuned:
 
     @property
     def timed(self) -> list[Candidate]:
-        """Those with times in every case."""
+        """Return the candidates with times in every case."""
         return [candidate for candidate in self.candidates if candidate.status == OK]
 
     def speed(self, candidate: Candidate) -> float:
-        """The fastest candidate's time over this one's; geometric mean over the cases."""
+        """Return the fastest candidate's time over this one's: a geometric mean over the cases."""
         logs = [
             math.log(min(other.milliseconds[case] for other in self.timed) / own)
             for case, own in candidate.milliseconds.items()
@@ -80,14 +80,14 @@ class Tuned:
         return math.exp(sum(logs) / len(logs))
 
     def change(self, candidate: Candidate) -> str:
-        """How a candidate differs from the row in use."""
+        """Say how a candidate differs from the row in use."""
         differences = [
             f"{name} {value}" for name, value in candidate.row.items() if value != self.present.row.get(name)
         ]
         return ", ".join(differences) or "the row in use"
 
     def verdict(self) -> str:
-        """One sentence."""
+        """Say the result in one sentence."""
         if self.best is None:
             return f"nothing was timed: {self.present.why}"
         if self.behind is None:
@@ -100,12 +100,12 @@ class Tuned:
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """A row's fields in words."""
+    """Return a row's fields in words."""
     return ", ".join(f"{name} {value}" for name, value in row.items())
 
 
 def grid(tuned: Tuned) -> tuple[list[str], list[list[str]]]:
-    """The head and the lines of a table of times: fastest first, the best marked, the rest with their reasons."""
+    """Return head and lines of a table of times: fastest first, the best marked, the rest with their reasons."""
     cases = [str(Case(**case)) for case in tuned.cases]
     order = sorted(tuned.timed, key=tuned.speed, reverse=True)
     lines = [
@@ -119,7 +119,7 @@ def grid(tuned: Tuned) -> tuple[list[str], list[list[str]]]:
 
 
 def _short(tuned: Tuned) -> list[str]:
-    """The cases without what all of them share; batch and heads follow from length and head size."""
+    """Return the cases without what all of them share; batch and heads follow from length and head size."""
     common = len({case["head_size"] for case in tuned.cases}) == 1
     return [
         " ".join(word for word in str(Case(**case)).split()[1:] if word[0] not in ("BHD" if common else "BH"))
@@ -128,12 +128,12 @@ def _short(tuned: Tuned) -> list[str]:
 
 
 def reasons(tuned: Tuned) -> list[str]:
-    """Why the others have no times."""
+    """Return why the others have no times."""
     return [f"{tuned.change(c)}: {c.status}, {c.why}" for c in tuned.candidates if c.status != OK]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file of measurements; an empty one if there is none."""
+    """Read a file of measurements; return an empty one if there is none. Raise ValueError for other content."""
     if not path.exists():
         return {"device": None, "slots": []}
     try:
@@ -148,7 +148,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
-    """Puts slots into a file in place of their older measurements, unless they were skipped; the others stay."""
+    """Put slots into a file in place of older measurements, unless they were skipped; the others stay.
+
+    Raise ValueError if the file is of another device.
+    """
     content = load(path)
     if content["device"] not in (None, device):
         raise ValueError(f"{path} must hold measurements of {device}, got {content['device']}; name another folder")
@@ -167,7 +170,7 @@ def _tuned(slot: dict[str, Any]) -> Tuned:
 
 
 def load_rows(path: Path) -> dict[str, Any]:
-    """A file for TILEWISE_TILES; an empty one if there is none."""
+    """Read a file for TILEWISE_TILES; return an empty one if there is none."""
     return read(path) if path.exists() else {"cards": {}}
 
 
