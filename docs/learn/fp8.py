@@ -7,7 +7,7 @@ LARGEST = 448.0
 
 
 def rounded(X: torch.Tensor, rows: int) -> torch.Tensor:
-    """X as e4m3 holds it, with one scale for each block of so many rows."""
+    """X as e4m3 holds it, with one scale for each block of `rows` rows."""
     blocks = X.unflatten(-2, (-1, rows))
     scale = blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30) / LARGEST
     return ((blocks / scale).to(torch.float8_e4m3fn).to(X.dtype) * scale).flatten(-3, -2)

@@ -208,9 +208,20 @@ def test_search_works_from_a_disk(site, browse):
     assert "api/tilewise.html" in page.url
 
 
-def test_every_document_fits_a_phone(site, browse):
-    width = 390
-    page = browse((site.out / "index.html").as_uri(), viewport={"width": width, "height": 844})
-    for document in DOCUMENTS:
-        page.goto((site.out / page_of(document)).as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, document
+WATCH = ("learn/watch/index.html", "learn/watch/index.html?lang=zh")
+TOO_WIDE = """() => {
+  const scrolls = (e) => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+  return [...document.querySelectorAll("main *, article *, #transport *")]
+    .filter((e) => e.checkVisibility() && e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e.parentElement))
+    .map((e) => e.outerHTML.slice(0, 200));
+}"""
+
+
+@pytest.mark.parametrize("width", [1366, 390])
+def test_nothing_is_cut_off(site, browse, width):
+    """What is wider than the page scrolls in its own box."""
+    page = browse((site.out / "index.html").as_uri(), viewport={"width": width, "height": 850})
+    for address in (*map(page_of, DOCUMENTS), *WATCH):
+        page.goto(f"{site.out.as_uri()}/{address}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        assert page.evaluate(TOO_WIDE) == [], address

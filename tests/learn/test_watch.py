@@ -27,6 +27,13 @@ RUNS = [
         ((16, 4, 4, 4), (64, 8, 16, 16), (21, 4, 8, 6), (13, 2, 3, 64), (13, 2, 64, 2)), (False, True)
     )
 ]
+LANGUAGES = "en", "zh"
+HAN = re.compile(r"[\u4e00-\u9fff]")
+NAMES = {"English", "FlashAttention", "Home", "Hopper", "Shift", "delta", "kernel", "rowmax", "rowsum", "softmax"}
+NAMES |= {"mold", "tilewise"}
+"""What stays in Latin letters on the Chinese page; `mold` is an m with its index."""
+NUMBER = re.compile(rf"{MINUS}?(?:∞|\d+(?:\.\d+)?(?:e[+{MINUS}]?\d+)?)")
+each_language = pytest.mark.parametrize("language", LANGUAGES)
 each_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(str(value) for value in run.values()))
 
 
@@ -267,8 +274,43 @@ def test_every_step_is_explained(run, backward):
       return [why, tell(step, run.values, (step.i1 ?? step.j1) - 1)];
     }));"""
     for why, told in ask(script, **run, backward=backward):
-        assert len(why) > 40
-        assert re.fullmatch(r"(?:(?!NaN|undefined|null|Infinity).)+", told, re.DOTALL), told
+        assert len(why["en"]) > 40
+        assert len(why["zh"]) > 20
+        assert NUMBER.findall(told["en"]) == NUMBER.findall(told["zh"])
+        for text in told.values():
+            assert re.fullmatch(r"(?:(?!NaN|undefined|null|Infinity).)+", text, re.DOTALL), text
+
+
+def test_every_text_is_there_in_both_languages():
+    """In English no Chinese character, in Chinese at least one; `other` is the name of the other language."""
+    script = """
+    const { other, ...words } = tilewise.story.words;
+    const filled = Object.values(words).map((word) => (typeof word === "function" ? word("A", "B") : word));
+    const { backward: b, forward: f, before, labels } = tilewise.story;
+    const lines = [...f, ...b].flatMap(({ code, why }) => [code, why ?? code]);
+    answer([...filled, ...Object.values(before), ...Object.values(labels), ...lines]);"""
+    texts = ask(script, **RUNS[0], backward=False)
+    assert len(texts) > 60
+    for text in texts:
+        if isinstance(text, str):
+            assert not HAN.search(text)
+        else:
+            assert tuple(text) == LANGUAGES
+            assert not HAN.search(text["en"])
+            assert HAN.search(text["zh"])
+
+
+def test_the_document_has_both_languages_side_by_side():
+    body = (WATCH / "index.html").read_text(encoding="utf-8").partition("<body>")[2]
+    assert re.findall(r' lang="(\w+)"', body) == [*LANGUAGES] * (body.count(' lang="en"'))
+    english, chinese = (re.findall(rf'<article lang="{name}">.*?</article>', body, re.DOTALL)[0] for name in LANGUAGES)
+    assert re.findall(r"<(/?\w+)", re.sub(r"</?(?:em|b|kbd|i|sub)>", "", english)) == re.findall(
+        r"<(/?\w+)", re.sub(r"</?(?:em|b|kbd|i|sub)>", "", chinese)
+    )
+    exercises = english.partition("<ol>")[2], chinese.partition("<ol>")[2]
+    for found in zip(*(re.findall(r"<li>.*?</li>", part, re.DOTALL) for part in exercises), strict=True):
+        one, other = (sorted(re.findall(r"\d+(?:,\d{3})*", re.sub(r"<[^>]*>", "", text))) for text in found)
+        assert one == other
 
 
 # The page, in a browser
@@ -278,8 +320,8 @@ def test_every_step_is_explained(run, backward):
 def visit(browse):
     """Opens the page at an address."""
 
-    def open_page(address="", **options):
-        return browse(f"{(WATCH / 'index.html').as_uri()}#{address}", **options)
+    def open_page(address="", language="en", **options):
+        return browse(f"{(WATCH / 'index.html').as_uri()}?lang={language}#{address}", **options)
 
     return open_page
 
@@ -307,13 +349,13 @@ def shown(x):
     return text.replace("-", MINUS)
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
+@pytest.mark.parametrize(("language", "scheme", "width"), [("en", "light", 1280), ("zh", "dark", 360)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_the_page_agrees_with_torch(visit, way, causal, scheme, width):
+def test_the_page_agrees_with_torch(visit, way, causal, language, scheme, width):
     page = visit(
         f"pass={way}&n=24&d=4&br=8&bc=6&seed=3&causal={int(causal)}&step=9999",
-        color_scheme=scheme, viewport={"width": width, "height": 760},
+        language=language, color_scheme=scheme, viewport={"width": width, "height": 760},
     )  # fmt: skip
     state = page.evaluate(READ)
     values = matrices(state["named"])
@@ -325,14 +367,43 @@ def test_the_page_agrees_with_torch(visit, way, causal, scheme, width):
     errors = [float(text.replace(MINUS, "-")) for text in page.locator("#errors b").all_text_contents()]
     assert len(errors) == (3 if way == "backward" else 2)
     assert max(errors) < 1e-12
-    assert page.text_content("#count") == f"{state['count']} of {state['count']}"
+    assert page.text_content("#count") == f"{state['count']} / {state['count']}"
 
 
-def test_the_verdict_sees_a_fault(visit):
+@pytest.mark.parametrize(("language", "says"), [("en", "They differ by"), ("zh", "两者相差")])
+def test_the_verdict_sees_a_fault(visit, language, says):
     """The check is not a decoration: one wrong number, and the page says so."""
-    page = visit("n=16&step=9999")
+    page = visit("n=16&step=9999", language=language)
     page.evaluate("() => { tilewise.page.run.values.O.data[5] += 1e-6; tilewise.page.go(9999); }")
-    assert "They differ by" in page.text_content("#verdict")
+    assert says in page.text_content("#verdict")
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_page_has_one_language_and_leads_to_the_other(visit, way):
+    """The link keeps the settings and the step; both pages draw the same numbers."""
+    page = visit(f"pass={way}&n=12&br=3&bc=6&seed=5&causal=1&step=17")
+    english = page.evaluate(READ)
+    steps = range(english["count"] + 1)
+    read = "(k) => { tilewise.page.go(k); return document.body.innerText; }"
+    assert [k for k in steps if HAN.search(page.evaluate(read, k).replace("中文", ""))] == []
+    page.evaluate("() => tilewise.page.go(17)")
+    page.click("#other")
+    page.wait_for_function("() => document.documentElement.lang === 'zh'")
+    chinese = page.evaluate(READ)
+    assert repr(chinese) == repr(english)  # text, because NaN is not equal to itself
+    assert chinese["position"] == 17
+    assert HAN.search(page.title())
+    for k in steps:
+        words = set(re.findall(r"[A-Za-z]{4,}", page.evaluate(read, k)))
+        assert words - NAMES == set(), k
+    page.click("#other")
+    page.wait_for_function("() => document.documentElement.lang === 'en'")
+
+
+def test_the_chinese_address(browse):
+    page = browse((WATCH / "zh.html").as_uri())
+    page.wait_for_url("**/index.html?lang=zh*")
+    page.wait_for_function("() => document.documentElement.lang === 'zh'")
 
 
 def test_numbers_on_the_page_at_chosen_steps(visit):
@@ -399,7 +470,7 @@ def test_every_way_to_a_step_shows_the_same(visit):
     for position in range(12):
         at[position] = page.evaluate(told)
         page.click("#step")
-    assert page.text_content("#count").startswith("12 of")
+    assert page.text_content("#count").startswith("12 /")
     page.click("#back")
     assert page.evaluate(told) == at[11]
     page.keyboard.press("Home")
@@ -503,11 +574,12 @@ def test_sixty_frames_a_second(visit):
     pytest.fail(f"milliseconds between frames, playing and idle: {gaps}")
 
 
+@each_language
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_phone(visit, way):
+def test_a_phone(visit, way, language):
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True, "device_scale_factor": 3}
     for size in ("n=16&d=4&br=4&bc=4", "n=64&d=16&br=16&bc=16"):
-        page = visit(f"pass={way}&{size}", **phone)
+        page = visit(f"pass={way}&{size}", language=language, **phone)
         assert page.evaluate("() => document.documentElement.scrollWidth") == 360
         for button in page.locator("#transport button").all():
             place = button.bounding_box()
@@ -517,15 +589,16 @@ def test_a_phone(visit, way):
         canvas = page.locator("#figure").bounding_box()
         assert canvas["width"] <= 360
         page.locator("#step").tap()
-        assert page.text_content("#count").startswith("1 of")
+        assert page.text_content("#count").startswith("1 /")
 
 
-def test_what_a_reader_asks_for(visit):
+@each_language
+def test_what_a_reader_asks_for(visit, language):
     """Dark if asked, slow if asked; names for all that can be operated."""
     ground = "() => getComputedStyle(document.body).backgroundColor"
-    light, dark = (visit(color_scheme=scheme).evaluate(ground) for scheme in ("light", "dark"))
+    light, dark = (visit(language=language, color_scheme=scheme).evaluate(ground) for scheme in ("light", "dark"))
     assert light != dark
-    page = visit(reduced_motion="reduce")
+    page = visit(language=language, reduced_motion="reduce")
     assert page.input_value("#speed") == "1"
     assert page.evaluate("() => getComputedStyle(document.getElementById('standard')).transitionDuration") == "0s"
     nameless = page.evaluate("""() => [...document.querySelectorAll("button, input, select, canvas")]
@@ -549,5 +622,5 @@ def test_the_answers_to_the_exercises_hold():
     back = dict(full, backward=True)
     assert moved(**dict(back, B_r=32)) == moved(**back) > moved(**dict(back, B_c=32))
     assert moved(**dict(full, d=16, B_r=2)) > BYTES * 20480 == BYTES * (4 * 64 * 64 + 4 * 64 * 16)
-    page = (WATCH / "index.html").read_text()
-    assert page.count("<details>") == page.count("<summary>Answer") >= 5
+    page = (WATCH / "index.html").read_text(encoding="utf-8")
+    assert page.count("<details>") == 2 * page.count("<summary>Answer") >= 10

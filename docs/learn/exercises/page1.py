@@ -20,5 +20,5 @@ def highest_intensity(d, size) -> float:
 
 
 def largest_logit(largest, keys) -> float:
-    """The largest x for which a softmax without m is safe: neither e^x nor the sum of so many exceeds `largest`."""
+    """The largest x for which a softmax without m is safe: e^x and a sum of `keys` of them are at most `largest`."""
     raise NotImplementedError

@@ -6,8 +6,8 @@ python -m pytest docs/learn/exercises/test_page3.py
 import torch
 
 
-def one_walk(Q, K, V, dO, lse, delta, B) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK, dV of full attention in one walk over square tiles of B, with five products a tile.
+def one_pass(Q, K, V, dO, lse, delta, B) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK, dV of full attention in one pass over square tiles of B, with five products a tile.
 
     Lengths are multiples of B, the scale is 1/sqrt(d), lse and delta are (heads, M).
     """

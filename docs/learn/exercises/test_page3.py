@@ -7,11 +7,11 @@ import torch
 from traffic import Lines
 
 
-def test_one_walk():
+def test_one_pass():
     Q, K, V, dO = torch.randn(4, 2, 128, 16, dtype=torch.float64)
     O, lse = flash2.attention(Q, K, V)
     with Lines() as lines:
-        got = page3.one_walk(Q, K, V, dO, lse, (dO * O).sum(-1), 32)
+        got = page3.one_pass(Q, K, V, dO, lse, (dO * O).sum(-1), 32)
     torch.testing.assert_close(got, backward.backward(Q, K, V, O, lse, dO))
     assert [name for name, _ in lines.moved].count("bmm") == 5 * (128 // 32) ** 2
 

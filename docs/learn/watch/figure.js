@@ -3,6 +3,7 @@
 
 tilewise.Figure = (() => {
   const { at, story } = tilewise;
+  const { say, words } = story;
 
   // name: label, axis that it shares with S, and palette. The order is that on the page, outwards in.
   const FORWARD = {
@@ -23,7 +24,7 @@ tilewise.Figure = (() => {
   };
   const WEIGHTS = new Set(["P", "alpha", "l"]); // never negative
   const LABELS = { alpha: "α", delta: "δ" };
-  const MIDDLE = { S: "S, scores", P: "P, weights", dP: "dP", dS: "dS" };
+  const MIDDLE = { S: words.scores, P: words.weights, dP: "dP", dS: "dS" };
   const LABEL = 18; // height of a line of labels, in CSS pixels like all that follows
   const GAP = 10;
   const ABOVE = 270; // of the window's height, what title, settings and buttons take
@@ -271,13 +272,13 @@ tilewise.Figure = (() => {
       pen.fillStyle = this.colors.quiet;
       pen.textBaseline = "alphabetic";
       pen.textAlign = "center";
-      pen.font = `italic 13px ${this.colors.font}`;
+      pen.font = `${panel.middle ? "" : "italic "}13px ${this.colors.font}`;
       const { x, y, w, h } = panel;
       const text = LABELS[panel.name] ?? panel.name;
       if (panel.middle) {
         const newest = panel.names.find((name) => step?.chip.some((g) => g.name === name));
         pen.textAlign = "left";
-        pen.fillText(newest ? MIDDLE[newest] : "one tile of S at a time", x, y + h + LABEL - 3);
+        pen.fillText(say(newest ? MIDDLE[newest] : words.oneTile), x, y + h + LABEL - 3);
       } else if (panel.flipped) {
         pen.textAlign = "right";
         pen.fillText(`${text}ᵀ`, x - 7, y + Math.min(h, Math.max(12, h / 2 + 5)));
@@ -330,7 +331,7 @@ tilewise.Figure = (() => {
       const name = this.#shown(panel, r, c) ?? panel.names?.at(-1) ?? panel.name;
       const value = at(this.run.values[name], r, c);
       const index = cols === 1 ? `[${r}]` : `[${r}, ${c}]`;
-      const text = Number.isNaN(value) ? "not there yet" : story.number(value);
+      const text = Number.isNaN(value) ? say(words.missing) : story.number(value);
       return { name, r, c, value, text: `${LABELS[name] ?? name}${index} = ${text}` };
     }
   }

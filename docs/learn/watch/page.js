@@ -3,6 +3,7 @@
 
 tilewise.page = (() => {
   const { story, Run, at } = tilewise;
+  const { labels, say, words } = story;
   const element = (id) => document.getElementById(id);
   const form = element("settings");
 
@@ -114,7 +115,8 @@ tilewise.page = (() => {
   function showPlaying() {
     const button = element("play");
     button.setAttribute("aria-pressed", String(playing !== null));
-    button.setAttribute("aria-label", playing ? "Pause" : "Play");
+    button.title = say(playing ? words.pause : words.play);
+    button.setAttribute("aria-label", button.title);
     element("told").setAttribute("aria-live", playing ? "off" : "polite");
   }
 
@@ -124,7 +126,7 @@ tilewise.page = (() => {
 
   function listLines() {
     element("lines").innerHTML = lines()
-      .map(({ depth, code, why }) => `<li data-depth="${depth}" class="${why ? "line" : "loop"}">${code}</li>`)
+      .map(({ depth, code, why }) => `<li data-depth="${depth}" class="${why ? "line" : "loop"}">${say(code)}</li>`)
       .join("");
   }
 
@@ -137,11 +139,11 @@ tilewise.page = (() => {
     });
     const rows = rowsNow();
     const line = lines()[index];
-    element("told").textContent = line ? line.tell(step, run.values, rows.watched) : story.before[settings.pass];
-    element("why").innerHTML = line ? line.why : "Step, or play, and watch one tile at a time.";
+    element("told").textContent = say(line ? line.tell(step, run.values, rows.watched) : story.before[settings.pass]);
+    element("why").innerHTML = say(line ? line.why : words.begin);
     element("position").value = run.position;
-    element("count").value = `${run.position} of ${run.steps.length}`;
-    figure.canvas.setAttribute("aria-label", `Heat maps of the matrices. ${element("told").textContent}`);
+    element("count").value = `${run.position} / ${run.steps.length}`;
+    figure.canvas.setAttribute("aria-label", `${say(words.heatMaps)} ${element("told").textContent}`);
     tellRows(rows);
     tellTraffic(step);
     tellErrors();
@@ -161,7 +163,7 @@ tilewise.page = (() => {
 
   function headTable() {
     const names = columns().map((name) => `<th scope="col">${name === "alpha" ? "α" : name}</th>`);
-    document.querySelector("thead").innerHTML = `<tr><th scope="col">row</th>${names.join("")}</tr>`;
+    document.querySelector("thead").innerHTML = `<tr><th scope="col">${say(words.row)}</th>${names.join("")}</tr>`;
   }
 
   function tellRows({ first, end, watched }) {
@@ -196,27 +198,41 @@ tilewise.page = (() => {
     for (const [id, count] of Object.entries(widths)) element(id).style.width = `${(100 * count) / longest}%`;
     element("tiled-all").style.left = `calc(${(100 * whole) / longest}% - 2px)`;
     element("moved").textContent = bytes(read + written);
-    element("moved-parts").textContent = `so far: ${bytes(read)} read, ${bytes(written)} written`;
+    element("moved-parts").textContent = say(words.moved(bytes(read), bytes(written)));
     element("standard-moved").textContent = bytes(standard);
-    const ratio = whole < standard ? `${(standard / whole).toFixed(1)} times less` : "not less: try larger query tiles";
-    element("compare").textContent = `In all the tiles move ${bytes(whole)}, ${ratio}.`;
-    element("brief").textContent = `${bytes(read + written)} moved; standard: ${bytes(standard)}`;
-    element("held").textContent = `On the chip now: ${bytes(step ? Run.held(step) : 0)}; the most at any step: ${bytes(most)}.`;
+    const less = words.less(bytes(whole), (standard / whole).toFixed(1));
+    const notLess = words.notLess(bytes(whole), pass === "forward" ? "i" : "j");
+    element("compare").textContent = say(whole < standard ? less : notLess);
+    element("brief").textContent = say(words.brief(bytes(read + written), bytes(standard)));
+    element("held").textContent = say(words.held(bytes(step ? Run.held(step) : 0), bytes(most)));
   }
 
   function tellErrors() {
     const errors = run.errors(truth);
     const names = settings.pass === "forward" ? ["O", "lse"] : ["dV", "dK", "dQ"];
-    const shown = (name) => (name in errors ? errors[name].toExponential(1).replace("-", "−") : "not yet");
+    const shown = (name) => (name in errors ? errors[name].toExponential(1).replace("-", "−") : say(words.notYet));
     element("errors").innerHTML = names.map((name) => `<li><i>${name}</i><b>${shown(name)}</b></li>`).join("");
     const verdict = element("verdict");
     const worst = Math.max(...Object.values(errors), 0);
     const done = run.position === run.steps.length;
     const right = worst <= CLOSE;
     verdict.className = !right ? "bad" : done ? "good" : "";
-    if (!right) verdict.textContent = `They differ by ${worst.toExponential(1)}: the page has a fault.`;
-    else if (done) verdict.textContent = "✓ The tiles agree with the formula, computed row by row on its own.";
-    else verdict.textContent = "The largest difference among the results that are finished.";
+    verdict.textContent = say(!right ? words.fault(worst.toExponential(1)) : done ? words.agree : words.largest);
+  }
+
+  // The language: this page's is fixed, and a link leads to the same step in the other
+
+  function speak() {
+    document.documentElement.lang = story.language;
+    document.title = say(words.title);
+    for (const [id, label] of Object.entries(labels)) {
+      element(id).setAttribute("aria-label", say(label));
+      if (element(id).matches("button")) element(id).title = say(label);
+    }
+    const other = element("other");
+    other.textContent = say(words.other);
+    other.href = say({ en: "?lang=zh", zh: "?lang=en" });
+    other.addEventListener("click", () => (other.hash = address()));
   }
 
   // Hands
@@ -284,6 +300,7 @@ tilewise.page = (() => {
   for (const [name, choices] of Object.entries(CHOICES))
     form.elements[name].innerHTML = choices.map((value) => `<option>${value}</option>`).join("");
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) element("speed").value = "1";
+  speak();
   listen();
   readAddress();
 

@@ -3,7 +3,7 @@
 import torch
 
 
-def one_walk(Q, K, V, dO, lse, delta, B):
+def one_pass(Q, K, V, dO, lse, delta, B):
     dQ, dK, dV = (torch.zeros_like(t) for t in (Q, K, V))
     c = Q.shape[-1] ** -0.5
     for j in (slice(j0, j0 + B) for j0 in range(0, K.shape[1], B)):
