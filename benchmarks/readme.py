@@ -188,7 +188,7 @@ def _measured(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     commits += [_commits(gpu, [gpu[study.PART]["length"]]), _commits(cpu, [cpu["suites"]["cpu"]])]
     return (
         f"Measured on an H200 at commit {commits[0]} (errors: {commits[1]}), and on the CPU at {commits[2]}. "
-        "[Performance](docs/performance.md) has every table, and marks the rows whose kernels changed since."
+        "[Performance](docs/results/performance.md) has every table, and marks the rows whose kernels changed since."
     )
 
 

@@ -26,7 +26,7 @@ WRITTEN = ("performance.md", "accuracy.md", "accumulation.md")
 """By a command."""
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "docs/adr/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/use/*.md", "docs/internals/**/*.md", "docs/results/*.md")
     for path in ROOT.glob(pattern)
     if path.name not in WRITTEN
 )
@@ -37,7 +37,7 @@ def snippets(page, language="python"):
     return [code for found, code in FENCE.findall((ROOT / page).read_text()) if found == language]
 
 
-GUIDE = snippets("docs/guide.md")
+GUIDE = snippets("docs/use/guide.md")
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_the_readme_runs(index):
 def test_the_guide_runs(index):
     names = {"__name__": "__main__"}
     for code in (GUIDE[0], GUIDE[index]):
-        exec(compile(code, f"docs/guide.md, block {index}", "exec"), names)
+        exec(compile(code, f"docs/use/guide.md, block {index}", "exec"), names)
     results = [value for value in names.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     assert results
     assert not any(value.isnan().any() for value in results if not value.is_meta)
@@ -136,7 +136,7 @@ def test_support_names_every_chip_and_precision():
     pytest.importorskip("triton")
     from tilewise.triton import TARGETS  # here, because it needs Triton
 
-    table = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.startswith("| ")]
+    table = [line for line in (ROOT / "docs/use/support.md").read_text().splitlines() if line.startswith("| ")]
     (chips,) = [line for line in table if line.startswith("| chips")]
     assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))
     (precisions,) = [line for line in table if line.startswith("| fp32 precision")]
@@ -145,11 +145,11 @@ def test_support_names_every_chip_and_precision():
 
 
 def test_lines_quoted_from_the_source_are_there():
-    text = (ROOT / "docs/fp32.md").read_text()
+    text = (ROOT / "docs/results/fp32.md").read_text()
     assert text.startswith(HEADER), "its text has changed; run python benchmarks/report.py"
     quoted = 0
     for before, code in re.findall(r"(.*?)^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        if sources := re.findall(r"\]\(\.\./(src/[^)]+\.py)\)", before):
+        if sources := re.findall(r"\]\(\.\./\.\./(src/[^)]+\.py)\)", before):
             source = sources[-1]
         assert flush_left(code) in flush_left((ROOT / source).read_text()), f"{source} has no lines\n{code}"
         quoted += 1

@@ -52,7 +52,7 @@ $$
 ```
 """
 CHINESE = "# 注意力\n\n[在线](#在线)\n\n## 在线\n"
-MISTAKES = ("nowhere.md", "guide.md#nowhere", "../src/nothing.py", r"$\mistake$")
+MISTAKES = ("nowhere.md", "guide.md#nowhere", "../../src/nothing.py", r"$\mistake$")
 
 
 def build(root, out):
@@ -184,7 +184,7 @@ def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "__pycache__"))
     shutil.copy(ROOT / "docs/.nav.yml", root / "docs")
     mistakes = [text if text.startswith("$") else f"[wrong]({text})" for text in MISTAKES]
-    page = root / "docs/numerics.md"
+    page = root / "docs/use/numerics.md"
     page.write_text("\n\n".join([page.read_text(), FORMULAS, *mistakes]))
     chinese = root / "docs/learn/zh/9-chinese.md"
     chinese.parent.mkdir(exist_ok=True)
@@ -194,7 +194,7 @@ def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     for mistake in MISTAKES:
         assert mistake.strip("$") in done.stdout
     assert f"Aborted with {len(MISTAKES)} warnings" in done.stdout
-    drawn = (tmp_path / "out/numerics.html").read_text()
+    drawn = (tmp_path / "out/use/numerics.html").read_text()
     assert "<msub><mi>O</mi><mi>i</mi></msub>" in drawn
     assert drawn.count('<math display="block">') == 2
     assert '<div lang="zh"><h1' in (tmp_path / "out/learn/zh/9-chinese.html").read_text()

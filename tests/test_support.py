@@ -1,4 +1,4 @@
-"""docs/support.md: its table is what was kept, and its numbers are what happens."""
+"""docs/use/support.md: its table is what was kept, and its numbers are what happens."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import torch
 import tilewise as tw
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "support.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "support.md").read_text()
 RECORD = json.loads(pairs.RECORD.read_text())
 
 

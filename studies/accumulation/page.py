@@ -1,4 +1,4 @@
-"""The accumulation study for people: tables, sentences, and docs/accumulation.md."""
+"""The accumulation study for people: tables, sentences, and docs/results/accumulation.md."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -289,7 +289,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     if findings:
         path = stem.with_name(f"{stem.name}-errors.png")
         picture(findings, path)
-        lines += ["### When does it break?\n", f"![Errors and overflow](images/{path.name})\n"]
+        lines += ["### When does it break?\n", f"![Errors and overflow](../images/{path.name})\n"]
         lines += [*(f"- {line}" for line in error_sentences(findings)), ""]
         lines += ["Over all points where it does not overflow, in the geometric mean, and at worst:\n"]
         lines += [markdown(*verdicts(findings)), ""]
@@ -311,6 +311,6 @@ def _speed_part(times: Sequence[Time], path: Path) -> list[str]:
     if not any(t.milliseconds for t in times):
         return ["Not timed on this device.\n"]
     speed_picture(times, path)
-    lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](images/{path.name})\n"]
+    lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](../images/{path.name})\n"]
     sizes = dict.fromkeys(t.on.head_size for t in times)
     return [*lines, *(folded(f"TFLOP/s, head size {size}", *speed_table(times, size)) for size in sizes)]

@@ -1,4 +1,4 @@
-"""The accuracy study for people: tables, pictures, sentences, and the sections of docs/accuracy.md."""
+"""The accuracy study for people: tables, pictures, sentences, and the sections of docs/results/accuracy.md."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
         path = stem.with_name(f"{stem.name}-{sweep.replace('_', '-')}.png")
         picture(sweep, found, path)
         lines += [f"### By {TITLES[sweep]}\n", origin(run["environment"], run["partial"]) + "\n"]
-        lines += [f"![Errors by {TITLES[sweep]}](images/{path.name})\n"]
+        lines += [f"![Errors by {TITLES[sweep]}](../images/{path.name})\n"]
         lines += [folded(f"Errors by {TITLES[sweep]}", *table(sweep, found, lambda f: f.relative))]
         lines += [folded("Largest error over the largest entry", *table(sweep, found, lambda f: f.largest))]
     lines += ["Not measured:\n", *(f"- {note}" for note in reasons(every)), ""]

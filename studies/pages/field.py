@@ -106,7 +106,7 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         "### paper, beside FlashAttention-3 and FlashAttention-4\n",
         f"tilewise over the best of {', '.join(FIELD.values())}: the median of {len(runs)} runs of its ratio to cuDNN,",
         "divided by the best one's ratio to cuDNN in a run of theirs, on a card of the same kind, of which",
-        f"[the rates](../benchmarks/results/peers/{file.name}) are kept: {peers['when']}, {versions}.",
+        f"[the rates](../../benchmarks/results/peers/{file.name}) are kept: {peers['when']}, {versions}.",
         f"tilewise was measured at commit {of['commit']}, kernels {of['kernels']}.\n",
         *(f"- {line}" for line in absent(peers)),
         f"- Why: {peers['missing']}.",

@@ -1,4 +1,4 @@
-"""docs/fp32.md: how fp32 attention is computed, llm.c's story, and what of both was measured."""
+"""docs/results/fp32.md: how fp32 attention is computed, llm.c's story, and what of both was measured."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -58,7 +58,8 @@ files in `benchmarks/results`; edit nothing here by hand.
 fp32 is what one trains in to be sure, and what matrix units are not made for. This page says how attention in fp32 is
 computed here, on which unit and how exactly; why an earlier FP32 FlashAttention trained to a higher loss, and which
 test would have shown it; and what was measured. What is promised stands in
-[Numerics](numerics.md#how-wrong-a-result-may-be), and how wrong every precision is, against fp64, in [Accuracy of
+[Numerics](../use/numerics.md#how-wrong-a-result-may-be), and how wrong every precision is, against fp64, in
+[Accuracy of
 fp32](accuracy.md).
 
 ## What a product is worth
@@ -80,8 +81,9 @@ range, and that is what [powers of two](#powers-of-two) are for.
 
 `precision=` names one. Without it, torch's setting asks for a class: on Hopper, where its kernels take the call,
 "highest", which is the default, means `bf16x6`, and "high" and "medium" mean `fp16x3`. The
-[table](numerics.md#fp32-on-a-gpu-the-precision-of-products) says what each chip has. Hopper's fp32 kernels leave
-scores, dropout and head sizes over 128 [to the portable ones](hopper.md#what-is-refused), and a CPU computes in plain
+[table](../use/numerics.md#fp32-on-a-gpu-the-precision-of-products) says what each chip has. Hopper's fp32 kernels leave
+scores, dropout and head sizes over 128 [to the portable
+ones](../internals/hopper-forward.md#what-is-refused), and a CPU computes in plain
 fp32.
 
 ## The formulas, and the lines that compute them
@@ -91,7 +93,7 @@ every one of them up.
 
 ### Pieces
 
-Each piece is the rounded rest of those before ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
+Each piece is the rounded rest of those before ([`split.py`](../../src/tilewise/hopper/fp32/split.py)):
 
     a_n = round(a - a_1 - ... - a_(n-1))
 
@@ -101,7 +103,7 @@ return piece, rest - piece.to(tl.float32)
 ```
 
 The rest is exact: two numbers this close to each other have a difference in fp32. TF32 alone is rounded, too, because
-the matrix unit would cut the bits off ([`blocks.py`](../src/tilewise/tile/blocks.py)):
+the matrix unit would cut the bits off ([`blocks.py`](../../src/tilewise/tile/blocks.py)):
 
 ```python
 return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
@@ -109,7 +111,8 @@ return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 ### Smallest products first
 
-In the forward ([`forward_products.py`](../src/tilewise/hopper/fp32/forward_products.py)), with pieces counted from 0:
+In the forward ([`forward_products.py`](../../src/tilewise/hopper/fp32/forward_products.py)), with pieces
+counted from 0:
 
     S = sum over n = 0, 1, ... of the sum over i of a_(pieces - 1 - n - i) b_i
 
@@ -135,13 +138,13 @@ On Hopper, with what undoes V's scale in the same line, and P's (`joined`, in th
 return o * alpha + fresh
 ```
 
-In the portable forward ([`forward.py`](../src/tilewise/triton/forward.py)):
+In the portable forward ([`forward.py`](../../src/tilewise/triton/forward.py)):
 
 ```python
 acc = tl.fma(acc, alpha[:, None], product(P, v, PRECISION))
 ```
 
-And in its backward ([`backward.py`](../src/tilewise/triton/backward.py)), where a factor of 1 that the compiler does
+And in its backward ([`backward.py`](../../src/tilewise/triton/backward.py)), where a factor of 1 that the compiler does
 not know keeps the two apart:
 
 ```python
@@ -152,7 +155,7 @@ return tl.fma(product(a, b, PRECISION), one, acc)
 
 Two fp16 pieces hold 22 bits, but only of numbers between 2^-14 and 2^16, and their rests must be in range, too. So
 each row of Q, and each tile of keys or values, is multiplied by the power of two that takes its largest entry close to
-the top ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
+the top ([`split.py`](../../src/tilewise/hopper/fp32/split.py)):
 
     2^n largest in [2^14, 2^15)
 
@@ -162,7 +165,7 @@ n = tl.minimum(141 - (top.to(tl.int32, bitcast=True) >> 23), 126)
 
 A multiplication by a power of two rounds nothing, and undoing it costs nothing: Q's and K's go into the factor that
 turns logits into base 2, V's into the FMA above. P is at most 1, so its scale is known before: 2^15, taken from the
-row maximum, at no cost either ([`softmax.py`](../src/tilewise/tile/softmax.py)):
+row maximum, at no cost either ([`softmax.py`](../../src/tilewise/tile/softmax.py)):
 
     2^15 P = exp2(c S - (m - 15))
 
@@ -172,7 +175,7 @@ if RAISE:
 ```
 
 dS has no bound that is known before, but one that follows from its factors. It is computed for each pair of tiles
-([`fp32/backward.py`](../src/tilewise/hopper/fp32/backward.py)):
+([`fp32/backward.py`](../../src/tilewise/hopper/fp32/backward.py)):
 
     dS      = P (dO V^T - delta)
     abs(dS) <= max norm(V_j) max norm(dO_i) + max abs(delta_i)
@@ -182,7 +185,7 @@ down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales
 ```
 
 The price: in a tile whose entries differ by more than 2^15, small ones keep fewer bits ([how
-many](numerics.md#fp32-on-a-gpu-the-precision-of-products)). `bf16x6` has fp32's range and no scales.
+many](../use/numerics.md#fp32-on-a-gpu-the-precision-of-products)). `bf16x6` has fp32's range and no scales.
 
 ### Keys and values far from zero
 
@@ -193,14 +196,14 @@ difference of large numbers. Nothing changes if c is taken from all keys, nor if
     Q K^T - L       = Q (K - c)^T - (L - Q c)
 
 So the kernel that takes keys and values to pieces also looks for such a point: the mean of a sample of 16 rows, if all
-of them are nearer to it than it is to zero ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
+of them are nearer to it than it is to zero ([`split.py`](../../src/tilewise/hopper/fp32/split.py)):
 
 ```python
 near = away < 0.75 * tl.sqrt(tl.sum(mean * mean, 0))  # false where anything is not finite
 ```
 
 The backward's preparation takes it from them, and what follows from that from lse, so that P stays what it is
-([`fp32/preprocess.py`](../src/tilewise/hopper/fp32/preprocess.py)):
+([`fp32/preprocess.py`](../../src/tilewise/hopper/fp32/preprocess.py)):
 
 ```python
 logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
@@ -217,7 +220,7 @@ With a sink or a gradient of lse the sum over a row is not zero, and nothing is 
 ### Infinities and NaN, row by row
 
 Taken apart, inf would become inf - inf = NaN. So an entry that is not finite is 0 in every piece but its last, and
-only there itself ([`split.py`](../src/tilewise/hopper/fp32/split.py)):
+only there itself ([`split.py`](../../src/tilewise/hopper/fp32/split.py)):
 
 ```python
 whole = tl.where(tl.abs(rest) < INF, rest, 0.0)
@@ -230,7 +233,8 @@ fp32 has. And no scale is made from it, so its neighbours are as exact as ever:
 return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), AXIS)
 ```
 
-It reaches the rows that it reaches in fp32: [which](numerics.md#inf-and-nan). `tests/hopper/test_pieces.py` and the
+It reaches the rows that it reaches in fp32: [which](../use/numerics.md#inf-and-nan).
+`tests/hopper/test_pieces.py` and the
 conformance cases with inf and NaN hold the kernels to it.
 
 ## llm.c, and a loss that was too high
@@ -258,13 +262,16 @@ A single call on fresh memory does not show the fault: memory from the driver is
 that to chance:
 
 - `tests/conftest.py` makes torch fill all memory that it hands out with NaN. What is added to it is NaN.
-- [Every conformance case](../tests/conformance/test_conformance.py) runs twice, and the results must be the same bits
+- [Every conformance case](../../tests/conformance/test_conformance.py) runs twice, and the results must be
+  the same bits
   (dq on Hopper where `deterministic=True` asks for it). What is added to memory that an implementation keeps differs
   the second time.
-- And [one rule](../tests/conformance/rule.py) compares dq, dk and dv with fp64, not only the output, and not only the
+- And [one rule](../../tests/conformance/rule.py) compares dq, dk and dv with fp64, not only the output, and
+  not only the
   loss.
 
-[`tests/studies/test_llmc.py`](../tests/studies/test_llmc.py) plants exactly this fault, in a small FlashAttention that
+[`tests/studies/test_llmc.py`](../../tests/studies/test_llmc.py) plants exactly this fault, in a small
+FlashAttention that
 is right otherwise: its backward adds dQ to memory that is fresh, or another layer's, or its own from the call before.
 The very test that every back end passes rejects each of them, and accepts the same code on zeroed memory. The last
 test trains a small GPT whose MLPs leave their gradients in the buffer, as llm.c's do: the comparison that
@@ -273,10 +280,11 @@ rounding.
 
 ### What is done here
 
-The call is the same: [`attention_qkvpacked`](api/tilewise.md#tilewise.attention_qkvpacked) reads q, k and v where they
+The call is the same: [`attention_qkvpacked`](../api/tilewise.md#tilewise.attention_qkvpacked) reads q, k and
+v where they
 lie in one tensor, and writes dq, dk and dv into one other. The forward keeps o and lse. The portable kernels write dq,
 dk and dv once and add to no memory. On Hopper, key tiles do add to dQ, to sums that the backward allocates, and whose
-zeros its own preparation writes before ([`fp32/preprocess.py`](../src/tilewise/hopper/fp32/preprocess.py)):
+zeros its own preparation writes before ([`fp32/preprocess.py`](../../src/tilewise/hopper/fp32/preprocess.py)):
 
 ```python
 tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))

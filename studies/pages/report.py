@@ -1,4 +1,4 @@
-"""docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
+"""docs/results/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -100,7 +100,7 @@ class Origin(NamedTuple):
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draws the pictures under docs/images and writes docs/performance.md, fp32.md, and the pages of what was studied.
+    """Draws the pictures under docs/images and writes the pages of docs/results.
 
     Raises ValueError if there is no results file.
     """
@@ -131,14 +131,15 @@ def write(results: Path, docs: Path) -> Path:
             fp32 += heading + of_fp32
     for file in measured:
         sections += _tiles(tuned.load(file), carried)
-    docs.mkdir(parents=True, exist_ok=True)
-    page = docs / "performance.md"
+    pages = docs / "results"
+    pages.mkdir(parents=True, exist_ok=True)
+    page = pages / "performance.md"
     page.write_text("\n".join(sections))
-    (docs / "fp32.md").write_text("\n".join([fp32_page.HEADER, *fp32_page.absent(contents.values()), *fp32]))
+    (pages / "fp32.md").write_text("\n".join([fp32_page.HEADER, *fp32_page.absent(contents.values()), *fp32]))
     if studied:
-        (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
+        (pages / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
     if summed:
-        (docs / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
+        (pages / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
     return page
 
 
@@ -157,9 +158,11 @@ def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) ->
     rows, run = rows_of(content, suite), content["suites"][suite]
     lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
     lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
-    lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
+    lines += [f"![{shows}](../images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
     if changes := worth(rows):
-        lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
+        lines.append(
+            "What each row changes stands in [Hopper](../internals/hopper-forward.md#what-each-technique-is-worth).\n"
+        )
         lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
     if found := prices(rows):
         packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))

@@ -11,7 +11,7 @@ from tilewise.bench.tables import markdown
 SUITE = "variants"
 TEXT = """\
 Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile. An aim is
-what the project asks of a variant (`AIMS` in [`costs.py`](../src/tilewise/bench/costs.py)).
+what the project asks of a variant (`AIMS` in [`costs.py`](../../src/tilewise/bench/costs.py)).
 """
 
 

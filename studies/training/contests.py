@@ -176,7 +176,7 @@ def contests_of(content: dict[str, Any]) -> list[Contest]:
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """One device's part of docs/fp32.md; draws its pictures as <stem>-<number>.png."""
+    """One device's part of docs/results/fp32.md; draws its pictures as <stem>-<number>.png."""
     lines = []
     for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
@@ -186,7 +186,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
             lines += ["", markdown(by_seed[0], by_seed[1:])]
         if found.finished:
             picture(found, path)
-            lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]
+            lines += ["", f"![Losses, differences, time and memory](../images/{path.name})\n"]
         lines += [f"- {line}" for line in found.sentences()]
         lines += [*(f"- Not trained: {line}" for line in found.reasons()), ""]
     return lines
