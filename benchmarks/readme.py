@@ -3,7 +3,6 @@
 Every number stands between two comments that name it, <!-- name --> and <!-- /name -->; `numbers` says what each is.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from studies.accuracy import measure as study
 from studies.accuracy.page import findings_of
 from studies.pages import field
+from studies.pages.marked import filled
 from tilewise.bench.costs import OURS
 from tilewise.bench.results import load, repeated, rows_of
 from tilewise.bench.suites import BACKWARD, FORWARD
@@ -18,7 +18,6 @@ from tilewise.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, le
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "README.zh-CN.md")
-MARKED = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 PASSES = (FORWARD, BACKWARD)
 TRITON = f"{OURS} triton"
 FP32 = {
@@ -45,28 +44,25 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
     return pages
 
 
-def filled(text: str, found: dict[str, str]) -> str:
-    """The page with these numbers.
-
-    Raises ValueError if a comment names none.
-    """
-
-    def value(marked: re.Match[str]) -> str:
-        if marked[2] not in found:
-            raise ValueError(f"<!-- {marked[2]} --> names no number; choose from {', '.join(found)}")
-        return f"{marked[1]}{found[marked[2]]}{marked[4]}"
-
-    return MARKED.sub(value, text)
-
-
 def numbers(results: Path) -> dict[str, str]:
-    """By name, what the pages say: numbers, and whole tables."""
-    gpu, cpu = load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
-    found = _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
+    """By name, what the README says; its tables stand together."""
+    gpu, cpu = loaded(results)
+    found = measured(results)
     tables = [found.pop(name) for name in TABLES]
     reference = (ROOT / "src" / "tilewise" / "reference.py").read_text()
     found["numbers"] = "\n" + "\n\n".join([*tables, _measured(gpu, cpu)]) + "\n"
     return found | {"reference-lines": str(len(reference.splitlines()))}
+
+
+def measured(results: Path) -> dict[str, str]:
+    """By name, what the README and the pages of results say: numbers, and whole tables."""
+    gpu, cpu = loaded(results)
+    return _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
+
+
+def loaded(results: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results of the GPU, and those of the CPU."""
+    return load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
 
 
 def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:

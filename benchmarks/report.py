@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "docs" / "pictures")]
 import palette
 import readme
+import screens
 
 from studies.pages.report import write
 
@@ -28,6 +29,6 @@ def publish(results: Path, docs: Path) -> None:
 if __name__ == "__main__":
     try:
         publish(HERE / "results", HERE.parent / "docs")
-        print(*readme.write(), sep="\n")
+        print(*readme.write(), *screens.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))
