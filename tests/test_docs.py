@@ -151,6 +151,18 @@ def test_lines_quoted_from_the_source_are_there():
     assert quoted > 10
 
 
+def test_the_tables_of_registers_are_what_the_tests_compile():
+    record = json.loads((ROOT / "tests/hopper/spills.json").read_text())["3.6.0"]
+    written = {}
+    for page in (ROOT / "docs/internals").glob("hopper-*.md"):
+        for kernel, size, call, spills in re.findall(
+            r"^\| (\w+) \| (\d+) \| ([\w ]+) \| \d+ \| [\d, ]+ \| (\w+) \|", page.read_text(), re.MULTILINE
+        ):
+            written[f"{kernel} {size} {call}"] = 0 if spills == "none" else int(spills)
+    measured = {name: row["spills"] for name, row in record.items() if not name.endswith("biased")}
+    assert written == measured, "run python benchmarks/resources.py"
+
+
 def flush_left(code):
     """Lines without what they are indented by, and without the last line's end."""
     return "\n".join(line.strip() for line in code.strip().splitlines())

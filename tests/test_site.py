@@ -17,7 +17,14 @@ import pytest
 
 import tilewise as tw
 
-for package in ("mkdocs", "material", "mkdocs_awesome_nav", "mkdocstrings_handlers.python", "math_core"):
+for package in (
+    "mkdocs",
+    "material",
+    "mkdocs_awesome_nav",
+    "mkdocs_redirects",
+    "mkdocstrings_handlers.python",
+    "math_core",
+):
     pytest.importorskip(package, reason=f"{package} is not installed, or Python is older than 3.11")
 
 ROOT = Path(__file__).parent.parent
