@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ def snippets(page, language="python"):
 
 
 GUIDE = snippets("docs/use/guide.md")
+IN_ORDER = ("quickstart", "from-sdpa", "from-flash-attn", "from-flexattention")
+SOURCES = ("src", "studies", "benchmarks", "tests")
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +65,24 @@ def test_the_guide_runs(index):
     results = [value for value in names.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     assert results
     assert not any(value.isnan().any() for value in results if not value.is_meta)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_pages_for_newcomers_run_in_order(page, monkeypatch):
+    blocks, module = snippets(f"docs/use/{page}.md"), ModuleType("newcomer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks up its globals there
+    assert len(blocks) >= 3
+    for index, code in enumerate(blocks):
+        exec(compile(code, f"docs/use/{page}.md, block {index}", "exec"), vars(module))
+
+
+def test_every_environment_variable_is_told():
+    page = (ROOT / "docs/use/environment.md").read_text()
+    sources = [ROOT / "Makefile", *(path for name in SOURCES for path in (ROOT / name).rglob("*.py"))]
+    used = {name for path in sources for name in re.findall(r"\bTILEWISE_[A-Z_]+\b", path.read_text())}
+    assert "TILEWISE_TILES" in used
+    assert set(re.findall(r"^\| `(TILEWISE_[A-Z_]+)`", page, re.MULTILINE)) == used
 
 
 def test_contributing_works(tmp_path):

@@ -40,6 +40,12 @@ LOADED = {
     "audio": "src",
     "link": "href",
 }
+MOVED = {
+    "use": ("guide", "support", "numerics"),
+    "results": ("performance", "fp32", "accuracy", "accumulation"),
+    "internals": ("architecture", *(f"adr/{path.stem}" for path in ROOT.glob("docs/internals/adr/*.md"))),
+}
+"""Pages that lay in docs/ itself."""
 SETS = {"source": "srcset", "img": "srcset"}
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 ENTRY = re.compile(r"^(\w+, )*\w+: ")
@@ -135,6 +141,18 @@ def test_links_lead_somewhere(site):
                 assert unquote(parts.fragment) in site.pages[target].anchors, f"{path.name}: {link}"
             read += 1
     assert read > 1000
+
+
+@pytest.mark.parametrize(("folder", "name"), [(folder, name) for folder, names in MOVED.items() for name in names])
+def test_old_addresses_lead_to_the_new_ones(site, folder, name):
+    old = (site.out / f"{name}.html").read_text()
+    (new,) = re.findall(r'http-equiv="refresh" content="0; url=([^"]+)"', old)
+    assert ((site.out / f"{name}.html").parent / new).resolve() == (site.out / folder / f"{name}.html").resolve()
+    assert "window.location.hash" in old, "anchors are lost"
+
+
+def test_hopper_is_three_pages_now(site):
+    assert "internals/hopper-forward.html" in (site.out / "hopper.html").read_text()
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
