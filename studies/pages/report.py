@@ -43,15 +43,14 @@ from . import field, marked, plots
 from . import fp32 as fp32_page
 from . import variants as variants_page
 
-TILES = """Measured by `python -m tilewise tune`. A candidate is a row of a table of tiles, or a declared
-neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
-this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
-kernel.
+TILES = """Measured by `python -m tilewise tune`. A candidate is the row in use, or that row with one
+change. Each must pass the rule of accuracy, and all take turns. Speed is the fastest candidate's time over this one's,
+as a geometric mean over the cases. The whole forward or backward is timed, even if the row is of one kernel only.
 """
 PRICES = """Speed is the plain call's time over the variant's, in the same rounds; the plain call is the row tilewise. A
-window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how many times fewer, and per tile is speed
-over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
-1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
+window and packed sequences visit fewer tiles of 128 x 128. *Tiles allow* says how many times fewer, and *per tile* is
+speed over that. GQA n: n query heads share a key head. Softcap: tanh at 50. Window 1024: a query sees its position and
+the 1023 keys before it. Sink: learnable, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
 """
 ACCURACY = ("hopper fp32", "triton fp32", "mask causal", "cpu")
 TRAINING = ("hopper fp32 forward D64", "hopper fp32 backward D64", "mask causal", "cpu")
@@ -161,7 +160,7 @@ def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) ->
     pictures = [f"![{shows}](../images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
     lines += pictures
     if changes := worth(rows):
-        lines.append(f"What each row changes stands in [Hopper]({ABLATION}).\n")
+        lines.append(f"[Hopper]({ABLATION}) says what each row changes.\n")
         lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
     if found := prices(rows):
         packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))

@@ -18,7 +18,7 @@ what the project asks of a variant (`AIMS` in [`costs.py`](../../src/tilewise/be
 def section(file: Path, content: dict[str, Any]) -> list[str]:
     """A table of every variant's speed: the median, the least and the most; nothing where the suite was run once."""
     runs = repeated(file, content, SUITE)
-    if not runs:
+    if len(runs) < 2:
         return []
     of = runs[-1]["suites"][SUITE]["environment"]
     found: dict[tuple[str, str, str], list[Cost]] = {}
