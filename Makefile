@@ -6,7 +6,7 @@
 #   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
 #   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
-#   make report                        docs/performance.md and the README's numbers from those results, and every picture
+#   make report                        the pages of docs/results and the README's numbers from those results, and every picture
 #   make versions                      part of the tests under the oldest and the newest PyTorch that Pythons here can have
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it

@@ -3,7 +3,6 @@
 Every number stands between two comments that name it, <!-- name --> and <!-- /name -->; `numbers` says what each is.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from studies.bench.results import load, repeated, rows_of
 from studies.bench.suites import BACKWARD, FORWARD
 from studies.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 from studies.pages import field
+from studies.pages.marked import filled
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "README.zh-CN.md")
-MARKED = re.compile(r"(<!-- ([\w-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 PASSES = (FORWARD, BACKWARD)
 TRITON = f"{OURS} triton"
 FP32 = {
@@ -45,28 +44,25 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
     return pages
 
 
-def filled(text: str, found: dict[str, str]) -> str:
-    """The page with these numbers.
-
-    Raises ValueError if a comment names none.
-    """
-
-    def value(marked: re.Match[str]) -> str:
-        if marked[2] not in found:
-            raise ValueError(f"<!-- {marked[2]} --> names no number; choose from {', '.join(found)}")
-        return f"{marked[1]}{found[marked[2]]}{marked[4]}"
-
-    return MARKED.sub(value, text)
-
-
 def numbers(results: Path) -> dict[str, str]:
-    """By name, what the pages say: numbers, and whole tables."""
-    gpu, cpu = load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
-    found = _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
+    """By name, what the README says; its tables stand together."""
+    gpu, cpu = loaded(results)
+    found = measured(results)
     tables = [found.pop(name) for name in TABLES]
     reference = (ROOT / "src" / "tilewise" / "reference.py").read_text()
     found["numbers"] = "\n" + "\n\n".join([*tables, _measured(gpu, cpu)]) + "\n"
     return found | {"reference-lines": str(len(reference.splitlines()))}
+
+
+def measured(results: Path) -> dict[str, str]:
+    """By name, what the README and the pages of results say: numbers, and whole tables."""
+    gpu, cpu = loaded(results)
+    return _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
+
+
+def loaded(results: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results of the GPU, and those of the CPU."""
+    return load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
 
 
 def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:
@@ -188,7 +184,7 @@ def _measured(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     commits += [_commits(gpu, [gpu[study.PART]["length"]]), _commits(cpu, [cpu["suites"]["cpu"]])]
     return (
         f"Measured on an H200 at commit {commits[0]} (errors: {commits[1]}), and on the CPU at {commits[2]}. "
-        "[Performance](docs/performance.md) has every table, and marks the rows whose kernels changed since."
+        "[Performance](docs/results/performance.md) has every table, and marks the rows whose kernels changed since."
     )
 
 

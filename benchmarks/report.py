@@ -1,5 +1,5 @@
-"""python benchmarks/report.py: writes docs/performance.md and the other measured pages, their pictures, and the numbers
-of README.md, from benchmarks/results. A picture that shows the same as before stays as it is."""
+"""python benchmarks/report.py: writes the pages of docs/results, their pictures, and the numbers of README.md, from
+benchmarks/results. A picture that shows the same as before stays as it is."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "docs" / "pictures")]
 import palette
 import readme
+import screens
 
 from studies.pages.report import write
 
@@ -18,8 +19,8 @@ def publish(results: Path, docs: Path) -> None:
     """Writes the pages and the pictures that have changed."""
     with TemporaryDirectory() as folder:
         write(results, Path(folder))
-        for page in Path(folder).glob("*.md"):
-            (docs / page.name).write_text(page.read_text())
+        for page in Path(folder, "results").glob("*.md"):
+            (docs / "results" / page.name).write_text(page.read_text())
         for picture in Path(folder, "images").glob("*"):
             if palette.replace(picture, docs / "images" / picture.name):
                 print(docs / "images" / picture.name)
@@ -28,6 +29,6 @@ def publish(results: Path, docs: Path) -> None:
 if __name__ == "__main__":
     try:
         publish(HERE / "results", HERE.parent / "docs")
-        print(*readme.write(), sep="\n")
+        print(*readme.write(), *screens.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))

@@ -2,7 +2,7 @@
 
     python3 tests/pairs.py              every pair in PAIRS, one after the other; keeps pairs.json
     python3 tests/pairs.py 2.9.1        one of them
-    python3 tests/pairs.py --table      only writes the table in docs/support.md again, as the others do at their end
+    python3 tests/pairs.py --table      only writes the table in docs/use/support.md again; the others do, too
 
 Each pair has its own environment, of 5 to 7 GB where PyTorch brings CUDA, which is removed behind it.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "pairs.json"
-PAGE = ROOT / "docs" / "support.md"
+PAGE = ROOT / "docs" / "use" / "support.md"
 MARKED = re.compile(r"(<!-- pairs -->\n).*?(<!-- /pairs -->)", re.DOTALL)
 
 BRINGS = {"2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}

@@ -1,4 +1,4 @@
-"""The package's files, and how they import each other: docs/architecture.md's reading order holds."""
+"""The package's files, and how they import each other: docs/internals/architecture.md's reading order holds."""
 
 import ast
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tilewise"
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*) \|$", re.MULTILINE)
-LINK = re.compile(r"\]\(\.\./src/tilewise/([^)]+)\)")
+LINK = re.compile(r"\]\(\.\./\.\./src/tilewise/([^)]+)\)")
 NAME = re.compile(r"`(\w+)`")
 BACK_ENDS = ("cpu", "hopper", "triton")
 UNORDERED = ("cli", "compat")
@@ -64,7 +64,7 @@ def order() -> dict[str, tuple[int, int, int]]:
 def test_every_file_has_a_place_in_the_reading_order():
     assert files().keys() - order().keys() == {".", "__main__"}
     for name, (_, _, place) in order().items():
-        assert place != 999 or name.startswith(UNORDERED), f"its row of docs/architecture.md does not name {name}"
+        assert place != 999 or name.startswith(UNORDERED), f"its row of architecture.md does not name {name}"
 
 
 def test_no_file_imports_one_below_it():

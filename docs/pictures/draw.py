@@ -1,4 +1,4 @@
-"""python docs/pictures/draw.py: draws the pictures of docs/hopper.md, docs/learn and README.md into docs/images."""
+"""python docs/pictures/draw.py: draws the pictures of docs/internals, docs/learn and README.md into docs/images."""
 
 import sys
 from collections.abc import Callable

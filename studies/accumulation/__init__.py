@@ -1,4 +1,4 @@
-"""Does it pay to accumulate in fp16? Attention that does (docs/accumulation.md).
+"""Does it pay to accumulate in fp16? Attention that does (docs/results/accumulation.md).
 
 from studies.accumulation import Accumulate, attention
 

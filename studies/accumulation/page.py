@@ -1,4 +1,4 @@
-"""Write the accumulation study as tables, sentences, and docs/accumulation.md."""
+"""Write the accumulation study as tables, sentences, and docs/results/accumulation.md."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,75 +7,11 @@ from typing import Any
 
 from ..bench.results import OK
 from ..bench.tables import folded, geometric_mean, length_label, markdown
-from .measure import COMBINATIONS, HEAD_SIZE, HEADS, IN_LOOP, PART, PLAIN, QUERIES, SWEEPS, Combination, Finding, Point
+from .measure import COMBINATIONS, IN_LOOP, PART, PLAIN, SWEEPS, Combination, Finding, Point
 from .plots import SHOWN, TITLES, picture, ratios_of, speed_picture, value
 from .speed import Kernel, Time
 
 BASE = Point()
-HEADER = f"""# Accumulating in fp16
-
-Written by `python benchmarks/report.py` from the files in `benchmarks/results`; edit nothing here by hand.
-`python -m studies accumulation --results benchmarks/results` measures.
-
-[A discussion of flash-attention](https://github.com/Dao-AILab/flash-attention/issues/543) asks whether attention must
-sum in fp32. Q K^T could be summed in fp16, if no logit leaves its range, or at least P V, as P is at most 1. It names
-two ways to divide by the row sum: delayed, once at the end, where every exponent is lowered by log(length) so that
-the unnormalised sums stay in range; or in the loop, at every tile. `studies.accumulation.attention` does all of
-this, in one Triton kernel and in an emulation in torch:
-
-    from studies.accumulation import Accumulate, attention
-
-    o = attention(q, k, v, accumulate=Accumulate(scores="fp32", values="fp16", stability=True))
-
-## What the factor guarantees
-
-Let N be the number of keys and X the largest |v|, so X is at most 65504, the largest number of fp16. With
-`stability=True` each exponent is lowered by s, the least whole number with 2^s >= 2 N. Then **no entry of the sum P V
-ever exceeds X, at any step, for any q and k whose logits are finite, any finite v, any tiles, any order of the keys
-and any number of steps**; so it never overflows:
-
-1. A logit is at most its row's maximum so far, so no exponent exceeds -s. The kernel lowers exponents by 2^-22 of the
-   maximum more, which covers the rounding of their own arithmetic; what is left is lost when P is rounded to fp16, as
-   2^-s is a number of fp16. So P <= 2^-s. (P also has to be one: 2^-s is at least 2^-24 up to 8M keys.)
-2. A step adds t, an exact or a truncated sum of some P v, to a sum a and rounds. Rounding to nearest or towards zero
-   moves a + t by no more than |t|, because a itself is a number of fp16. So a step adds at most 2 |t|.
-3. Rescaling by a factor <= 1 never makes |a| larger, rounded or not.
-4. So |a| <= 2 (the sum of all P |v|) <= 2 N 2^-s X <= X.
-
-The 2 is what the discussion leaves out. Lowered by ceil(log(N)), its proposal, the sum is at most X in exact
-arithmetic, but sums of rounded numbers exceed that where rounding log(N) up leaves little room: 1096 keys with equal
-logits, whose v are all 65504, overflow if exponents are lowered by 7 (`tests/studies` holds both to account).
-Packed exp2 may err upwards by 2^-9.9, which costs one more power of two where N is a power of two. The division at the
-end can round above X, too, so a finite o beyond 65504 becomes 65504.
-
-What it does not guarantee:
-
-- **Accuracy.** fp16 has no number below 2^-24. Lowered by s, a weight below 2^(s - 25) of the row's largest is
-  dropped from P V, but counted in the row sum, and larger ones lose bits.
-- **Q K^T.** Its sums are of unscaled logits and nothing lowers them: they overflow where |q k| exceeds 65504. Rows
-  normalised to a root mean square of 1 have |q k| <= D times the scales, by Cauchy and Schwarz, and cannot.
-- **More than is needed.** If all |v| are at most X, 2 N 2^-s X <= 65504 is enough: `stability=X` lowers by that much,
-  which is nothing at all where 2 N X <= 65504.
-
-Division in the loop keeps O an average of the rows of V, so |O| <= X up to roundings, which add up from tile to tile.
-That is no guarantee: 100 keys with equal logits, whose v are all 65504, overflow (the same tests). Without factor or
-division in the loop, |P V| is at most the row sum times X, up to N X.
-
-## How it is measured
-
-{QUERIES} queries of {HEADS} heads of size {HEAD_SIZE} against {BASE.length} keys, without a mask, fp16, standard
-normal unless said otherwise. A sweep changes one thing: the number of keys; the scale of the logits (q is multiplied
-by it); one channel of q and k (multiplied by it, as some models' are); the same with every row of q and k divided by
-its root mean square, as QK-normalised models do; the mean of v (its standard deviation is a tenth of it, at least 1).
-The truth is fp64 on the same inputs. An error is the norm of the difference over the norm of the truth; *overflow* is
-the share of o's entries that are inf or NaN, and no error is given where there are any. *fp32, fp32, delayed, fp32* is
-what `tilewise.attention` does. *Log factor* is `stability=True`, *log factor, this V* is `stability=X`.
-
-On a GPU the kernel is examined. On a CPU the emulation is: it computes in fp32 and rounds the sums to fp16 every 16
-terms, as the matrix instructions do; those may add in another order and truncate what the emulation rounds. Its exp2
-in halves is rounded rightly, the chip's errs by up to 2^-9.9. The time of an emulation says nothing, so none is
-given. Kernels are compiled without a GPU, for every target named; spills are bytes of local memory a thread.
-"""
 CHANGES = {
     "Q K^T in fp16": Combination(scores="fp16"),
     "P V in fp16": Combination(values="fp16"),
@@ -289,7 +225,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
     if findings:
         path = stem.with_name(f"{stem.name}-errors.png")
         picture(findings, path)
-        lines += ["### When does it break?\n", f"![Errors and overflow](images/{path.name})\n"]
+        lines += ["### When does it break?\n", f"![Errors and overflow](../images/{path.name})\n"]
         lines += [*(f"- {line}" for line in error_sentences(findings)), ""]
         lines += ["Over all points where it does not overflow, in the geometric mean, and at worst:\n"]
         lines += [markdown(*verdicts(findings)), ""]
@@ -311,6 +247,6 @@ def _speed_part(times: Sequence[Time], path: Path) -> list[str]:
     if not any(t.milliseconds for t in times):
         return ["Not timed on this device.\n"]
     speed_picture(times, path)
-    lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](images/{path.name})\n"]
+    lines = [*(f"- {line}" for line in speed_sentences(times)), "", f"![Times](../images/{path.name})\n"]
     sizes = dict.fromkeys(t.on.head_size for t in times)
     return [*lines, *(folded(f"TFLOP/s, head size {size}", *speed_table(times, size)) for size in sizes)]

@@ -1,4 +1,4 @@
-"""Write the accuracy study as tables, pictures, sentences, and the sections of docs/accuracy.md."""
+"""Write the accuracy study as tables, pictures, sentences, and the sections of docs/results/accuracy.md."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from ..bench.accuracy import ENTRIES, NAMES
+from ..bench.accuracy import NAMES
 from ..bench.results import OK
 from ..bench.tables import STANDARD, folded, geometric_mean, is_ours, length_label
 from ..pages.plots import COLOURS, STYLE, legend_below, save
-from .measure import OUTLIERS, PART, SWEEPS, Finding, Point
+from .measure import PART, SWEEPS, Finding, Point
 
 TITLES = {
     "length": "length",
@@ -24,21 +24,6 @@ TITLES = {
     "mean": "mean of k and v",
 }
 BASE = Point()
-HEADER = f"""# Accuracy of fp32
-
-Written by `python benchmarks/report.py` from the files in `benchmarks/results`; edit nothing here by hand.
-`python -m studies accuracy --results benchmarks/results` measures.
-
-How wrong are o, dq, dk and dv of causal self-attention in fp32, against fp64? Each point is one batch entry with two
-heads. q, k, v and do are standard normal, {BASE.length} tokens of head size {BASE.head_size} unless said otherwise. A
-sweep changes one thing: the length; the head size; the scale of the logits (q is multiplied by it); outliers (one in
-{round(1 / OUTLIERS)} entries of q, k and v is multiplied by it); the mean of k and v (added to every entry).
-
-The truth is attention and autograd's gradients in fp64 on the same device, {ENTRIES >> 20}M scores at a time, so that
-it fits at 64K tokens. Every entry of both heads is compared; nothing is sampled. *Standard* is the same code in fp32:
-plain torch, also in those blocks of queries, whose shares of dk and dv it adds in fp32. An error is the norm of the
-difference over the norm of the truth; the largest error over the largest entry is in the folded tables.
-"""
 
 
 def value(sweep: str, point: Point) -> str:
@@ -134,7 +119,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
         path = stem.with_name(f"{stem.name}-{sweep.replace('_', '-')}.png")
         picture(sweep, found, path)
         lines += [f"### By {TITLES[sweep]}\n", origin(run["environment"], run["partial"]) + "\n"]
-        lines += [f"![Errors by {TITLES[sweep]}](images/{path.name})\n"]
+        lines += [f"![Errors by {TITLES[sweep]}](../images/{path.name})\n"]
         lines += [folded(f"Errors by {TITLES[sweep]}", *table(sweep, found, lambda f: f.relative))]
         lines += [folded("Largest error over the largest entry", *table(sweep, found, lambda f: f.largest))]
     lines += ["Not measured:\n", *(f"- {note}" for note in reasons(every)), ""]

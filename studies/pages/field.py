@@ -104,11 +104,12 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
     found = ratios(runs, best)
     versions = ", ".join(f"{name} {version}" for name, version in peers["versions"].items())
     lines = [
-        "### paper, beside FlashAttention-3 and FlashAttention-4\n",
-        f"tilewise over the best of {', '.join(FIELD.values())}: the median of {len(runs)} runs of its ratio to cuDNN,",
-        "divided by the best one's ratio to cuDNN in a run of theirs, on a card of the same kind, of which",
-        f"[the rates](../benchmarks/results/peers/{file.name}) are kept: {peers['when']}, {versions}.",
-        f"tilewise was measured at commit {of['commit']}, kernels {of['kernels']}.\n",
+        "### paper, against FlashAttention-3 and FlashAttention-4\n",
+        f"Speed of tilewise over the fastest of {', '.join(FIELD.values())}. tilewise and the others were measured in",
+        "different runs, on cards of the same kind, each with cuDNN. So this is the ratio of two ratios to cuDNN;",
+        f"tilewise's is the median of {len(runs)} runs.",
+        f"[Rates of the others](../../benchmarks/results/peers/{file.name}):",
+        f"{peers['when']}, {versions}. tilewise: commit {of['commit']}, kernels {of['kernels']}.\n",
         *(f"- {line}" for line in absent(peers)),
         f"- Why: {peers['missing']}.",
         "",
@@ -126,10 +127,10 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         lines.append(f"- {pass_}: {mean:.3f} in the geometric mean of {counts}.")
     lines += [
         "",
-        "Short sequences lose to what 128 rows cost beside their blocks of 128 x 128 scores: first loads, a pipeline",
-        "that fills and drains, last stores, and around the backward the kernels that read and write every row. A fit",
-        "of milliseconds = a blocks + b rows / 128 to every length, with and without mask, says how much that is. With",
-        "a causal mask, 128 rows of 512 have 2.5 blocks on average, of 16k 64.5.\n",
+        "Short sequences pay for fixed work: first loads, a pipeline that fills and drains, last stores, and in the",
+        "backward the kernels that read and write every row. The table compares this work of 128 rows with one block",
+        "of 128 x 128 scores. It fits milliseconds = a blocks + b rows / 128 to every length, with and without mask.",
+        "With a causal mask, 128 rows have 2.5 blocks on average at 512 tokens, and 64.5 at 16k.\n",
         "| head size | pass | 128 rows cost as much as | fit off by at most |",
         "|---|---|---:|---:|",
     ]

@@ -1,4 +1,7 @@
-"""Write docs/performance.md, fp32.md, accuracy.md and accumulation.md from the results files, and nothing else."""
+"""The measured parts of docs/results, from the results files and nothing else.
+
+A page's own text stands in the page; what is written here lies between its comments <!-- measured -->.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -8,10 +11,8 @@ from typing import Any, NamedTuple
 
 from .. import ablation  # noqa: F401, adds its suite
 from ..accumulation import measure as accumulation
-from ..accumulation.page import HEADER as ACCUMULATION_HEADER
 from ..accumulation.page import section as accumulation_section
 from ..accuracy import measure as study
-from ..accuracy.page import HEADER as ACCURACY_HEADER
 from ..accuracy.page import section as accuracy_section
 from ..bench import state
 from ..bench.costs import OURS
@@ -19,12 +20,9 @@ from ..bench.results import OK, changed, kernels_of, load, rows_of
 from ..bench.suites import SUITES
 from ..bench.tables import (
     COST,
-    ERROR,
-    HOST,
     MEMORY,
     METRICS,
     OF_MATMUL,
-    SPREAD,
     Grid,
     Metric,
     folded,
@@ -41,39 +39,27 @@ from ..bench.tables import (
 from ..training import contests as trainings
 from ..training import contexts
 from ..tune import tuned
-from . import field, plots
+from . import field, marked, plots
 from . import fp32 as fp32_page
 from . import variants as variants_page
 
-HEADER = """# Performance
-
-Written by `python benchmarks/report.py` from the files in `benchmarks/results`; edit nothing here by hand.
-
-Times are medians over rounds in which all implementations take turns, because a power-limited card changes its rate
-from minute to minute; only ratios inside one table mean something. On a GPU they are device times of queued calls; a
-backward is whole: as `torch.autograd.grad` takes it, with pre- and postprocessing. Arithmetic is counted as 4 B H M N D
-for a forward, half of it if causal, and 2.5 times that for a backward. The matrix product beside each case is a large
-square one in the same type, in the same rounds. Memory is the peak above what was allocated before the call. A result
-whose error exceeds twice that of plain torch in the same type, plus two units in the last place, is not timed; the fp32
-precisions that promise less, bf16x3 and tf32, may err by 2e-5 and 2e-3 of the largest entry.
-
-fp32 in the shape of llm.c, and whole trainings, have [a page of their own](fp32.md).
-"""
-TILES = """Measured by `python -m studies tune`. A candidate is a row of a table of tiles, or a declared
-neighbour of it, judged by the rule above and timed with all others in turns. Speed is the fastest candidate's time over
-this one's, the geometric mean over the cases. The whole forward or backward is timed, also where the row is of one
-kernel.
+TILES = """Measured by `python -m studies tune`. A candidate is the row in use, or that row with one
+change. Each must pass the rule of accuracy, and all take turns. Speed is the fastest candidate's time over this one's,
+as a geometric mean over the cases. The whole forward or backward is timed, even if the row is of one kernel only.
 """
 PRICES = """Speed is the plain call's time over the variant's, in the same rounds; the plain call is the row tilewise. A
-window and packed sequences visit fewer tiles of 128 x 128: tiles allow is how many times fewer, and per tile is speed
-over that. GQA n: n heads of queries share a head of keys. Softcap: tanh at 50. Window 1024: a query sees itself and the
-1023 keys before it. Sink: one that learns, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
+window and packed sequences visit fewer tiles of 128 x 128. *Tiles allow* says how many times fewer, and *per tile* is
+speed over that. GQA n: n query heads share a key head. Softcap: tanh at 50. Window 1024: a query sees its position and
+the 1023 keys before it. Sink: learnable, with its gradient. Varlen: the tokens packed as sequences of {lengths}.
 """
 ACCURACY = ("hopper fp32", "triton fp32", "mask causal", "cpu")
 TRAINING = ("hopper fp32 forward D64", "hopper fp32 backward D64", "mask causal", "cpu")
 SUMS = ("fp16 sums",)
 """Beginnings of the names of the kernels that studies and trainings depend on."""
-DETAILS = (OF_MATMUL, MEMORY, HOST, ERROR, SPREAD)
+DETAILS = (OF_MATMUL, MEMORY)
+"""Folded below the first tables. Errors, spreads and host costs stay in the results files."""
+ABLATION = "../internals/hopper-forward.md#what-each-technique-is-worth"
+HERE = Path(__file__).parents[2] / "docs" / "results"
 
 
 class Origin(NamedTuple):
@@ -87,7 +73,8 @@ class Origin(NamedTuple):
 
     def __call__(self, env: dict[str, Any], partial: bool) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-        text = f"Measured {env['when']} at commit {env['commit'] or 'unknown'}, kernels {env['kernels']}; {versions}."
+        commit = env["commit"] or "unknown"
+        text = f"Measured {env['when'][:10]} at commit {commit}, kernels {env['kernels']}; {versions}."
         if partial:
             text += " Not the whole suite."
         known = self.content.get("kernels", {}).get(env["kernels"])
@@ -100,7 +87,7 @@ class Origin(NamedTuple):
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Draw the pictures under docs/images, and write docs/performance.md, fp32.md, and the pages of what was studied.
+    """Draw the pictures under docs/images, and fill in the pages of docs/results.
 
     Raises ValueError if there is no results file.
     """
@@ -108,9 +95,10 @@ def write(results: Path, docs: Path) -> Path:
     files = sorted(set(results.glob("*.json")) - {*measured, results / state.CARRIED})
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
-    contents = {file: load(file) for file in files}
+    contents = dict(sorted(((file, load(file)) for file in files), key=lambda each: _on_a_cpu(each[1])))
     carried = state.carried(results)
-    sections, fp32, studied, summed = [HEADER], [], [], []
+    sections: dict[bool, list[str]] = {False: [], True: []}
+    fp32, studied, summed = [], [], []
     for file, content in contents.items():
         stem, heading = docs / "images" / file.stem, [f"## {content['device']}\n"]
         if study.PART in content:
@@ -121,7 +109,8 @@ def write(results: Path, docs: Path) -> Path:
             of_sums = stem.with_name(f"{stem.name}-accumulation")
             summed += accumulation_section(content, of_sums, Origin(content, carried, SUMS))
         if of_suites := _sections(content, carried, [suite for suite in SUITES if suite != fp32_page.SUITE], stem):
-            sections += heading + of_suites + field.section(file, content) + variants_page.section(file, content)
+            of_suites += field.section(file, content) + variants_page.section(file, content)
+            sections[_on_a_cpu(content)] += heading + of_suites
         of_fp32 = _sections(content, carried, [fp32_page.SUITE], stem)
         if trainings.PART in content:
             of_trainings = stem.with_name(f"{stem.name}-training")
@@ -129,17 +118,29 @@ def write(results: Path, docs: Path) -> Path:
             of_fp32 += contexts.section(trainings.contests_of(content), of_trainings)
         if of_fp32:
             fp32 += heading + of_fp32
-    for file in measured:
-        sections += _tiles(tuned.load(file), carried)
-    docs.mkdir(parents=True, exist_ok=True)
-    page = docs / "performance.md"
-    page.write_text("\n".join(sections))
-    (docs / "fp32.md").write_text("\n".join([fp32_page.HEADER, *fp32_page.absent(contents.values()), *fp32]))
-    if studied:
-        (docs / "accuracy.md").write_text("\n".join([ACCURACY_HEADER, *studied]))
-    if summed:
-        (docs / "accumulation.md").write_text("\n".join([ACCUMULATION_HEADER, *summed]))
-    return page
+    tiles = [line for file in measured for line in _tiles(tuned.load(file), carried)]
+    parts = {
+        "fp32": [*fp32_page.absent(contents.values()), *fp32],
+        "accuracy": studied,
+        "accumulation": summed,
+        "performance": [*sections[False], *tiles, *sections[True]],
+    }
+    return [_fill(docs / "results" / f"{name}.md", lines) for name, lines in parts.items() if lines][-1]
+
+
+def _fill(page: Path, lines: list[str]) -> Path:
+    """Puts what was measured into a page, or into a copy of this project's."""
+    if not page.exists():
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text((HERE / page.name).read_text())
+    return marked.write(page, {"measured": "\n\n" + "\n".join(lines).strip("\n") + "\n\n"})
+
+
+def _on_a_cpu(content: dict[str, Any]) -> bool:
+    """Whether no run of a file knows of CUDA; such a file comes last."""
+    runs = [run for part in content.values() if isinstance(part, dict) for run in part.values()]
+    environments = [run["environment"] for run in runs if isinstance(run, dict) and "environment" in run]
+    return not any("cuda" in environment["versions"] for environment in environments)
 
 
 def _sections(content: dict[str, Any], carried: dict[str, str], suites: Sequence[str], stem: Path) -> list[str]:
@@ -156,20 +157,19 @@ def _sections(content: dict[str, Any], carried: dict[str, str], suites: Sequence
 def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) -> list[str]:
     rows, run = rows_of(content, suite), content["suites"][suite]
     lines = [f"### {suite}: {SUITES[suite].title}\n", origin(run["environment"], run["partial"]) + "\n"]
-    lines += [f"- {line}" for line in headlines(suite, rows)] + [""]
-    lines += [f"![{shows}](images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
+    pictures = [f"![{shows}](../images/{path.name})\n" for path, shows in plots.draw(suite, rows, stem)]
+    lines += pictures
     if changes := worth(rows):
-        lines.append("What each row changes stands in [Hopper](hopper.md#what-each-technique-is-worth).\n")
+        lines.append(f"[Hopper]({ABLATION}) says what each row changes.\n")
         lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
     if found := prices(rows):
         packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))
         lines += [PRICES.format(lengths=packed), markdown(*_table(found, COST)) + "\n"]
+    if said := headlines(suite, rows):
+        lines += ["<details><summary>In sentences</summary>\n", *(f"- {line}" for line in said), "\n</details>\n"]
     first = [METRICS[name] for name in SUITES[suite].tables]
-    for metric in (in_its_unit(metric, rows) for metric in first):
+    for metric in dict.fromkeys((*(in_its_unit(metric, rows) for metric in first), *DETAILS)):
         if found := grids(rows, metric):
-            lines.append(markdown(*_table(found, metric)) + "\n")
-    for metric in DETAILS:
-        if metric not in first and (found := grids(rows, metric)):
             lines.append(folded(metric.title[0].upper() + metric.title[1:], *_table(found, metric)))
     if notes := reasons(rows):
         lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]

@@ -11,7 +11,7 @@ from ..bench.tables import markdown
 SUITE = "variants"
 TEXT = """\
 Speed is the plain call's time over the variant's, in the same rounds; of packed sequences per visited tile. An aim is
-what the project asks of a variant (`AIMS` in [`costs.py`](../studies/bench/costs.py)).
+what the project asks of a variant (`AIMS` in [`costs.py`](../../studies/bench/costs.py)).
 """
 
 
@@ -19,7 +19,7 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
     """Return a table of every variant's speed: the median, the least and the most; nothing where the suite was run
     once."""
     runs = repeated(file, content, SUITE)
-    if not runs:
+    if len(runs) < 2:
         return []
     of = runs[-1]["suites"][SUITE]["environment"]
     found: dict[tuple[str, str, str], list[Cost]] = {}

@@ -178,7 +178,7 @@ def contests_of(content: dict[str, Any]) -> list[Contest]:
 
 
 def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any], bool], str]) -> list[str]:
-    """Return one device's part of docs/fp32.md; draw its pictures as <stem>-<number>.png."""
+    """Return one device's part of docs/results/fp32.md; draw its pictures as <stem>-<number>.png."""
     lines = []
     for number, ((name, run), found) in enumerate(zip(content[PART].items(), contests_of(content), strict=True)):
         path = stem.with_name(f"{stem.name}-{number}.png")
@@ -188,7 +188,7 @@ def section(content: dict[str, Any], stem: Path, origin: Callable[[dict[str, Any
             lines += ["", markdown(by_seed[0], by_seed[1:])]
         if found.finished:
             picture(found, path)
-            lines += ["", f"![Losses, differences, time and memory](images/{path.name})\n"]
+            lines += ["", f"![Losses, differences, time and memory](../images/{path.name})\n"]
         lines += [f"- {line}" for line in found.sentences()]
         lines += [*(f"- Not trained: {line}" for line in found.reasons()), ""]
     return lines

@@ -84,6 +84,6 @@ def section(contests: Sequence[Contest], stem: Path) -> list[str]:
         head, *rows = table(group)
         batch = next(iter(group.values())).settings["batch"]
         lines += [f"### Training by context length, batch {batch}\n"]
-        lines += [f"![Time, attention's share and memory by context length](images/{path.name})\n"]
+        lines += [f"![Time, attention's share and memory by context length](../images/{path.name})\n"]
         lines += [markdown(head, rows), ""]
     return lines

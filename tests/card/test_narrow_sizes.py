@@ -1,4 +1,4 @@
-"""Narrow rows with padded ones, on a GPU: the interpreter and the CPU have no shared memory (docs/adr/0004)."""
+"""Narrow rows with padded ones, on a GPU: nothing else has shared memory (docs/internals/adr/0004)."""
 
 from itertools import product
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import tilewise as tw
-from studies.pages.fp32 import HEADER
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
 
@@ -22,13 +22,10 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 PLACE = re.compile(r"^# (?:at the end of|in) (\S+)\n")
-WRITTEN = ("performance.md", "accuracy.md", "accumulation.md")
-"""By a command."""
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "docs/adr/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/use/*.md", "docs/internals/**/*.md", "docs/results/*.md")
     for path in ROOT.glob(pattern)
-    if path.name not in WRITTEN
 )
 
 
@@ -37,7 +34,9 @@ def snippets(page, language="python"):
     return [code for found, code in FENCE.findall((ROOT / page).read_text()) if found == language]
 
 
-GUIDE = snippets("docs/guide.md")
+GUIDE = snippets("docs/use/guide.md")
+IN_ORDER = ("quickstart", "from-sdpa", "from-flash-attn", "from-flexattention")
+SOURCES = ("src", "studies", "benchmarks", "tests")
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +61,28 @@ def test_the_readme_runs(index):
 def test_the_guide_runs(index):
     names = {"__name__": "__main__"}
     for code in (GUIDE[0], GUIDE[index]):
-        exec(compile(code, f"docs/guide.md, block {index}", "exec"), names)
+        exec(compile(code, f"docs/use/guide.md, block {index}", "exec"), names)
     results = [value for value in names.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     assert results
     assert not any(value.isnan().any() for value in results if not value.is_meta)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_pages_for_newcomers_run_in_order(page, monkeypatch):
+    blocks, module = snippets(f"docs/use/{page}.md"), ModuleType("newcomer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks up its globals there
+    assert len(blocks) >= 3
+    for index, code in enumerate(blocks):
+        exec(compile(code, f"docs/use/{page}.md, block {index}", "exec"), vars(module))
+
+
+def test_every_environment_variable_is_told():
+    page = (ROOT / "docs/use/environment.md").read_text()
+    sources = [ROOT / "Makefile", *(path for name in SOURCES for path in (ROOT / name).rglob("*.py"))]
+    used = {name for path in sources for name in re.findall(r"\bTILEWISE_[A-Z_]+\b", path.read_text())}
+    assert "TILEWISE_TILES" in used
+    assert set(re.findall(r"^\| `(TILEWISE_[A-Z_]+)`", page, re.MULTILINE)) == used
 
 
 def test_contributing_works(tmp_path):
@@ -136,7 +153,7 @@ def test_support_names_every_chip_and_precision():
     pytest.importorskip("triton")
     from tilewise.triton import TARGETS  # here, because it needs Triton
 
-    table = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.startswith("| ")]
+    table = [line for line in (ROOT / "docs/use/support.md").read_text().splitlines() if line.startswith("| ")]
     (chips,) = [line for line in table if line.startswith("| chips")]
     assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))
     (precisions,) = [line for line in table if line.startswith("| fp32 precision")]
@@ -145,15 +162,26 @@ def test_support_names_every_chip_and_precision():
 
 
 def test_lines_quoted_from_the_source_are_there():
-    text = (ROOT / "docs/fp32.md").read_text()
-    assert text.startswith(HEADER), "its text has changed; run python benchmarks/report.py"
+    text = (ROOT / "docs/results/fp32.md").read_text()
     quoted = 0
     for before, code in re.findall(r"(.*?)^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        if sources := re.findall(r"\]\(\.\./(src/[^)]+\.py)\)", before):
+        if sources := re.findall(r"\]\(\.\./\.\./(src/[^)]+\.py)\)", before):
             source = sources[-1]
         assert flush_left(code) in flush_left((ROOT / source).read_text()), f"{source} has no lines\n{code}"
         quoted += 1
     assert quoted > 10
+
+
+def test_the_tables_of_registers_are_what_the_tests_compile():
+    record = json.loads((ROOT / "tests/hopper/spills.json").read_text())["3.6.0"]
+    written = {}
+    for page in (ROOT / "docs/internals").glob("hopper-*.md"):
+        for kernel, size, call, spills in re.findall(
+            r"^\| (\w+) \| (\d+) \| ([\w ]+) \| \d+ \| [\d, ]+ \| (\w+) \|", page.read_text(), re.MULTILINE
+        ):
+            written[f"{kernel} {size} {call}"] = 0 if spills == "none" else int(spills)
+    measured = {name: row["spills"] for name, row in record.items() if not name.endswith("biased")}
+    assert written == measured, "run python benchmarks/resources.py"
 
 
 def flush_left(code):
@@ -164,5 +192,4 @@ def flush_left(code):
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
-        if Path(target).name not in WRITTEN:
-            assert (page.parent / target).exists(), target
+        assert (page.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""The pictures of docs/hopper.md, docs/learn and the README: all are drawn, and schedules are possible ones."""
+"""The pictures of docs/internals, docs/learn and the README: all are drawn, and schedules are possible ones."""
 
 import re
 import sys
@@ -67,7 +67,8 @@ def by_name(spans):
 
 
 def test_every_picture_of_the_pages_is_drawn(tmp_path):
-    wanted = set(re.findall(r"\]\(images/(\S+)\)", (DOCS / "hopper.md").read_text()))
+    pages = [path.read_text() for path in (DOCS / "internals").glob("hopper-*.md")]
+    wanted = set(re.findall(r"\]\(\.\./images/(\S+)\)", "".join(pages)))
     for page in DOCS.glob("learn/en/*.md"):
         wanted |= set(re.findall(r"\]\(\S+images/(learn-\S+)\)", page.read_text()))
     for page in DOCS.parent.glob("README*.md"):

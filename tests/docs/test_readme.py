@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import bars
 import readme
 
+from studies.pages.marked import MARKED
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LINES = {"README.md": 110, "README.zh-CN.md": 45}
@@ -18,7 +20,7 @@ WORDS = 25
 """Of a sentence."""
 OUTSIDE = (
     re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),  # code
-    readme.MARKED,
+    MARKED,
     re.compile(r"(?<=\])\([^)]*\)|<[^>]*>"),  # links' addresses, tags
     re.compile(r"^#.*$", re.MULTILINE),  # headings
     re.compile(r"\b(?:Python|PyTorch|Triton) \d+\.\d+"),  # versions
@@ -63,7 +65,7 @@ def test_the_numbers_are_those_of_the_results(name, found):
 
 
 def test_every_number_is_used(found):
-    used = {marked[1] for name in readme.PAGES for marked in readme.MARKED.findall(page(name))}
+    used = {marked[1] for name in readme.PAGES for marked in MARKED.findall(page(name))}
     assert used == set(found)
 
 

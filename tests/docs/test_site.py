@@ -17,7 +17,14 @@ import pytest
 
 import tilewise as tw
 
-for package in ("mkdocs", "material", "mkdocs_awesome_nav", "mkdocstrings_handlers.python", "math_core"):
+for package in (
+    "mkdocs",
+    "material",
+    "mkdocs_awesome_nav",
+    "mkdocs_redirects",
+    "mkdocstrings_handlers.python",
+    "math_core",
+):
     pytest.importorskip(package, reason=f"{package} is not installed, or Python is older than 3.11")
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +40,12 @@ LOADED = {
     "audio": "src",
     "link": "href",
 }
+MOVED = {
+    "use": ("guide", "support", "numerics"),
+    "results": ("performance", "fp32", "accuracy", "accumulation"),
+    "internals": ("architecture", *(f"adr/{path.stem}" for path in ROOT.glob("docs/internals/adr/*.md"))),
+}
+"""Pages that lay in docs/ itself."""
 SETS = {"source": "srcset", "img": "srcset"}
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 ENTRY = re.compile(r"^(\w+, )*\w+: ")
@@ -52,7 +65,7 @@ $$
 ```
 """
 CHINESE = "# 注意力\n\n[在线](#在线)\n\n## 在线\n"
-MISTAKES = ("nowhere.md", "guide.md#nowhere", "../src/nothing.py", r"$\mistake$")
+MISTAKES = ("nowhere.md", "guide.md#nowhere", "../../src/nothing.py", r"$\mistake$")
 
 
 def build(root, out):
@@ -130,6 +143,18 @@ def test_links_lead_somewhere(site):
     assert read > 1000
 
 
+@pytest.mark.parametrize(("folder", "name"), [(folder, name) for folder, names in MOVED.items() for name in names])
+def test_old_addresses_lead_to_the_new_ones(site, folder, name):
+    old = (site.out / f"{name}.html").read_text()
+    (new,) = re.findall(r'http-equiv="refresh" content="0; url=([^"]+)"', old)
+    assert ((site.out / f"{name}.html").parent / new).resolve() == (site.out / folder / f"{name}.html").resolve()
+    assert "window.location.hash" in old, "anchors are lost"
+
+
+def test_hopper_is_three_pages_now(site):
+    assert "internals/hopper-forward.html" in (site.out / "hopper.html").read_text()
+
+
 def test_nothing_is_loaded_from_elsewhere(site):
     loaded = [url for page in site.pages.values() for url in page.loads]
     assert loaded
@@ -184,7 +209,7 @@ def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "__pycache__"))
     shutil.copy(ROOT / "docs/.nav.yml", root / "docs")
     mistakes = [text if text.startswith("$") else f"[wrong]({text})" for text in MISTAKES]
-    page = root / "docs/numerics.md"
+    page = root / "docs/use/numerics.md"
     page.write_text("\n\n".join([page.read_text(), FORMULAS, *mistakes]))
     chinese = root / "docs/learn/zh/9-chinese.md"
     chinese.parent.mkdir(exist_ok=True)
@@ -194,7 +219,7 @@ def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     for mistake in MISTAKES:
         assert mistake.strip("$") in done.stdout
     assert f"Aborted with {len(MISTAKES)} warnings" in done.stdout
-    drawn = (tmp_path / "out/numerics.html").read_text()
+    drawn = (tmp_path / "out/use/numerics.html").read_text()
     assert "<msub><mi>O</mi><mi>i</mi></msub>" in drawn
     assert drawn.count('<math display="block">') == 2
     assert '<div lang="zh"><h1' in (tmp_path / "out/learn/zh/9-chinese.html").read_text()

@@ -1,4 +1,4 @@
-"""docs/support.md: its table is what was kept, and its numbers are what happens."""
+"""docs/use/support.md: its table is what was kept, and its numbers are what happens."""
 
 import json
 import re

@@ -193,7 +193,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
     assert set(content[PART]) == {"length", "mean"}
     assert content[PART]["mean"]["partial"]
     report.write(folder, tmp_path / "docs")
-    text = (tmp_path / "docs/accumulation.md").read_text()
+    text = (tmp_path / "docs/results/accumulation.md").read_text()
     assert f"images/{file.stem}-accumulation-errors.png" in text
     assert (tmp_path / f"docs/images/{file.stem}-accumulation-errors.png").stat().st_size > 5000
     assert "Not timed on this device." in text
@@ -203,7 +203,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
     env = results.environment(CPU)
     results.merge(file, "speed", timed(0.8), env, False, part=PART)
     report.write(folder, tmp_path / "docs")
-    text = (tmp_path / "docs/accumulation.md").read_text()
+    text = (tmp_path / "docs/results/accumulation.md").read_text()
     assert "Head size 64: fp16 sums pay" in text
     assert "Not timed" not in text
     assert (tmp_path / f"docs/images/{file.stem}-accumulation-speed.png").stat().st_size > 5000

@@ -310,7 +310,7 @@ def test_the_llmc_suite_is_told_as_its_source_tells_it(tmp_path):
     assert of_128.startswith("tilewise fp16x3, head size 128, forward, against standard: 4.00x at 1024, 4.00x at 2048")
     results.merge(tmp_path / "results/card.json", "llmc", rows, results.environment(CPU), partial=False)
     report.write(tmp_path / "results", tmp_path / "docs")
-    page = (tmp_path / "docs/fp32.md").read_text()
+    page = (tmp_path / "docs/results/fp32.md").read_text()
     assert "times of attention alone yet" not in page
     assert "No results file holds a training yet." in page
     assert "| times as fast as standard attention | implementation | 256 | 1k | 2k | 4k |" in page

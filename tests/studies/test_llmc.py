@@ -1,4 +1,4 @@
-"""The fault for which llm.c's FP32 FlashAttention (pull request 781) trained to a higher loss, planted; docs/fp32.md.
+"""The fault for which llm.c's FP32 FlashAttention (pull request 781) trained to a higher loss; docs/results/fp32.md.
 
 Its backward adds dQ, key tile by key tile, to memory that it does not zero. The memory is llm.c's `dl_bt4c`, into which
 the MLP of the same block has just written its own gradient.

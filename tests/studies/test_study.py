@@ -117,7 +117,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
     assert content[PART]["scale"]["partial"]
     assert results.load(file)["suites"] == {}
     report.write(folder, tmp_path / "docs")
-    page = (tmp_path / "docs/accuracy.md").read_text()
+    page = (tmp_path / "docs/results/accuracy.md").read_text()
     for name in ("length", "scale"):
         picture = f"{file.stem}-accuracy-{name}.png"
         assert f"images/{picture}" in page

@@ -192,7 +192,7 @@ def test_gpt2_trains_with_every_attention_that_is_there(tmp_path):
     assert trials["standard", 0]["losses"] != trials["standard", 1]["losses"]
     assert {"commit", "device", "versions"} <= set(summary["environment"])
     report.write(tmp_path / "results", tmp_path / "docs")
-    page = (tmp_path / "docs/fp32.md").read_text()
+    page = (tmp_path / "docs/results/fp32.md").read_text()
     assert "No results file holds times of attention alone yet." in page
     assert "a training yet" not in page
     assert "### Training GPT-2 124M, 2 x 16 tokens" in page
@@ -244,7 +244,7 @@ def test_a_contest_without_a_training_is_a_failure(tmp_path):
     assert "not trained: sdpa efficient: needs a GPU" in result.stdout
     assert not (tmp_path / "t.png").exists()
     report.write(tmp_path, tmp_path / "docs")
-    page = (tmp_path / "docs/fp32.md").read_text()
+    page = (tmp_path / "docs/results/fp32.md").read_text()
     assert "- Not trained: sdpa efficient" in page
     assert "training-0.png" not in page
 
@@ -311,7 +311,7 @@ def test_contexts_stand_side_by_side(tmp_path):
     for c in group.values():
         trainings.save(tmp_path / "results/card.json", "GPT", c, environment(torch.device("cpu")))
     report.write(tmp_path / "results", tmp_path / "docs")
-    assert "### Training by context length, batch 4" in (tmp_path / "docs/fp32.md").read_text()
+    assert "### Training by context length, batch 4" in (tmp_path / "docs/results/fp32.md").read_text()
     assert (tmp_path / "docs/images/card-training-contexts-0.png").stat().st_size > 5000
 
 

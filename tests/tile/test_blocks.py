@@ -1,4 +1,4 @@
-"""Blocks of rows: how wide they are for each head size and type (docs/adr/0004)."""
+"""Blocks of rows: how wide they are for each head size and type (docs/internals/adr/0004)."""
 
 import pytest
 import torch

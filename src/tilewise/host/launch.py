@@ -221,7 +221,7 @@ def with_adjacent_rows(x: Operands) -> Operands:
 
 
 def adjacent(t: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy where Triton 3.6 would miscompile the kernel (docs/adr/0004).
+    """Return the tensor, or a contiguous copy where Triton 3.6 would miscompile the kernel (docs/internals/adr/0004).
 
     That happens if the last stride is not 1, or if narrow rows start off 16-byte boundaries. Triton then loads the
     tensor in a layout whose products read outside shared memory.

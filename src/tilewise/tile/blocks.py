@@ -25,7 +25,7 @@ class Block(NamedTuple):
 @triton.constexpr_function
 def width(dtype, d):
     """Return the columns of a block for a head size: a power of two. In fp32, or where a row needs padding at all,
-    return at least 64: narrower ones give wrong products (docs/adr/0004)."""
+    return at least 64: narrower ones give wrong products (docs/internals/adr/0004)."""
     least = max(INNER.value, triton.next_power_of_2(d))
     return least if dtype != tl.float32 and d == least else max(64, least)
 

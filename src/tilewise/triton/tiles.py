@@ -9,7 +9,7 @@ Some rows replace the plain row:
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
 of their kind, by the same rule, within its shared memory. tests/triton/test_compile.py checks each row.
-`python -m studies tune` measures similar rows on a GPU; docs/performance.md plots the times.
+`python -m studies tune` measures similar rows on a GPU; docs/results/performance.md plots the times.
 
 sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, to keep the products out of tensor
 memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles these need more tensor memory than there

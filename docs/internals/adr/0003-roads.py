@@ -1,4 +1,4 @@
-"""What a call costs on the host, by either road: python docs/adr/0003-roads.py."""
+"""What a call costs on the host, by either road: python docs/internals/adr/0003-roads.py."""
 
 import statistics
 import time
