@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instructions import load
-from tilewise.bench.tables import markdown
 
+from studies.bench.tables import markdown
 from studies.pages.marked import write
 
 ROOT = Path(__file__).parents[1]

@@ -4,9 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import readme
-from tilewise.bench.accuracy import NAMES
-from tilewise.bench.costs import OURS
-from tilewise.bench.tables import EFFICIENT, STANDARD, geometric_mean, is_ours, markdown
 
 from studies.accumulation import measure as accumulation
 from studies.accumulation.page import CHANGES
@@ -14,6 +11,9 @@ from studies.accumulation.plots import ratios_of
 from studies.accumulation.speed import Time
 from studies.accuracy import measure as accuracy
 from studies.accuracy.page import findings_of
+from studies.bench.accuracy import NAMES
+from studies.bench.costs import OURS
+from studies.bench.tables import EFFICIENT, STANDARD, geometric_mean, is_ours, markdown
 from studies.pages.fp32 import WAYS_TABLE
 from studies.pages.marked import write as fill
 from studies.training.contests import Trial, name_of

@@ -13,7 +13,7 @@ import torch
 import tilewise as tw
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "support.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "support.md").read_text()
 RECORD = json.loads(pairs.RECORD.read_text())
 
 

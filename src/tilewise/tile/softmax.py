@@ -10,7 +10,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def row_max(S, m, c, P_SCALE_LOG2: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
     """Return the new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a
-    RAISE, the maximum is taken for as much smaller, and P comes out 2^RAISE times as large.
+    P_SCALE_LOG2, the maximum is taken for as much smaller, and P comes out 2^P_SCALE_LOG2 times as large.
 
     m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays. A
     factor off by one bit would be applied once per tile, and long rows would drift.
