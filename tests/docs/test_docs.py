@@ -119,7 +119,9 @@ def test_contributing_works(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {(row["kernel"], row["D"]) for row in found} == set(product(("forward", "backward"), (64, 128, 256)))
+    assert {(row["kernel"], row["D"]) for row in found} == set(
+        product(("attention_forward", "attention_backward"), (64, 128, 256))
+    )
     assert all(row["matrix"] == ["HGMMA"] for row in found), found
 
 

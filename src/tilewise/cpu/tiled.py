@@ -73,7 +73,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
     acc = q.new_zeros(*q.shape[:2], p.D_v)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
     l = q.new_zeros(*q.shape[:2], 1)
-    for tile in _visits(s, h, i0, i1, s.k.shape[1]):
+    for tile in _tiles(s, h, i0, i1, s.k.shape[1]):
         j = slice(tile.j0, tile.j1)
         S = _scores(p, s, tile, q, s.k[h_k, j])[0]
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
@@ -205,7 +205,7 @@ def _lost(p, s, h_k, L):
     for i0 in range(0, s.q.shape[1], B_r):
         i1 = min(i0 + B_r, s.q.shape[1])
         q = _stack(s.q[h, i0:i1], h_k)
-        for tile in _visits(s, h, i0, i1, s.k.shape[1]):
+        for tile in _tiles(s, h, i0, i1, s.k.shape[1]):
             S = _scores(p, s, tile, q, s.k[h_k, tile.j0 : tile.j1])[0]
             P = _exp_(p, S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)))
             total[:, i0:i1] += P.sum(-1).view(-1, i1 - i0)
@@ -260,7 +260,7 @@ def _of_heads(score: Score, h: slice) -> Any:
     return score.rebuild(score.plain[1:], (cut,))
 
 
-def _visits(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
+def _tiles(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
     """Yield the key tiles that rows i0:i1 see."""
     for j0 in range(0, N, COLUMNS):
         tile = _look(s, h, i0, i1, j0, min(j0 + COLUMNS, N))
