@@ -300,25 +300,18 @@ def _check_lengths(p: Problem) -> None:
 def _check_extra(p: Problem) -> None:
     specs = iter(p.extra)
     for kind in p.kinds:
-        captures = zip(kind.captures, kind.shapes, kind.whole_shapes(p), strict=True)
-        for number, (capture, letters, whole) in enumerate(captures):
-            spec, name = next(specs), f"{kind.public_name()}: {capture}"
+        for n, whole in enumerate(kind.whole_shapes(p)):
+            spec, name = next(specs), f"{kind.public_name()}: {kind.captures[n]}"
             _same_device(p, name, spec)
-            if kind.broadcasts:
-                if not _broadcasts(spec.shape, whole):
-                    other = kind.whole_shapes(_heads_first(p))[number]
-                    hint = TRANSPOSE if _broadcasts(spec.shape, other) else "expand or reshape it"
-                    raise ValueError(
-                        f"{name} must broadcast to ({', '.join(letters)}) = {whole}, got {tuple(spec.shape)}; {hint}"
-                    )
+            if _fits(kind, spec.shape, whole):
                 continue
-            allowed = (whole[1:], whole) if kind.unbatched else (whole,)
-            if tuple(spec.shape) not in allowed:
-                other = kind.whole_shapes(_heads_first(p))[number]
-                fits = tuple(spec.shape) in ((other[1:], other) if kind.unbatched else (other,))
-                hint = TRANSPOSE if fits else "make it fit q and k"
-                shapes = " or ".join(map(str, allowed))
-                raise ValueError(f"{name} must have shape {shapes}, got {tuple(spec.shape)}; {hint}")
+            if kind.broadcasts:
+                allowed = f"broadcast to ({', '.join(kind.shapes[n])}) = {whole}"
+            else:
+                allowed = f"have shape {f'{whole[1:]} or {whole}' if kind.unbatched else whole}"
+            transposed = _fits(kind, spec.shape, kind.whole_shapes(_heads_first(p))[n])
+            hint = TRANSPOSE if transposed else "expand or reshape it" if kind.broadcasts else "make it fit q and k"
+            raise ValueError(f"{name} must {allowed}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
         spec = next(specs)
         _same_device(p, "sink", spec)
@@ -331,8 +324,11 @@ def _check_extra(p: Problem) -> None:
         _same_device(p, name, spec)
 
 
-def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    return len(shape) <= 4 and all(s in (1, f) for s, f in zip(reversed(shape), reversed(full), strict=False))
+def _fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Tell whether a captured tensor may have a shape, where `whole` is that with all dimensions."""
+    if kind.broadcasts:
+        return len(shape) <= len(whole) and all(s in (1, w) for s, w in zip(shape[::-1], whole[::-1], strict=False))
+    return tuple(shape) == whole or (kind.unbatched and tuple(shape) == whole[1:])
 
 
 def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
