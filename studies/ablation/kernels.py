@@ -21,6 +21,7 @@ from tilewise.hopper.forward.kernel import write
 from tilewise.hopper.forward.queries import is_partial, key_tile, loop_of, query_tile
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
+from tilewise.hopper.parts.call import Call
 from tilewise.hopper.parts.channel import Channel, barriers, expect, stage, wait
 from tilewise.tile.blocks import block, dot, load_rows, store_rows
 from tilewise.tile.masks import OPEN, Part, everywhere, visible
@@ -90,7 +91,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     fence_async_shared()
     triton_compat.barrier()
 
-    place, tile_of_head, _, _ = query_tile(gl.program_id(0), shape, None, tile)
+    place, tile_of_head, _, _ = query_tile(gl.program_id(0), Call(shape, None, variant), tile)
     walk = loop_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
@@ -136,7 +137,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     wait(values.full, y)
     o_last = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
     o = warpgroup_mma_wait(0, [o_last])
-    write(o, m, l, O, None, L, q, place, 0, place.i0, shape, None, None)
+    write(o, m, l, O, None, L, q, place, 0, place.i0, Call(shape, None, variant))
     tma.store_wait(0)
 
 

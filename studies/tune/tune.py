@@ -69,6 +69,7 @@ class Call:
 
     def __init__(self, backend: str, case: Case, x: Inputs, precision: str | None = None) -> None:
         self.launch, self.tiles = _module(backend, "launch"), _module(backend, "tiles")
+        self.planned = _module(backend, "plan" if backend == "hopper" else "launch").planned
         self.x = Operands(x.q.detach(), x.k.detach(), x.v.detach(), ())
         self.do = x.do
         self.seed = torch.full((), SEED, dtype=torch.int64, device=x.q.device) if case.dropout else None
@@ -76,7 +77,7 @@ class Call:
 
     def plan(self, table: str, row: Any) -> Any:
         """Return the plan with this row in place of the one in use."""
-        return self.launch.planned(self.p, self.tiles.current(self.p)._replace(**{table: row}))
+        return self.planned(self.p, self.tiles.current(self.p)._replace(**{table: row}))
 
     def forward(self, plan: Any) -> Saved:
         """Run one forward."""

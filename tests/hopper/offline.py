@@ -18,7 +18,7 @@ import triton
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import backend, fp32_backward_launch, fp32_launch, launch
+from tilewise.hopper import backend, fp32_backward_launch, fp32_launch, launch, plan
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -89,7 +89,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     if q.dtype == torch.float32:
         keys = fp32_backward_launch.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
-    pl = launch.plan(p)
+    pl = plan.plan(p)
     scratch = launch.empty_scratch(p, pl, q.device)
     backward = launch.backward_launches(
         p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter

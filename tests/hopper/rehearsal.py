@@ -10,6 +10,7 @@ from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functi
 
 from tilewise.hopper import fp32_backward_launch
 from tilewise.hopper.backward.gqa_reduce import GqaSums
+from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
@@ -85,7 +86,7 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
-    end = Unused((), (), None, 1, 1, 1), None, variant, 1.0, shape, tile, 0
+    end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, tile, 0
     perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
@@ -106,14 +107,15 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
     done = Pointer([0] * heads)
-    end = gqa_sums, counter, dq_semaphore, packed, variant, 1.0, 1.0, shape, tile
+    ready = None if fp32 or tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
+    scratch = Scratch(Numbers(), Numbers(), Numbers(), dq_semaphore, ready, gqa_sums, done)
+    end = scratch, counter, packed, variant, shape, tile
     if fp32:
         kernel = functions("tilewise.hopper.fp32.backward")["attention_backward_fp32"]
-        arguments = q, k, v, do, L, D, Numbers(), dQ, done, dK, dV, *end
+        arguments = q, k, v, do, L, D, Numbers(), dQ, dK, dV, *end
     else:
         kernel = functions("tilewise.hopper.backward.kernel")["attention_backward"]
-        ready = None if tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
-        arguments = q, k, v, do, L, D, dQ, Numbers(), ready, done, dK, dV, dK, dV, *end
+        arguments = q, k, v, do, L, D, dQ, dK, dV, (dK, dV), *end
     perform(kernel, arguments, counter)
     return Rehearsal(tile, made, pretend.world.events)
 

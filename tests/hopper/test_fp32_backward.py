@@ -90,7 +90,7 @@ def from_scratch(p, s, mask):
     group = p.H // p.H_k
     Q, dO = by_head(p, numbers(s.q, s.scales.q), p.H), by_head(p, numbers(s.do, s.scales.do), p.H)
     K, V = by_head(p, numbers(s.keys.k, s.scales.k), p.H_k), by_head(p, numbers(s.keys.v, s.scales.v), p.H_k)
-    L, D = (t.double().view(p.B, p.H, -1, 1) for t in (s.logs, s.delta))
+    L, D = (t.double().view(p.B, p.H, -1, 1) for t in (s.rows.logs, s.rows.delta))
     K_each, V_each = K.repeat_interleave(group, 1), V.repeat_interleave(group, 1)
     seen = torch.zeros(Q.shape[2], K.shape[2], dtype=torch.bool, device=DEVICE)
     seen[: p.M, : p.N] = mask.dense(p.M, p.N)
@@ -125,7 +125,7 @@ def test_gradients_follow_from_what_is_prepared(precision, mask, with_dlse):
     true = gradients(*exact, do.double(), None if dlse is None else dlse.double(), mask=mask)
     assert bounded
     assert all(error(a, b) < 5e-7 for a, b in zip(found, true[:3], strict=True))
-    assert not scratch.dq.any()
+    assert not scratch.rows.dq.any()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -217,7 +217,7 @@ def test_kept_pieces_are_centred_where_they_must_be_and_every_backward_finds_its
         assert scratch.keys is kept
         _, alone = prepared(*given, dlse, precision=precision)
         assert same((*scratch[:2], *scratch.keys[:2]), (*alone[:2], *alone.keys[:2]))
-        assert same((scratch.logs, scratch.delta), (alone.logs, alone.delta))
+        assert same(scratch.rows[:2], alone.rows[:2])
         used = scratch.scales if precision == "fp16x3" else (scratch.scales.v_norm,)
         assert same(used, alone.scales if precision == "fp16x3" else (alone.scales.v_norm,))
         assert same(kept, before) == (dlse is not None or not any(far))

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.hopper import fp32_launch, launch
+from tilewise.hopper.plan import plan
 from tilewise.host.launch import Launch
 from tilewise.triton import launch as portable
 
@@ -28,6 +29,7 @@ CALLS = {
     "grouped": {"H_k": 1},
 }
 NOT_IN_FP32 = {"dropout": {"dropout": 0.1}, "scored": {"score": [tw.SoftCap(20.0), tw.Alibi(torch.ones(4))]}}
+PLANS = {launch: plan, fp32_launch: fp32_launch.plan, portable: portable.plan}
 
 
 class Allocations(TorchDispatchMode):
@@ -52,18 +54,18 @@ def first_calls_that_launch_nothing(monkeypatch):
 
 def step(of, p, x, dtype):
     """Forward and backward, with every gradient."""
-    pl = of.plan(p)
+    pl = PLANS[of](p)
     seed = torch.tensor(3) if p.recipe.dropout else None
     saved = of.forward(p, pl, x, seed)
     p = p._replace(wanted=tuple(t.is_floating_point() and t.ndim == 1 for t in x.extra))
-    of.backward(p, of.plan(p), x, saved, torch.zeros_like(saved.o), torch.zeros_like(saved.lse))
+    of.backward(p, PLANS[of](p), x, saved, torch.zeros_like(saved.o), torch.zeros_like(saved.lse))
 
 
 @pytest.mark.parametrize(
     ("of", "dtype"), [(launch, torch.bfloat16), (fp32_launch, torch.float32), (portable, torch.float16)]
 )
 def test_no_cache_keeps_what_a_call_allocates(of, dtype):
-    of.plan.cache_clear()
+    PLANS[of].cache_clear()
     for name, options in (CALLS if of is fp32_launch else CALLS | NOT_IN_FP32).items():
         p, x = call(256, 256, 64, dtype=dtype, **options)
         with Allocations() as seen:

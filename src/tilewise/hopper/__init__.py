@@ -8,7 +8,7 @@ from torch import Tensor
 from ..host.launch import on_device
 from ..host.tables import source_of_rows
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from . import fp32_launch, launch
+from . import fp32_launch, launch, plan
 from .tiles import KINDS, current, current_fp32, precision
 
 
@@ -52,19 +52,21 @@ class Hopper:
         )
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        of = _launches(problem)
+        of, planned = _launches(problem)
         with on_device(x.q):
-            return of.forward(problem, of.plan(problem), x, seed)
+            return of.forward(problem, planned, x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        of = _launches(problem)
+        of, planned = _launches(problem)
         with on_device(x.q):
-            return of.backward(problem, of.plan(problem), x, saved, do, dlse)
+            return of.backward(problem, planned, x, saved, do, dlse)
 
 
-def _launches(problem: Problem) -> Any:
-    """Return the module that launches the kernels of a problem's type."""
-    return fp32_launch if problem.dtype == torch.float32 else launch
+def _launches(problem: Problem) -> tuple[Any, Any]:
+    """Return the module that launches the kernels of a problem's type, and the problem's plan."""
+    if problem.dtype == torch.float32:
+        return fp32_launch, fp32_launch.plan(problem)
+    return launch, plan.plan(problem)
 
 
 def _against_fp32(p: Problem) -> list[str]:

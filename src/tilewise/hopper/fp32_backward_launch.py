@@ -14,12 +14,13 @@ from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, ti
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
-from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
 from .descriptors import PIECE, TYPES, Descriptor, vector
+from .fp32 import preprocess
 from .fp32.backward import Shape, Tile, attention_backward_fp32
-from .fp32.preprocess import Blocks, Scales, attention_backward_preprocess_fp32
+from .fp32.preprocess import Blocks, Scales
 from .fp32.split import Split, attention_split_fp32
+from .parts.call import Scratch as RowScratch
 from .plan import (
     CACHED_QUERIES,
     TINY,
@@ -69,19 +70,13 @@ class Keys(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Hold what passes between the kernels: pieces as in `Keys`, numbers of each block, and lse, delta and sums of dQ
-    as in launch.py."""
+    """Hold what passes between the kernels: pieces as in `Keys`, numbers of each block, row values and sums of dQ."""
 
     q: Tensor
     do: Tensor
     keys: Keys
     scales: Scales
-    logs: Tensor
-    delta: Tensor
-    dq: Tensor
-    dq_semaphore: Tensor | None
-    gqa_sums: GqaSums | None
-    done: Tensor
+    rows: RowScratch
     kept: bool
     """Says whether the keys are the forward's."""
 
@@ -143,7 +138,8 @@ def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) ->
     dq_semaphore = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
     gqa_sums = empty_gqa_sums(p, row, p.H // p.H_k // heads, device)
-    return Scratch(q, do, keys, scales, logs, delta, dq, dq_semaphore, gqa_sums, done, kept is not None)
+    row_scratch = RowScratch(logs, delta, dq, dq_semaphore, None, gqa_sums, done)
+    return Scratch(q, do, keys, scales, row_scratch, kept is not None)
 
 
 def launches(
@@ -162,7 +158,7 @@ def launches(
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.dq, rows(p, grads.q), scratch.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
+        scratch.rows.dq, rows(p, grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
         cdiv(p.N, row.B_c), query_tiles, heads,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
@@ -193,28 +189,28 @@ def preprocess_launch(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
-    parts = (
+    operands = preprocess.Operands(
         Split(rows(p, x.q), scratch.q, scales.q),
         Split(rows(p, x.k), k, scales.k, None, k_centre),
         Split(rows(p, x.v), v, scales.v, scales.v_norm, v_centre),
         Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
-    )
+        rows(p, saved.o), dL, lse,
+    )  # fmt: skip
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
     if p.recipe.sink:  # never centred
         of_keys = 0
     arguments = (
-        *parts, rows(p, saved.o), dL, lse, scales.D, scratch.logs, scratch.delta, scratch.dq, scratch.done,
-        packed(p, x), unused(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys,
-        of_queries, Blocks(queries, keys, query_tiles, key_tiles),
+        operands, scales.D, scratch.rows, packed(p, x), unused(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H,
+        p.H // p.H_k, p.B, of_keys, of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dL is None and not p.recipe.sink
     constants = {
-        "d": p.D, "d_v": p.D_v, "ROWS": row.B_c, "SIZE": D, "CENTRED": centred, "PDL": True,
+        "tile": preprocess.Tile(p.D, p.D_v, row.B_c, D, centred), "PDL": True,
         "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
-    return Launch(attention_backward_preprocess_fp32, programs, arguments, constants, pl.compiled, key)
+    return Launch(preprocess.attention_backward_preprocess_fp32, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
@@ -231,19 +227,18 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         semaphore_tiles(p, split_dkdv=False), per_program, p.H // p.H_k // per_program, row.sync_groups,
     )  # fmt: skip
     if p.recipe.deterministic:
-        order = scratch.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
+        order = scratch.rows.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
     cached = CACHED_QUERIES // (per_program * p.M * D * 4 * (kind.pieces + 1))
     least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
     section = even_section(heads, least)
-    sums = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
+    sums = Descriptor(scratch.rows.dq, [scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in (scratch.logs, scratch.delta)), scratch.scales, sums, scratch.done,
-        rows(p, grads.k), rows(p, grads.v), scratch.gqa_sums, counter, scratch.dq_semaphore, where, variant,
-        max(p.scale, TINY), p.scale,
-        Shape(M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles),
+        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(p, grads.k), rows(p, grads.v),
+        scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))

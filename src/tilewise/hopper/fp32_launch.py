@@ -113,7 +113,7 @@ def forward_launches(
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
         Descriptor(x.q, *pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
-        packed(p, x), sink, Variant(parts, (), None, lists), pl.c, pl.shape,
+        packed(p, x), Variant(parts, (), None, lists, sink), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
     return [*listing, gradients.split_launch(p, pl, x, keys, saved), attend]
@@ -159,6 +159,6 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
         launch.run(stream)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, gradients.BLOCK, x, scratch.delta)
+        delta = by_row(p, gradients.BLOCK, x, scratch.rows.delta)
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))

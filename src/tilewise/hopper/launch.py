@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,57 +30,38 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from ..tile.rows import Packed
 from .backward import kernel as backward_kernel
+from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
-from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
-from .backward.preprocess import attention_backward_preprocess
 from .descriptors import PIECE, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
 from .parts import scores
-from .plan import Plan, empty_gqa_sums, main_programs, plan, planned, row_blocks  # noqa: F401  who launches plans
+from .parts.call import Scratch
+from .plan import Plan, empty_gqa_sums, main_programs, row_blocks
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
 
 
-class Scratch(NamedTuple):
-    """Hold what passes between the backward's kernels, in blocks of B_r rows: lse in base 2, delta, and sums of dQ."""
-
-    logs: Tensor
-    delta: Tensor
-    dq: Tensor
-    dq_semaphore: Tensor | None
-    """Names, per block, the key tile that may add to it and to the blocks with the same
-    semaphore (see backward/deterministic.py)."""
-    ready: Tensor | None
-    """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
-    for packed sequences, and with the dK/dV split, where ptxas would spill."""
-    gqa_sums: GqaSums | None
-    done: Tensor
-    """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""
-
-
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """Return one launch, and one before it if tiles are listed."""
-    variant, sink, listing = (pl.variant, None, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
+    variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     q, k, v, o, *_ = pl.boxes
     arguments = (
         Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
-        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter, packed(p, x), unused(p, saved), sink,
-        variant, None if p.biased else pl.c, pl.shape,
+        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter,
+        packed(p, x), unused(p, saved), variant, None if p.biased else pl.c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
-def forward_variant(
-    p: Problem, pl: Plan, x: Operands, seed: Tensor | None
-) -> tuple[Variant, Tensor | None, list[Launch]]:
-    """Return the forward's variant, the sink, and the launches that list tiles."""
+def forward_variant(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> tuple[Variant, list[Launch]]:
+    """Return the forward's variant, and the launches that list tiles."""
     parts, changes, sink = pl.values or device_values(p, x.extra, scores)
     lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
-    return Variant(parts, changes, dropout(p, seed), lists), sink, listing
+    return Variant(parts, changes, dropout(p, seed), lists, sink), listing
 
 
 def backward_launches(
@@ -117,11 +98,11 @@ def preprocess_launch(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(p, o), rows(p, do), dL, lse, *scratch[:3], scratch.ready, scratch.done, where, unused(p, grads=grads),
-        lengths(p)[0], p.H, tiles, shape.blocks, group, zeroed,
+        rows(p, o), rows(p, do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
+        shape.blocks, group, zeroed,
     )  # fmt: skip
-    constants = {"d_v": p.D_v, "B_R": row.B_r, "ROWS": per_program, "SIZE": D}
-    return Launch(attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
+    constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
+    return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
 
 
 def main_launch(
@@ -136,9 +117,9 @@ def main_launch(
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch.dq, scratch.ready, scratch.done,
-        dK, dV, *((rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None)), scratch.gqa_sums, counter,
-        scratch.dq_semaphore, where, variant, pl.c, p.scale, shape,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
+        (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), scratch, counter, where, variant,
+        shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)

@@ -77,6 +77,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     if warps:  # the dropout warps replace a warpgroup, and take registers from the others
         row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
+    c = natural * LOG2E.value
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
         box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
@@ -92,7 +93,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back), natural * LOG2E.value, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back, c), c, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {},
     )  # fmt: skip
@@ -136,8 +137,8 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     )  # fmt: skip
 
 
-def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
-    """Return the backward's counts, and how many matrices run concurrently."""
+def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Shape:
+    """Return the backward's factors and counts, and how many matrices run concurrently."""
     tiles = cdiv(p.N, row.B_c)
     concurrent = processors(p.q.device) // tiles  # no fewer, or some would idle in the tail
     heads = heads_per_loop(p, row)
@@ -145,7 +146,7 @@ def backward_shape(p: Problem, row: Backward) -> backward_kernel.Shape:
     while p.recipe.varlen and p.H // heads % section:  # all from one sequence
         section -= 1
     return backward_kernel.Shape(
-        *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
+        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
         key_tiles(p, row.B_c),
     )  # fmt: skip
 

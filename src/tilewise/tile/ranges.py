@@ -19,12 +19,13 @@ class TileLists(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Hold what makes one attention differ from another: values that the kernels call."""
+    """Hold what makes one attention differ from another: values that the kernels call, and a forward's sink."""
 
     mask: tuple
     scores: tuple
     dropout: object
     lists: object
+    sink: object = None
 
 
 class Place(NamedTuple):

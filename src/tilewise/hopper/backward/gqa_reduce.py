@@ -40,14 +40,14 @@ def by_row(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def add_partials(W: gl.constexpr, parts, keys, gqa_sums, shape, packed, tile: gl.constexpr):
+def add_partials(W: gl.constexpr, parts, keys, gqa_sums, call, tile: gl.constexpr):
     """Add the partial sums of all programs before to group W's parts of dK and dV; return them and whether no program
     follows."""
     GQA_PROGRAMS: gl.constexpr = tile.GQA_PROGRAMS
     if GQA_PROGRAMS == 1:
         return parts, True
     else:
-        block = block_of(keys, shape, packed, tile)
+        block = block_of(keys, call, tile)
         at = gqa_sums.sums + (block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)
         semaphore = gqa_sums.semaphore + block * 2 + W
         rank = keys.h // tile.GROUP % GQA_PROGRAMS

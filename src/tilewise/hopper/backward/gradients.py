@@ -122,7 +122,7 @@ def rounded(P, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, packed, variant, unit, tile: gl.constexpr):
+def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile: gl.constexpr):
     """Compute S, dP, P and dS of one query tile for 64 keys; return the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
@@ -131,7 +131,7 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, packed, var
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     zero = gl.zeros([64, B_R], gl.float32, s_layout)
-    zero_queries(place, packed, shared, y, tile)
+    zero_queries(place, call.packed, shared, y, tile)
     q = stage(shared.q.memory, y).reshape([B_R, D])
     do = stage(shared.do.memory, y).reshape([B_R, D])
     k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, D])
@@ -143,28 +143,28 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, packed, var
     logs = stage(shared.logs, y).load(row_layout)
     words = read_bits(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
-    P = tile_probabilities(S, logs, place, j0, partial, variant, unit, y)
+    P = tile_probabilities(S, logs, place, j0, partial, call.variant, call.shape.unit, y)
     if tile.GROUP > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
         end_block(y)
-    LATE: gl.constexpr = B_R == 128 or len(variant.scores) > 0 or variant.dropout is not None
+    LATE: gl.constexpr = B_R == 128 or len(call.variant.scores) > 0 or call.variant.dropout is not None
     if not LATE:
         delta = stage(shared.delta, y).load(row_layout)
     if B_R == 128:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
-    p = gl.convert_layout(apply_dropout(p16, words, variant), p_layout)
+    p = gl.convert_layout(apply_dropout(p16, words, call.variant), p_layout)
     dP = warpgroup_mma_wait(0, [dP])
     dv = warpgroup_mma(p, do, dv, is_async=True)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         delta = stage(shared.delta, y).load(row_layout)
-        if len(variant.scores) > 0:
+        if len(call.variant.scores) > 0:
             logs = stage(shared.logs, y).load(row_layout)
-    if variant.dropout is not None:
-        dP = apply_bits(dP, words) * variant.dropout.rescale
-        if D == 128 and len(variant.scores) == 0:  # until here it waits in 16 bits, in half as many registers
+    if call.variant.dropout is not None:
+        dP = apply_bits(dP, words) * call.variant.dropout.rescale
+        if D == 128 and len(call.variant.scores) == 0:  # until here it waits in 16 bits, in half as many registers
             P = p16.to(gl.float32)
-    return dv, gradient(P, dP, logs[None, :], delta[None, :], S, place, j0, variant).to(dtype)
+    return dv, gradient(P, dP, logs[None, :], delta[None, :], S, place, j0, call.variant).to(dtype)
 
 
 @gluon.jit
@@ -238,18 +238,16 @@ def send_dq(dq, shared, y, W: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(
-    W: gl.constexpr, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile: gl.constexpr
-):
+def next_tile(W: gl.constexpr, n, y, dk, dv, step, keys, partial, shared, call, tile: gl.constexpr):
     """Add one more query tile, use y + 1, to dK and dV, and compute group W's piece of dQ of the tile before."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    place = place_of(step, keys, shape, variant, B_R)
+    place = place_of(step, keys, call, B_R)
     j0 = keys.j0 + 64 * W
-    dv_next, ds = row_block(W, n, y + 1, dv, place, j0, partial, shared, packed, variant, unit, tile)
+    dv_next, ds = row_block(W, n, y + 1, dv, place, j0, partial, shared, call, tile)
     # both halves of the previous dS are there, and both groups are done with the one before that
     wait(shared.ds.full, y)
     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
@@ -267,38 +265,22 @@ def next_tile(
 
 
 @gluon.jit
-def next_tile_of_part(
-    W: gl.constexpr, n, y, dk, dv, step, part, keys, shared, shape, packed, variant, unit, tile: gl.constexpr
-):
+def next_tile_of_part(W: gl.constexpr, n, y, dk, dv, step, part, keys, shared, call, tile: gl.constexpr):
     """Do the same where an iteration may be outside group W's part of the loop: where the next query head begins."""
     partial = True if tile.TWO_LOOPS else tile.MASK_IN_LOOP & is_partial(step, part_at(step, part, tile))
     if tile.HALF_LOOPS and tile.GROUP > 1:
         if within(step, part):
-            dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile)
+            dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, call, tile)
         else:
             dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
             skip_next_tile(W, n, y, shared, dq_layout, tile)
     else:
-        dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, shape, packed, variant, unit, tile)
+        dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, call, tile)
     return dk, dv
 
 
 @gluon.jit
-def key_half(
-    W: gl.constexpr,
-    dK,
-    dV,
-    dK_rows,
-    dV_rows,
-    gqa_sums,
-    shared,
-    shape,
-    packed,
-    variant,
-    unit,
-    factor,
-    tile: gl.constexpr,
-):
+def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr):
     """Compute rows 64 W to 64 W + 63 of dK and dV for every key tile, and group W's pieces of dQ."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -308,27 +290,27 @@ def key_half(
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         j0 = keys.j0 + 64 * W
         dk = gl.zeros([64, D], gl.float32, acc)
         dv = gl.zeros([64, D], gl.float32, acc)
         wait(shared.kv.full, n)
         wait_stores()  # the gradients of the keys before, meanwhile
-        zero_keys(keys, packed, shared, n, tile)
-        step = first_step(keys, variant, tile)
-        part = part_of(step.loop, keys, j0, variant, tile)
+        zero_keys(keys, call.packed, shared, n, tile)
+        step = first_step(keys, call.variant, tile)
+        part = part_of(step.loop, keys, j0, call.variant, tile)
         left_out = 0
         if tile.HALF_LOOPS:
             while exists(step) & ~within(step, part):
                 y = skip_tile(W, n, y, shared, dq_layout, tile)
-                step = next_step(step, keys, variant, tile)
+                step = next_step(step, keys, call.variant, tile)
             if tile.GROUP == 1:  # then loop over its part only, and stand by for the rest afterwards
                 left_out = step.loop.hi - gl.maximum(step.x, part.hi)
                 step = Step(step.h, step.x, part)
         if exists(step):
-            place = place_of(step, keys, shape, variant, tile.B_R)
-            dv_next, ds = row_block(W, n, y, dv, place, j0, is_partial(step, part), shared, packed, variant, unit, tile)
+            place = place_of(step, keys, call, tile.B_R)
+            dv_next, ds = row_block(W, n, y, dv, place, j0, is_partial(step, part), shared, call, tile)
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
@@ -338,20 +320,16 @@ def key_half(
             arrive(shared.do.empty, y)
             dk = warpgroup_mma_wait(0, [dk_next])
             arrive(shared.q.empty, y)
-            step = next_step(step, keys, variant, tile)
+            step = next_step(step, keys, call.variant, tile)
             while exists(step):
-                dk, dv = next_tile_of_part(
-                    W, n, y, dk, dv, step, part, keys, shared, shape, packed, variant, unit, tile
-                )
+                dk, dv = next_tile_of_part(W, n, y, dk, dv, step, part, keys, shared, call, tile)
                 y += 1
-                step = next_step(step, keys, variant, tile)
+                step = next_step(step, keys, call.variant, tile)
                 if tile.TWO_LOOPS:
                     while exists(step) & ~is_partial(step, part_at(step, part, tile)):
-                        dk, dv = next_tile(
-                            W, n, y, dk, dv, step, keys, False, shared, shape, packed, variant, unit, tile
-                        )
+                        dk, dv = next_tile(W, n, y, dk, dv, step, keys, False, shared, call, tile)
                         y += 1
-                        step = next_step(step, keys, variant, tile)
+                        step = next_step(step, keys, call.variant, tile)
             if tile.K_STAGES > 1:  # V is free, and the next K has another stage
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
@@ -368,15 +346,15 @@ def key_half(
             arrive(shared.kv.empty, 0)
         of_dk, of_dv = memory_of_gradients(W, n, dK, shared, tile)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-        if variant.dropout is not None:
-            dv = dv * variant.dropout.rescale
-        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, shape, packed, tile)
+        if call.variant.dropout is not None:
+            dv = dv * call.variant.dropout.rescale
+        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, call, tile)
         if last:
             dk, dv = parts
-            store_gradient(dK, dK_rows, dk * factor, keys, packed, j0, shape.d, 0, of_dk)
+            store_gradient(dK, dk * call.shape.factor, keys, call.packed, j0, call.shape.d, 0, of_dk)
             if tile.K_STAGES == 1:
                 wait_stores()
-            store_gradient(dV, dV_rows, dv, keys, packed, j0, shape.d_v, 0, of_dv)
+            store_gradient(dV, dv, keys, call.packed, j0, call.shape.d_v, 0, of_dv)
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
     wait_stores()

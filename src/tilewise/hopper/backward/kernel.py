@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...tile.schedule import assign
 from ..parts import triton_compat
+from ..parts.call import Call
 from ..parts.channel import (
     Channel,
     arrive,
@@ -37,6 +38,7 @@ from ..parts.queue import fetch_tile, receive_tile, reset_counter, send_tile, sk
 from .deterministic import release_dq_semaphore, wait_dq_semaphore
 from .gradients import key_half
 from .keys import exists, first_step, keys_of, next_step, place_of, query_block, tile_of
+from .outputs import Gradient
 from .split256 import dk_group, dv_group
 
 
@@ -71,8 +73,12 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Hold lengths and counts of a launch; for packed sequences, M and N count all rows."""
+    """Hold factors, lengths and counts of a launch; for packed sequences, M and N count all rows."""
 
+    unit: object
+    """Turns logits into base 2."""
+    factor: object
+    """Is the scale of the logits, which dQ and dK take."""
     M: object
     N: object
     d: object
@@ -107,28 +113,28 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
+def load(Q, K, V, dO, L, D, shared, counter, call, tile: gl.constexpr):
     """Run the producer warp."""
     B_R: gl.constexpr = tile.B_R
     n = 0  # tiles of keys so far
     y = 0  # tiles of queries so far
     t = fetch_tile(counter)
     wait_dependencies()  # for L and D
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         if keys.j0 < keys.N:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
-            b = keys.b if packed is None else 0
+            b = keys.b if call.packed is None else 0
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
             triton_compat.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
             triton_compat.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
             n += 1
-            step = first_step(keys, variant, tile)
+            step = first_step(keys, call.variant, tile)
             while exists(step):
-                m = tile_of(step, keys, variant)
+                m = tile_of(step, keys, call.variant)
                 at = [b, step.h, keys.q0 + m * B_R, 0]
-                row = query_block(step, keys, shape, packed, variant, tile) * B_R
+                row = query_block(step, keys, call, tile) * B_R
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
                 triton_compat.load(Q, at, bar, stage(shared.q.memory, y))
@@ -138,42 +144,42 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 triton_compat.load(dO, at, bar, stage(shared.do.memory, y))
                 triton_compat.load(D, [row], bar, stage(shared.delta, y))
                 y += 1
-                step = next_step(step, keys, variant, tile)
+                step = next_step(step, keys, call.variant, tile)
         elif tile.SEMAPHORE_TILES == 0:  # nor are there any tiles until the next section
-            skip_to(counter, (t // (shape.section * shape.tiles) + 1) * shape.section * shape.tiles)
+            skip_to(counter, (t // (call.shape.section * call.shape.tiles) + 1) * call.shape.section * call.shape.tiles)
         t = fetch_tile(counter)
     send_tile(shared.tile_ids, t, n)
     reset_counter(counter)
 
 
 @gluon.jit
-def produce_bits(shared, shape, packed, variant, tile: gl.constexpr):
+def produce_bits(shared, call, tile: gl.constexpr):
     """Generate dropout bits once a tile. Each group reads those of its keys; with the dK/dV split, each reads all."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    seed = gl.load(call.variant.dropout.seed)
+    threshold = gl.to_tensor(call.variant.dropout.threshold).to(gl.uint32)
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
-        step = first_step(keys, variant, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            place = place_of(step, keys, shape, variant, B_R)
+            place = place_of(step, keys, call, B_R)
             words = dropout_words(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DROPOUT_WARPS)
             wait_before(shared.bits.empty, y)
             stage(shared.bits.memory, y).store(words)
             arrive(shared.bits.full, y)
             y += 1
-            step = next_step(step, keys, variant, tile)
+            step = next_step(step, keys, call.variant, tile)
         n += 1
         t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
 
 
 @gluon.jit
-def zero_next_dq(dq_accum, ready, t, shape, tile: gl.constexpr):
+def zero_next_dq(scratch, t, shape, tile: gl.constexpr):
     """Zero a part of the next section's dQ, which is still in the cache when it is added to. Then wait until all zeros
     of this tile's own matrix are there, from earlier tiles, or from the kernel before."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -184,13 +190,13 @@ def zero_next_dq(dq_accum, ready, t, shape, tile: gl.constexpr):
         matrix, part = assign(t + section, shape.tiles, shape.heads, shape.section)  # one part for each tile
         each = gl.cdiv(count, shape.tiles)
         for n in range(part * each, gl.minimum((part + 1) * each, count)):
-            gl.store(dq_accum + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
+            gl.store(scratch.dq + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
         fence_async_global()
         triton_compat.barrier()
-        gl.atomic_add(ready + matrix, 1, sem="release")
+        gl.atomic_add(scratch.ready + matrix, 1, sem="release")
     matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
     if matrix >= shape.section:
-        wait_equal(ready + matrix, shape.tiles)
+        wait_equal(scratch.ready + matrix, shape.tiles)
         fence_async_global()
 
 
@@ -202,7 +208,7 @@ def count_done(done, keys, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile: gl.constexpr):
+def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
     """Run the writer warp: add each group's pieces of dQ as they come, or in order where dQ is deterministic."""
     IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
     PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
@@ -211,15 +217,15 @@ def add_dq(dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, varia
     wait_dependencies()  # for zeros in dQ
     launch_dependents()  # only now: postprocess reads counts that were set to zero there
     t = receive_tile(shared.tile_ids, n, 1)
-    while t < shape.tiles * shape.heads:
-        if ready is not None:
-            zero_next_dq(dq_accum, ready, t, shape, tile)
-        keys = keys_of(t, shape, packed, tile)
-        step = first_step(keys, variant, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        if scratch.ready is not None:
+            zero_next_dq(scratch, t, call.shape, tile)
+        keys = keys_of(t, call, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            block = query_block(step, keys, shape, packed, variant, tile)
+            block = query_block(step, keys, call, tile)
             if tile.SEMAPHORE_TILES:
-                wait_dq_semaphore(dq_semaphore, block, step, keys, tile)
+                wait_dq_semaphore(scratch.dq_semaphore, block, step, keys, tile)
             for piece in gl.static_range(PIECES):
                 for w in gl.static_range(2):
                     mbarrier.wait(shared.dq.full.index(w), y & 1)
@@ -233,44 +239,29 @@ def add_dq(dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, varia
                 mbarrier.arrive(shared.dq.empty.index(1))
                 y += 1
             if tile.SEMAPHORE_TILES:
-                release_dq_semaphore(dq_semaphore, block, step, keys, variant, tile)
-            step = next_step(step, keys, variant, tile)
-        count_done(done, keys, shape, tile)
+                release_dq_semaphore(scratch.dq_semaphore, block, step, keys, call.variant, tile)
+            step = next_step(step, keys, call.variant, tile)
+        count_done(scratch.done, keys, call.shape, tile)
         n += 1
         t = receive_tile(shared.tile_ids, n, 1)
 
 
 @gluon.jit
-def compute(
-    W: gl.constexpr,
-    dK,
-    dV,
-    dK_rows,
-    dV_rows,
-    gqa_sums,
-    shared,
-    shape,
-    packed,
-    variant,
-    unit,
-    factor,
-    tile: gl.constexpr,
-):
+def compute(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr):
     """Run warpgroup W's part of the products."""
     if not tile.SPLIT_DKDV:
-        key_half(W, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)
+        key_half(W, dK, dV, gqa_sums, shared, call, tile)
     elif W == 0:
-        dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile)
+        dv_group(dV, gqa_sums, shared, call, tile)
     else:
-        dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile)
+        dk_group(dK, gqa_sums, shared, call, tile)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward(
-    Q, K, V, dO, L, D, dQ, dq_accum, ready, done, dK, dV, dK_rows, dV_rows, gqa_sums, counter, dq_semaphore, packed,
-    variant, unit, factor, shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, dO, L, D, dQ, dK, dV, strides, scratch, counter, packed, variant, shape, tile: gl.constexpr
 ):  # fmt: skip
-    """Compute dK and dV, and add dQ to its sums. unit turns logits into base 2."""
+    """Compute dK and dV, and add dQ to its sums."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     SIZE: gl.constexpr = tile.D
@@ -280,6 +271,7 @@ def attention_backward(
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     GROUPS_OF_DS: gl.constexpr = 1 if tile.SPLIT_DKDV else 2
     dtype: gl.constexpr = Q.dtype
+    dK, dV = Gradient(dK, strides[0]), Gradient(dV, strides[1])  # as arguments, descriptors must stand alone
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
     kv_full = barriers(1, 1)
     ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
@@ -320,21 +312,21 @@ def attention_backward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (compute, (0, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
-                (compute, (1, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
-                (produce_bits, (shared, shape, packed, variant, tile)),
-                (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile)),
+                (compute, (0, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (1, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (produce_bits, (shared, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, Call(shape, packed, variant), tile)),
+                (add_dq, (dQ, scratch, shared, Call(shape, packed, variant), tile)),
             ],
             [4, DROPOUT_WARPS, 1, 1], [REGISTERS, LEFT, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (compute, (0, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
-                (compute, (1, dK, dV, dK_rows, dV_rows, gqa_sums, shared, shape, packed, variant, unit, factor, tile)),
-                (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-                (add_dq, (dQ, dq_accum, ready, done, dq_semaphore, shared, shape, packed, variant, tile)),
+                (compute, (0, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (1, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, Call(shape, packed, variant), tile)),
+                (add_dq, (dQ, scratch, shared, Call(shape, packed, variant), tile)),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip

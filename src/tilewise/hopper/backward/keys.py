@@ -51,18 +51,18 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def keys_of(t, shape, packed, tile: gl.constexpr):
+def keys_of(t, call, tile: gl.constexpr):
     """Locate tile t of all. The first keys, seen by the most queries, come first. With deterministic dQ the last come
     first, since they have to add first: so no program waits for a tile that has not begun."""
     B_C: gl.constexpr = tile.B_C
     GQA_PROGRAMS: gl.constexpr = tile.GQA_PROGRAMS
-    loop, t_k = assign(t, shape.tiles, shape.heads, shape.section)
+    loop, t_k = assign(t, call.shape.tiles, call.shape.heads, call.shape.section)
     if tile.SEMAPHORE_TILES == 0:
-        t_k = shape.tiles - 1 - t_k
-    loops = shape.H // tile.GROUP
+        t_k = call.shape.tiles - 1 - t_k
+    loops = call.shape.H // tile.GROUP
     b, w = loop // loops, loop % loops
-    q0, M, k0, N = rows_of(packed, b, shape.M, shape.N)
-    return Keys(b, w * tile.GROUP, w // GQA_PROGRAMS, t_k, t_k * B_C, q0, k0, M, N, direction_of(t, shape, tile))
+    q0, M, k0, N = rows_of(call.packed, b, call.shape.M, call.shape.N)
+    return Keys(b, w * tile.GROUP, w // GQA_PROGRAMS, t_k, t_k * B_C, q0, k0, M, N, direction_of(t, call.shape, tile))
 
 
 @gluon.jit
@@ -77,10 +77,10 @@ def direction_of(t, shape, tile: gl.constexpr):
 
 
 @gluon.jit
-def block_of(keys, shape, packed, tile: gl.constexpr):
+def block_of(keys, call, tile: gl.constexpr):
     """Return a key tile's number among all in memory, where every sequence begins with a new tile."""
-    heads = shape.H // (tile.GROUP * tile.GQA_PROGRAMS)
-    return first_block(packed, keys.b, keys.h_k, heads, keys.k0, shape.key_tiles, tile.B_C) + keys.t
+    heads = call.shape.H // (tile.GROUP * tile.GQA_PROGRAMS)
+    return first_block(call.packed, keys.b, keys.h_k, heads, keys.k0, call.shape.key_tiles, tile.B_C) + keys.t
 
 
 @gluon.jit
@@ -132,10 +132,10 @@ def tile_of(step, keys, variant):
 
 
 @gluon.jit
-def query_block(step, keys, shape, packed, variant, tile: gl.constexpr):
+def query_block(step, keys, call, tile: gl.constexpr):
     """Return that tile's number among all in memory, where every sequence begins with a new tile."""
-    first = first_block(packed, keys.b, step.h, shape.H, keys.q0, shape.blocks, tile.B_R)
-    return first + tile_of(step, keys, variant)
+    first = first_block(call.packed, keys.b, step.h, call.shape.H, keys.q0, call.shape.blocks, tile.B_R)
+    return first + tile_of(step, keys, call.variant)
 
 
 @gluon.jit
@@ -173,10 +173,10 @@ def within(step, part):
 
 
 @gluon.jit
-def place_of(step, keys, shape, variant, B_R: gl.constexpr):
+def place_of(step, keys, call, B_R: gl.constexpr):
     """Return where an iteration's query tile is."""
-    h, m = step.h, tile_of(step, keys, variant)
-    return Place(keys.b, h, keys.b * shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
+    h, m = step.h, tile_of(step, keys, call.variant)
+    return Place(keys.b, h, keys.b * call.shape.H + h, m * B_R, keys.M, keys.N, keys.N - keys.M)
 
 
 @gluon.jit

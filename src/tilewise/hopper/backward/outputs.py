@@ -1,5 +1,7 @@
 """Store dK and dV through shared memory, by TMA."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -9,16 +11,26 @@ from ..parts.channel import stage
 from ..parts.ragged import store_inside
 
 
+class Gradient(NamedTuple):
+    """Address dK or dV."""
+
+    box: object
+    """Describes it to TMA."""
+    rows: object
+    """Holds its strides, for the ragged tails of packed sequences; else None."""
+
+
 @gluon.jit
-def store_gradient(G, G_rows, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Store rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`; see `stored`."""
-    x = x.to(G.dtype)
+def store_gradient(G, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
+    """Store rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`. For that memory, see
+    `memory_of_gradients`."""
+    x = x.to(G.box.dtype)
     if packed is None:
-        store_box(G, x, keys.b, keys.h_k, row, COLUMN, buffer)
+        store_box(G.box, x, keys.b, keys.h_k, row, COLUMN, buffer)
     elif row + x.shape[0] <= keys.N:
-        store_box(G, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+        store_box(G.box, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
     else:
-        store_inside(G_rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+        store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
 
 
 @gluon.jit
@@ -40,10 +52,10 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
     if tile.K_STAGES == 1:
         return piece, piece
     elif tile.D == 64:
-        halves = triton_compat.reinterpret(piece, dK.dtype, [2] + dK.block_shape, dK.layout)
+        halves = triton_compat.reinterpret(piece, dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(0), halves.index(1)
     else:
-        halves = triton_compat.reinterpret(stage(shared.k, n), dK.dtype, [2] + dK.block_shape, dK.layout)
+        halves = triton_compat.reinterpret(stage(shared.k, n), dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(W), piece
 
 

@@ -1,6 +1,8 @@
 """Preprocess before the backward's main kernel: compute what it reads of each row, in the blocks of
 parts/row_blocks.py."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,15 +11,28 @@ from ...tile.softmax import for_backward
 from ..parts.row_blocks import first_block
 
 
+class Tile(NamedTuple):
+    """Hold what the kernel is compiled for; all are constants."""
+
+    d_v: int
+    B_R: int
+    ROWS: int
+    """Counts the rows of a program."""
+    SIZE: int
+    """Counts the columns of a row of dQ."""
+
+
 @triton.jit(do_not_specialize=["packed", "unused", "M", "H", "tiles", "stride", "group", "zeroed"])
 def attention_backward_preprocess(
-    O, dO, dL, lse, L, D, dQ, ready, done, packed, unused, M, H, tiles, stride, group, zeroed,
-    d_v: tl.constexpr, B_R: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    O, dO, dL, lse, scratch, packed, unused, M, H, tiles, stride, group, zeroed, tile: tl.constexpr
 ):  # fmt: skip
-    """Compute L, the lse in base 2, and D = rowsum(dO * O) - dL. Zero `ready`, `done`, dQ of the first `zeroed`
+    """Compute the lse in base 2, and delta = rowsum(dO * O) - dL. Zero `ready`, `done`, dQ of the first `zeroed`
     matrices, and rows of gradients that no sequence owns. Past the last row P = exp2(S - L) must vanish. The next
     kernel may begin, and waits for this one itself."""
     tl.extra.cuda.gdc_launch_dependents()
+    B_R: tl.constexpr = tile.B_R
+    ROWS: tl.constexpr = tile.ROWS
+    SIZE: tl.constexpr = tile.SIZE
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -28,7 +43,7 @@ def attention_backward_preprocess(
         return
     rows = t * ROWS + tl.arange(0, ROWS)
     entries = tl.arange(0, SIZE)
-    inside = (rows < M)[:, None] & (entries < d_v)[None, :]
+    inside = (rows < M)[:, None] & (entries < tile.d_v)[None, :]
     at = rows.to(tl.int64)[:, None]
     o = tl.load(origin(O, b, h, q0) + at * O.row + entries[None, :], mask=inside, other=0.0).to(tl.float32)
     do = tl.load(origin(dO, b, h, q0) + at * dO.row + entries[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -37,11 +52,11 @@ def attention_backward_preprocess(
         delta -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
     logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=float("inf"))
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
-    tl.store(L + first + rows, for_backward(logs, False))
-    tl.store(D + first + rows, delta)
+    tl.store(scratch.logs + first + rows, for_backward(logs, False))
+    tl.store(scratch.delta + first + rows, delta)
     loop = (b * H + h) // group
-    if ready is not None:
-        tl.store(ready + loop, 0, mask=t == 0)
-    tl.store(done + b * H + h, 0, mask=t == 0)
+    if scratch.ready is not None:
+        tl.store(scratch.ready + loop, 0, mask=t == 0)
+    tl.store(scratch.done + b * H + h, 0, mask=t == 0)
     at = (first + t.to(tl.int64) * ROWS) * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + entries[None, :]
-    tl.store(dQ + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
+    tl.store(scratch.dq + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)

@@ -30,18 +30,18 @@ def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_halves(G, G_rows, x, keys, packed, d, buffer):
+def store_halves(G, x, keys, packed, d, buffer):
     """Store 64 rows of 256 columns of dK or dV, in two boxes."""
     HALF: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
-    store_gradient(G, G_rows, left, keys, packed, keys.j0, d, 0, buffer)
+    store_gradient(G, left, keys, packed, keys.j0, d, 0, buffer)
     wait_stores()
-    store_gradient(G, G_rows, right, keys, packed, keys.j0, d, HALF, buffer)
+    store_gradient(G, right, keys, packed, keys.j0, d, HALF, buffer)
     wait_stores()
 
 
 @gluon.jit
-def dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile: gl.constexpr):
+def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
     """Compute S, P, dV, and the left half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -56,16 +56,16 @@ def dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile: 
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         dv = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        zero_keys(keys, packed, shared, n, tile)
-        step = first_step(keys, variant, tile)
+        zero_keys(keys, call.packed, shared, n, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            place = place_of(step, keys, shape, variant, B_R)
+            place = place_of(step, keys, call, B_R)
             partial = is_partial(step, step.loop)
-            zero_queries(place, packed, shared, y, tile)
+            zero_queries(place, call.packed, shared, y, tile)
             wait(shared.q.full, y)
             q = stage(shared.q.memory, y).reshape([B_R, D])
             S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -73,11 +73,11 @@ def dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile: 
             words = read_bits(shared.bits, y, 0, zero)
             S = warpgroup_mma_wait(0, [S])
             arrive(shared.q.empty, y)
-            P = tile_probabilities(S, logs, place, keys.j0, partial, variant, unit, y)
+            P = tile_probabilities(S, logs, place, keys.j0, partial, call.variant, call.shape.unit, y)
             # the other group multiplies by dP - D: a score's gradient is linear in it, entry by entry
             ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-            p = apply_dropout(P.to(dtype), words, variant)
-            shared.p.memory.store(gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, variant).to(dtype))
+            p = apply_dropout(P.to(dtype), words, call.variant)
+            shared.p.memory.store(gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, call.variant).to(dtype))
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
             do = stage(shared.do.memory, y).reshape([B_R, D])
@@ -90,20 +90,20 @@ def dv_group(dV, dV_rows, gqa_sums, shared, shape, packed, variant, unit, tile: 
             send_dq(dq, shared, 2 * y, 0)
             send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
-            step = next_step(step, keys, variant, tile)
+            step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(0), 1)
-        if variant.dropout is not None:
-            dv = dv * variant.dropout.rescale
-        parts, last = add_partials(0, (dv,), keys, gqa_sums, shape, packed, tile)
+        if call.variant.dropout is not None:
+            dv = dv * call.variant.dropout.rescale
+        parts, last = add_partials(0, (dv,), keys, gqa_sums, call, tile)
         if last:
-            store_halves(dV, dV_rows, parts[0], keys, packed, shape.d_v, shared.dq.memory.index(0))
+            store_halves(dV, parts[0], keys, call.packed, call.shape.d_v, shared.dq.memory.index(0))
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
 
 
 @gluon.jit
-def dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile: gl.constexpr):
+def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
     """Compute dP, dS, dK, and the right half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
@@ -119,15 +119,15 @@ def dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         dk = gl.zeros([B_C, D], gl.float32, acc)
         wait(shared.kv.full, n)
-        zero_keys(keys, packed, shared, n, tile)
-        step = first_step(keys, variant, tile)
+        zero_keys(keys, call.packed, shared, n, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            place = place_of(step, keys, shape, variant, B_R)
-            zero_queries(place, packed, shared, y, tile)
+            place = place_of(step, keys, call, B_R)
+            zero_queries(place, call.packed, shared, y, tile)
             wait(shared.do.full, y)
             do = stage(shared.do.memory, y).reshape([B_R, D])
             dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -135,8 +135,8 @@ def dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile
             words = read_bits(shared.bits, y, 0, zero)
             dP = warpgroup_mma_wait(0, [dP])
             arrive(shared.do.empty, y)
-            if variant.dropout is not None:
-                dP = apply_bits(dP, words) * variant.dropout.rescale
+            if call.variant.dropout is not None:
+                dP = apply_bits(dP, words) * call.variant.dropout.rescale
             dP = dP - delta[None, :]
             wait(shared.p.full, y)
             ds = (shared.p.memory.load(s_layout).to(gl.float32) * dP).to(dtype)
@@ -154,11 +154,11 @@ def dk_group(dK, dK_rows, gqa_sums, shared, shape, packed, variant, factor, tile
             arrive(shared.q.empty, y)
             send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
-            step = next_step(step, keys, variant, tile)
+            step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
-        parts, last = add_partials(1, (dk,), keys, gqa_sums, shape, packed, tile)
+        parts, last = add_partials(1, (dk,), keys, gqa_sums, call, tile)
         if last:
-            store_halves(dK, dK_rows, parts[0] * factor, keys, packed, shape.d, shared.dq.memory.index(1))
+            store_halves(dK, parts[0] * call.shape.factor, keys, call.packed, call.shape.d, shared.dq.memory.index(1))
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)

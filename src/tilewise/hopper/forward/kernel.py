@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
 from ..parts import triton_compat
+from ..parts.call import Call
 from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
@@ -86,7 +87,7 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
+def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
     """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
@@ -95,13 +96,13 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    while t < shape.tiles * shape.heads:
-        place, m, q0, k0 = query_tile(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        place, m, q0, k0 = query_tile(t, call, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
-            b = place.b if packed is None else 0
-            loop = loop_of(place, m, variant, tile)
-            h_k = place.h // shape.group
+            b = place.b if call.packed is None else 0
+            loop = loop_of(place, m, call.variant, tile)
+            h_k = place.h // call.shape.group
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
@@ -113,7 +114,7 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = key_tile(variant, loop, loop.hi - 1 - x)
+                    j = key_tile(call.variant, loop, loop.hi - 1 - x)
                     bar = expect(shared.k.full, y, K.block_type.nbytes)
                     triton_compat.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
                 if x > 0:
@@ -135,24 +136,24 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def produce_bits(shared, shape, packed, variant, tile: gl.constexpr):
+def produce_bits(shared, call, tile: gl.constexpr):
     """Generate dropout bits, in the order in which the other warps want them."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    seed = gl.load(variant.dropout.seed)
-    threshold = gl.to_tensor(variant.dropout.threshold).to(gl.uint32)
+    seed = gl.load(call.variant.dropout.seed)
+    threshold = gl.to_tensor(call.variant.dropout.threshold).to(gl.uint32)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
-    while t < shape.tiles * shape.heads:
-        place, tile_of_head, _, _ = query_tile(t, shape, packed, tile)
-        loop = loop_of(place, tile_of_head, variant, tile)
-        first = part_of(loop, place, place.i0, variant, tile)
-        second = part_of(loop, place, place.i0 + 64, variant, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        place, tile_of_head, _, _ = query_tile(t, call, tile)
+        loop = loop_of(place, tile_of_head, call.variant, tile)
+        first = part_of(loop, place, place.i0, call.variant, tile)
+        second = part_of(loop, place, place.i0 + 64, call.variant, tile)
         for passed in range(loop.hi - loop.lo):
             x = loop.hi - 1 - passed
-            j = key_tile(variant, loop, x)
+            j = key_tile(call.variant, loop, x)
             for w in gl.static_range(WARPGROUPS):
                 part = first if w == 0 else second
                 u = y * WARPGROUPS + w
@@ -179,18 +180,20 @@ def logits(q, k, HALF_FIRST_TILE: gl.constexpr):
 
 
 @gluon.jit
-def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURAL: gl.constexpr = False):
+def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, NATURAL: gl.constexpr = False):
     """Write O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be
     NATURAL."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    if sink is not None:
-        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32), NATURAL)
+    if call.variant.sink is not None:
+        m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
     inverse, lse = finalize(m, l, NATURAL)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
-    gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
+    gl.store(
+        row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
+    )
     o = (o * gl.convert_layout(inverse, row_layout)[:, None]).to(O.dtype)
-    if packed is None:
+    if call.packed is None:
         q.store(o)
         fence_async_shared()
         triton_compat.store(O, [place.b, place.h, row0, 0], q)
@@ -199,20 +202,17 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, NATURA
         fence_async_shared()
         triton_compat.store(O, [0, place.h, q0 + row0, 0], q)
     else:
-        store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, shape.d_v, 0)
+        store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, 0)
 
 
 @gluon.jit
-def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile: gl.constexpr):
+def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, tile: gl.constexpr):
     """Compute 64 rows of every query tile, in warpgroup W."""
     if W == 0:  # while the first tile is loaded
-        fill_outputs(unused, packed)
+        fill_outputs(unused, call.packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    Q_STAGES: gl.constexpr = tile.Q_STAGES
-    HALF_FIRST_TILE: gl.constexpr = tile.HALF_FIRST_TILE and W == 0
-    dtype: gl.constexpr = O.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -222,32 +222,31 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, v
     if tile.PINGPONG and W == WARPGROUPS - 1:
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < shape.tiles * shape.heads:
-        place, tile_of_head, q0, _ = query_tile(t, shape, packed, tile)
-        loop = loop_of(place, tile_of_head, variant, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        place, tile_of_head, q0, _ = query_tile(t, call, tile)
+        loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
-        q = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + W).reshape([64, D])
-        part = part_of(loop, place, row0, variant, tile)
+        q = shared.q.memory.index(n % tile.Q_STAGES * WARPGROUPS + W).reshape([64, D])
+        part = part_of(loop, place, row0, call.variant, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, loop, x)
+        j = key_tile(call.variant, loop, x)
         wait(shared.q.full, n)
         wait(shared.k.full, y)
-        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), HALF_FIRST_TILE)
+        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0)
         arrive(shared.k.empty, y)
-        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, variant, c, tile.BOUNDED, s_layout)
-        p = gl.convert_layout(
-            apply_dropout(P.to(dtype), read_bits(shared.bits, y * WARPGROUPS + W, 0, zero), variant), p_layout
-        )
-        zero_values(place, j, packed, shared, y, tile)
+        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c, tile.BOUNDED, s_layout)
+        first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
+        p = gl.convert_layout(apply_dropout(P.to(O.dtype), first_words, call.variant), p_layout)
+        zero_values(place, j, call.packed, shared, y, tile)
         o = gl.zeros([64, D], gl.float32, o_layout)
-        if Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
+        if tile.Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
             if n > 0:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n - 1)
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, loop, x)
+            j = key_tile(call.variant, loop, x)
             wait(shared.k.full, y + 1)
             if tile.PINGPONG:
                 named_barrier("sync", W)
@@ -260,14 +259,14 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, v
             words = read_bits(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if tile.WAIT_PV == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, variant)
+            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
-                    S_new = masked(S_new, place, row0, j * B_C, variant)
+                    S_new = masked(S_new, place, row0, j * B_C, call.variant)
             P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
             o = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
-            p = gl.convert_layout(apply_dropout(P_new.to(dtype), words, variant), p_layout)
+            p = gl.convert_layout(apply_dropout(P_new.to(O.dtype), words, call.variant), p_layout)
             if not tile.BOUNDED:
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
@@ -276,13 +275,13 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, v
         y += 1
         t = receive_tile(shared.tile_ids, n + 1, 4)
         o = warpgroup_mma_wait(0, [o_last])
-        if variant.dropout is not None:
-            o = o * variant.dropout.rescale
+        if call.variant.dropout is not None:
+            o = o * call.variant.dropout.rescale
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        write(o, m, l, O, O_rows, L, q, place, q0, row0, shape, packed, sink, c is None)
+        write(o, m, l, O, O_rows, L, q, place, q0, row0, call, c is None)
         y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
-        if Q_STAGES == 1:
+        if tile.Q_STAGES == 1:
             tma.store_wait(0)
             arrive(shared.q.empty, n)
         n += 1
@@ -292,8 +291,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, shape, packed, unused, sink, v
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, O, O_rows, L, counter, packed, unused, sink, variant, c, shape,
-    tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -330,29 +328,29 @@ def attention_forward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (produce_bits, (shared, shape, packed, variant, tile)),
-                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (produce_bits, (shared, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (attend, (1, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (attend, (2, O, O_rows, L, shared, shape, packed, unused, sink, variant, c, tile)),
-                (load, (Q, K, V, shared, counter, shape, packed, variant, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip

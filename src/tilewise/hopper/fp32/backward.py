@@ -33,6 +33,7 @@ from ..backward.gradients import send_dq
 from ..backward.kernel import count_done
 from ..backward.keys import block_of, exists, first_step, is_partial, keys_of, next_step, place_of, query_block
 from ..parts import triton_compat
+from ..parts.call import Call
 from ..parts.channel import (
     Channel,
     arrive,
@@ -74,8 +75,12 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Hold lengths and counts of a launch; for packed sequences, M and N count all rows."""
+    """Hold factors, lengths and counts of a launch; for packed sequences, M and N count all rows."""
 
+    unit: object
+    """Scales logits."""
+    factor: object
+    """Is the scale of the logits, which dQ and dK take."""
     M: object
     N: object
     d: object
@@ -122,7 +127,7 @@ def load_pieces(X, row, bar, memory, use, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.constexpr):
+def load(Q, K, V, dO, L, D, shared, counter, call, tile: gl.constexpr):
     """Run the producer warp."""
     B_R: gl.constexpr = tile.B_R
     PIECES: gl.constexpr = tile.PIECES
@@ -131,20 +136,20 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
     y = 0  # tiles of queries so far
     t = fetch_tile(counter)
     wait_dependencies()
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         if keys.j0 < keys.N:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
-            first = block_of(keys, shape, packed, tile) * tile.B_C
+            first = block_of(keys, call, tile) * tile.B_C
             wait_before(shared.kv.empty, n)
             bar = expect(shared.kv.full, n, 2 * BLOCKS * PIECES * K.block_type.nbytes)
             for c in gl.static_range(BLOCKS):
                 load_pieces(K, first + 64 * c, bar, shared.k, c, PIECES)
                 load_pieces(V, first + 64 * c, bar, shared.v, c, PIECES)
             n += 1
-            step = first_step(keys, variant, tile)
+            step = first_step(keys, call.variant, tile)
             while exists(step):
-                row = query_block(step, keys, shape, packed, variant, tile) * B_R
+                row = query_block(step, keys, call, tile) * B_R
                 wait_before(shared.q.empty, y)
                 bar = expect(shared.q.full, y, PIECES * Q.block_type.nbytes + 4 * B_R)
                 load_pieces(Q, row, bar, shared.q.memory, stage_of(y, tile.Q_STAGES), PIECES)
@@ -154,14 +159,14 @@ def load(Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile: gl.co
                 load_pieces(dO, row, bar, shared.do.memory, stage_of(y, tile.DO_STAGES), PIECES)
                 triton_compat.load(D, [row], bar, stage(shared.delta, y))
                 y += 1
-                step = next_step(step, keys, variant, tile)
+                step = next_step(step, keys, call.variant, tile)
         t = fetch_tile(counter)
     send_tile(shared.tile_ids, t, n)
     reset_counter(counter)
 
 
 @gluon.jit
-def add_dq(dQ, done, dq_semaphore, shared, shape, packed, variant, tile: gl.constexpr):
+def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
     """Run the writer warp, as in backward/kernel.py. Here a group gets its memory back before the warp waits for the
     other's piece."""
     IN_ALL: gl.constexpr = tile.D // 64  # pieces in a query tile; both groups add to it if it is one
@@ -170,13 +175,13 @@ def add_dq(dQ, done, dq_semaphore, shared, shape, packed, variant, tile: gl.cons
     wait_dependencies()
     launch_dependents()
     t = receive_tile(shared.tile_ids, n, 1)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
-        step = first_step(keys, variant, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            block = query_block(step, keys, shape, packed, variant, tile)
+            block = query_block(step, keys, call, tile)
             if tile.SEMAPHORE_TILES:
-                wait_dq_semaphore(dq_semaphore, block, step, keys, tile)
+                wait_dq_semaphore(scratch.dq_semaphore, block, step, keys, tile)
             for w in gl.static_range(2):
                 mbarrier.wait(shared.dq.full.index(w), y & 1)
                 triton_compat.reduce_add(dQ, [(block * IN_ALL + w % IN_ALL) * 16, 0], shared.dq.memory.index(w))
@@ -187,10 +192,10 @@ def add_dq(dQ, done, dq_semaphore, shared, shape, packed, variant, tile: gl.cons
                 if tile.SYNC_GROUPS:
                     arrive(shared.do.empty, y)
             if tile.SEMAPHORE_TILES:
-                release_dq_semaphore(dq_semaphore, block, step, keys, variant, tile)
+                release_dq_semaphore(scratch.dq_semaphore, block, step, keys, call.variant, tile)
             y += 1
-            step = next_step(step, keys, variant, tile)
-        count_done(done, keys, shape, tile)
+            step = next_step(step, keys, call.variant, tile)
+        count_done(scratch.done, keys, call.shape, tile)
         n += 1
         t = receive_tile(shared.tile_ids, n, 1)
 
@@ -207,20 +212,18 @@ def store_gradient(G, x, keys, row, d, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def shown(P, step, keys, j0, shape, variant, tile: gl.constexpr):
+def shown(P, step, keys, j0, call, tile: gl.constexpr):
     """Return P of the keys from j0 on, 0 where the mask hides it."""
     if tile.MASK_IN_LOOP:
         if is_partial(step, step.loop):
             i = gl.arange(0, tile.B_R, gl.SliceLayout(0, P.type.layout))[None, :]
             j = gl.arange(0, 64, gl.SliceLayout(1, P.type.layout))[:, None]
-            P = gl.where(seen(place_of(step, keys, shape, variant, tile.B_R), variant, i, j0, j), P, 0.0)
+            P = gl.where(seen(place_of(step, keys, call, tile.B_R), call.variant, i, j0, j), P, 0.0)
     return P
 
 
 @gluon.jit
-def half_of_tile(
-    W: gl.constexpr, dK, dV, gqa_sums, scales, shared, shape, packed, variant, unit, factor, tile: gl.constexpr
-):
+def half_of_tile(W: gl.constexpr, dK, dV, gqa_sums, scales, shared, call, tile: gl.constexpr):
     """Compute, in warpgroup W, rows 64 W to 64 W + 63 of every key tile, or columns 64 W to 64 W + 63."""
     PIECES: gl.constexpr = tile.PIECES
     PRODUCTS: gl.constexpr = PIECES * (PIECES + 1) // 2
@@ -236,17 +239,17 @@ def half_of_tile(
     n = 0
     wait_dependencies()  # for scales
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < shape.tiles * shape.heads:
-        keys = keys_of(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        keys = keys_of(t, call, tile)
         j0 = keys.j0 + 64 * HALF
-        block = block_of(keys, shape, packed, tile)
+        block = block_of(keys, call, tile)
         k_descale, v_descale = descale_of(scales.k, block, PIECES), descale_of(scales.v, block, PIECES)
         v_norm = gl.load(scales.v_norm + block)
         dk, dv = zero, zero
         wait(shared.kv.full, n)
-        step = first_step(keys, variant, tile)
+        step = first_step(keys, call.variant, tile)
         while exists(step):
-            block = query_block(step, keys, shape, packed, variant, tile)
+            block = query_block(step, keys, call, tile)
             q_descale, do_descale = descale_of(scales.q, block, PIECES), descale_of(scales.do, block, PIECES)
             down, up = power_above(v_norm * gl.load(scales.do_norm + block) + gl.load(scales.D + block))
             own = HALF + (y >> 31)  # the same number: see channel.stage_in_loop
@@ -258,8 +261,8 @@ def half_of_tile(
             dP = product(pieces(shared.v, own, PIECES), do, zero)
             logs = stage(shared.logs, y).load(row_layout)
             S = warpgroup_mma_wait(PRODUCTS, [S])
-            P = gl.exp2((S * (k_descale * q_descale * unit) - logs[None, :]) * LOG2E + SHIFT)
-            P = shown(P, step, keys, j0, shape, variant, tile)
+            P = gl.exp2((S * (k_descale * q_descale * call.shape.unit) - logs[None, :]) * LOG2E + SHIFT)
+            P = shown(P, step, keys, j0, call, tile)
             p = as_operand(split_registers(P, PIECES))
             delta = stage(shared.delta, y).load(row_layout) * down
             dP = warpgroup_mma_wait(0, [dP])
@@ -289,21 +292,20 @@ def half_of_tile(
                 triton_compat.barrier()  # dS is read
             send_dq(dq * (k_descale * up * DESCALE), shared, y, W)
             y += 1
-            step = next_step(step, keys, variant, tile)
+            step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
-        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, shape, packed, tile)
+        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, call, tile)
         if last:
             dk, dv = parts
-            store_gradient(dK, dk * factor, keys, j0, shape.d, COLUMN)
-            store_gradient(dV, dv, keys, j0, shape.d_v, COLUMN)
+            store_gradient(dK, dk * call.shape.factor, keys, j0, call.shape.d, COLUMN)
+            store_gradient(dV, dv, keys, j0, call.shape.d_v, COLUMN)
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward_fp32(
-    Q, K, V, dO, L, D, scales, dQ, done, dK, dV, gqa_sums, counter, dq_semaphore, packed, variant, unit, factor,
-    shape, tile: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, V, dO, L, D, scales, dQ, dK, dV, scratch, counter, packed, variant, shape, tile: gl.constexpr
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums, from pieces."""
     PIECES: gl.constexpr = tile.PIECES
@@ -341,10 +343,10 @@ def attention_backward_fp32(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (half_of_tile, (0, dK, dV, gqa_sums, scales, shared, shape, packed, variant, unit, factor, tile)),
-            (half_of_tile, (1, dK, dV, gqa_sums, scales, shared, shape, packed, variant, unit, factor, tile)),
-            (load, (Q, K, V, dO, L, D, shared, counter, shape, packed, variant, tile)),
-            (add_dq, (dQ, done, dq_semaphore, shared, shape, packed, variant, tile)),
+            (half_of_tile, (0, dK, dV, scratch.gqa_sums, scales, shared, Call(shape, packed, variant), tile)),
+            (half_of_tile, (1, dK, dV, scratch.gqa_sums, scales, shared, Call(shape, packed, variant), tile)),
+            (load, (Q, K, V, dO, L, D, shared, counter, Call(shape, packed, variant), tile)),
+            (add_dq, (dQ, scratch, shared, Call(shape, packed, variant), tile)),
         ],
         [4, 1, 1], [240, 24, 24],
     )  # fmt: skip

@@ -28,6 +28,7 @@ from ...tile.softmax import finalize, join_sink, row_max
 from ..forward.queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from ..forward.softmax import exponentials, masked
 from ..parts import triton_compat
+from ..parts.call import Call
 from ..parts.channel import (
     Channel,
     arrive,
@@ -125,11 +126,11 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def first_tile(place, k0, packed, shape, tile: gl.constexpr):
+def first_tile(place, k0, call, tile: gl.constexpr):
     """Return the first key tile of a head, among all."""
     KEYS: gl.constexpr = tile.KEYS
-    h_k, H_k = place.h // shape.group, shape.H // shape.group
-    return first_block(packed, place.b, h_k, H_k, k0, shape.blocks, KEYS) * (KEYS // tile.B_C)
+    h_k, H_k = place.h // call.shape.group, call.shape.H // call.shape.group
+    return first_block(call.packed, place.b, h_k, H_k, k0, call.shape.blocks, KEYS) * (KEYS // tile.B_C)
 
 
 @gluon.jit
@@ -156,35 +157,35 @@ def load_queries(Q, shared, place, q0, n, packed, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
+def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
     """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     PIECES: gl.constexpr = tile.PIECES
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    while t < shape.tiles * shape.heads:
-        place, m, q0, k0 = query_tile(t, shape, packed, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        place, m, q0, k0 = query_tile(t, call, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
-            loop = loop_of(place, m, variant, tile)
-            first = first_tile(place, k0, packed, shape, tile)
+            loop = loop_of(place, m, call.variant, tile)
+            first = first_tile(place, k0, call, tile)
             count = loop.hi - loop.lo
             j_before = 0
             if tile.Q_SEPARATE:  # it is split before K and V can come
-                load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
+                load_queries(Q, shared, place, q0, n, call.packed, WARPGROUPS)
             wait_dependencies()
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
                 wait_before(shared.k.empty, y)
                 if x < count:
-                    j = first + key_tile(variant, loop, loop.hi - 1 - x)
-                    load_pieces(K, shared.k, y, j, shape.rows, PIECES)
+                    j = first + key_tile(call.variant, loop, loop.hi - 1 - x)
+                    load_pieces(K, shared.k, y, j, call.shape.rows, PIECES)
                 if not tile.Q_SEPARATE:
                     if x == 0:  # behind K, which need not wait for the queries before
-                        load_queries(Q, shared, place, q0, n, packed, WARPGROUPS)
+                        load_queries(Q, shared, place, q0, n, call.packed, WARPGROUPS)
                 if x > 0:
-                    load_pieces(V, shared.v, y - 1, j_before, shape.rows, PIECES)
+                    load_pieces(V, shared.v, y - 1, j_before, call.shape.rows, PIECES)
                 if x == 1:
                     t = fetch_next_tile(counter)
                 j_before = j
@@ -198,20 +199,22 @@ def load(Q, K, V, shared, counter, shape, packed, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def write(o, m, l, O, L, place, q0, row0, shape, packed, sink, P_SCALE_LOG2: gl.constexpr):
+def write(o, m, l, O, L, place, q0, row0, call, P_SCALE_LOG2: gl.constexpr):
     """Write O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m as much too
     small."""
-    if sink is not None:
-        m, l, alpha = join_sink(m, l, gl.load(sink + place.h).to(gl.float32))
+    if call.variant.sink is not None:
+        m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32))
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     inverse, lse = finalize(m, l)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
-    gl.store(row_values(L, packed, place.b, place.h, shape.H, q0, shape.M) + rows, lse, mask=rows < place.M)
+    gl.store(
+        row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
+    )
     o = o * gl.convert_layout(inverse * 2.0**P_SCALE_LOG2, gl.SliceLayout(1, o.type.layout))[:, None]
     rows = row0 + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))[:, None]
     entries = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
     at = origin(O, place.b, place.h, q0) + rows.to(gl.int64) * O.row + entries
-    gl.store(at, o, mask=(rows < place.M) & (entries < shape.d_v))
+    gl.store(at, o, mask=(rows < place.M) & (entries < call.shape.d_v))
 
 
 @gluon.jit
@@ -226,11 +229,10 @@ def next_probabilities(S, m, l, unit, y, shared, tile: gl.constexpr):
 
 
 @gluon.jit
-def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c, tile: gl.constexpr):
+def attend(W: gl.constexpr, O, L, K, V, shared, call, c, tile: gl.constexpr):
     """Compute 64 rows of every query tile, in warpgroup W."""
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    PIECES: gl.constexpr = tile.PIECES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -243,17 +245,17 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
     unit = gl.full([64], 0.0, gl.float32, row_layout)
-    unit = next_unit(unit, t, c, shared, shape, n, W, row_layout, tile)
+    unit = next_unit(unit, t, c, shared, call.shape, n, W, row_layout, tile)
     wait_dependencies()
-    while t < shape.tiles * shape.heads:
-        place, tile_of_head, q0, k0 = query_tile(t, shape, packed, tile)
-        loop = loop_of(place, tile_of_head, variant, tile)
-        first = first_tile(place, k0, packed, shape, tile)
+    while t < call.shape.tiles * call.shape.heads:
+        place, tile_of_head, q0, k0 = query_tile(t, call, tile)
+        loop = loop_of(place, tile_of_head, call.variant, tile)
+        first = first_tile(place, k0, call, tile)
         row0 = place.i0 + 64 * W
-        part = part_of(loop, place, row0, variant, tile)
+        part = part_of(loop, place, row0, call.variant, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         x = part.hi - 1
-        j = key_tile(variant, loop, x)
+        j = key_tile(call.variant, loop, x)
         if not tile.Q_SEPARATE:
             unit = unit_of(c, shared, n, W, row_layout, tile)
         descale_k, descale = descale_of(K, first + j, tile), descale_of(V, first + j, tile)
@@ -263,50 +265,48 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
         arrive(shared.k.empty, y)
         unit_j = to_base_2(unit, descale_k)
         if is_partial(x, part):
-            S = masked(S, place, row0, j * B_C, variant)
+            S = masked(S, place, row0, j * B_C, call.variant)
         m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, tile.P_SCALE_LOG2)
         P = gl.exp2(S * unit_j[:, None] - shift[:, None])
         l = gl.sum(P, 1)
-        p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
+        p = split_columns(P, shared.pieces.dtype, p_layout, tile.PIECES)
         alpha = gl.full([64], 0.0, gl.float32, row_layout)
         o = zero_o
         while x > part.lo:
             x -= 1
-            j = key_tile(variant, loop, x)
-            descale_k, descale_next = (
-                descale_of(K, first + j, tile),
-                descale_of(V, first + j, tile),
-            )  # early: it takes long
+            j = key_tile(call.variant, loop, x)
+            # early: it takes long
+            descale_k, descale_next = descale_of(K, first + j, tile), descale_of(V, first + j, tile)
             wait(shared.k.full, y + 1)
             if tile.PINGPONG:
                 named_barrier("sync", W)
             q = q_pieces(shared.pieces, y, W, tile)
             S_next = begin_logits(q, shared.k, y + 1, zero, tile)
             wait(shared.v.full, y)
-            o_next = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
+            o_next = product(p, pieces_of(shared.v, y, False, tile.PIECES), zero_o, tile.PIECES)
             if tile.PINGPONG:
                 named_barrier("arrive", 1 - W)
-            S_new = end_logits(S_next, PIECES * (PIECES + 1) // 2, tile)
+            S_new = end_logits(S_next, tile.PIECES * (tile.PIECES + 1) // 2, tile)
             unit_j = to_base_2(unit, descale_k)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
-                    S_new = masked(S_new, place, row0, j * B_C, variant)
+                    S_new = masked(S_new, place, row0, j * B_C, call.variant)
             P, m, l, alpha_new = next_probabilities(S_new, m, l, unit_j, y, shared, tile)
             o_next = warpgroup_mma_wait(0, [o_next])
             arrive(shared.k.empty, y + 1)
             o = accumulate_o(o, alpha, o_next, descale, tile.P_SCALE_LOG2)
-            p = split_columns(P, shared.pieces.dtype, p_layout, PIECES)
+            p = split_columns(P, shared.pieces.dtype, p_layout, tile.PIECES)
             descale, alpha = descale_next, alpha_new
             y += 1
         if not tile.Q_SEPARATE:
             arrive(shared.q.empty, n)
         wait(shared.v.full, y)
-        o_last = product(p, pieces_of(shared.v, y, False, PIECES), zero_o, PIECES)
+        o_last = product(p, pieces_of(shared.v, y, False, tile.PIECES), zero_o, tile.PIECES)
         t = receive_tile(shared.tile_ids, n + 1, 4)
         # all products that read this tile's pieces are complete
-        unit = next_unit(unit, t, c, shared, shape, n + 1, W, row_layout, tile)
+        unit = next_unit(unit, t, c, shared, call.shape, n + 1, W, row_layout, tile)
         o = accumulate_o(o, alpha, warpgroup_mma_wait(0, [o_last]), descale, tile.P_SCALE_LOG2)
-        write(o, m, l, O, L, place, q0, row0, shape, packed, sink, tile.P_SCALE_LOG2)
+        write(o, m, l, O, L, place, q0, row0, call, tile.P_SCALE_LOG2)
         y = skip_tiles(W, shared, y + 1, part.lo - loop.lo, tile)
         n += 1
 
@@ -314,8 +314,8 @@ def attend(W: gl.constexpr, O, L, K, V, shared, shape, packed, sink, variant, c,
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_forward_fp32(
-    Q, K, K_pair, V, K_descale, V_descale, O, L, counter, packed, sink, variant, c, shape,
-    tile: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr = 4,
+    Q, K, K_pair, V, K_descale, V_descale, O, L, counter, packed, variant, c, shape, tile: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -354,9 +354,9 @@ def attention_forward_fp32(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
-            (attend, (1, O, L, keys, values, shared, shape, packed, sink, variant, c, tile)),
-            (load, (Q, keys, values, shared, counter, shape, packed, variant, tile)),
+            (attend, (0, O, L, keys, values, shared, Call(shape, packed, variant), c, tile)),
+            (attend, (1, O, L, keys, values, shared, Call(shape, packed, variant), c, tile)),
+            (load, (Q, keys, values, shared, counter, Call(shape, packed, variant), tile)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip

@@ -26,6 +26,30 @@ BLOCK = tl.constexpr(64)
 """Counts the queries that share a scale."""
 
 
+class Tile(NamedTuple):
+    """Hold what the kernel is compiled for; all are constants."""
+
+    d: int
+    d_v: int
+    ROWS: int
+    """Counts the keys of a block."""
+    SIZE: int
+    """Counts the columns of a row in memory."""
+    CENTRED: bool
+
+
+class Operands(NamedTuple):
+    """Hold what is read: four operands to split, and what row values are computed from."""
+
+    Q: object
+    K: object
+    V: object
+    dO: object  # noqa: N815
+    O: object
+    dL: object  # noqa: N815
+    lse: object
+
+
 class Blocks(NamedTuple):
     """Hold counts of blocks: of all queries and keys, and of those of one head."""
 
@@ -57,87 +81,78 @@ def centre_of(to, b, h, H, SIZE: tl.constexpr):
 
 
 @triton.jit
-def centre_block(
-    to, b, h, H, first, rows, length, block, blocks, d: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr
-):
+def centre_block(to, b, h, H, first, rows, length, block, blocks, d: tl.constexpr, tile: tl.constexpr):
     """Split one block of K or of V again if it has a centre: centred, or else not. Another backward, of a gradient of
     lse or not, may have done the opposite."""
-    point = centre_of(to, b, h, H, SIZE)
+    point = centre_of(to, b, h, H, tile.SIZE)
     if tl.max(tl.abs(point), 0) > 0.0:
-        x = load_block(to.X, b, h, first, rows, length, d, SIZE)
-        if CENTRED:
+        x = load_block(to.X, b, h, first, rows, length, d, tile.SIZE)
+        if tile.CENTRED:
             x = tl.where((rows < length)[:, None], x - point[None, :], 0.0)
         store_pieces(to, x, block, blocks)
 
 
 @triton.jit
-def prepare_keys(
-    K, V, packed, program, N, H, tiles, stride, blocks, d: tl.constexpr, d_v: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
+def prepare_keys(x, packed, program, N, H, tiles, in_all, tile: tl.constexpr):
     """Split one block of K and V again where it has a centre."""
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     _, _, k0, N = rows_of(packed, b, 0, N)
-    if t * ROWS < N:
-        rows = t * ROWS + tl.arange(0, ROWS)
-        block = first_block(packed, b, h, H, k0, stride, ROWS).to(tl.int64) + t
-        centre_block(K, b, h, H, k0, rows, N, block, blocks, d, SIZE, CENTRED)
-        centre_block(V, b, h, H, k0, rows, N, block, blocks, d_v, SIZE, CENTRED)
+    if t * tile.ROWS < N:
+        rows = t * tile.ROWS + tl.arange(0, tile.ROWS)
+        block = first_block(packed, b, h, H, k0, in_all.key_head, tile.ROWS).to(tl.int64) + t
+        centre_block(x.K, b, h, H, k0, rows, N, block, in_all.keys, tile.d, tile)
+        centre_block(x.V, b, h, H, k0, rows, N, block, in_all.keys, tile.d_v, tile)
 
 
 @triton.jit
-def prepare_queries(
-    Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, tiles, stride, blocks,
-    d, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
+def prepare_queries(x, scratch, packed, unit, program, M, H, group, tiles, in_all, tile: tl.constexpr):
     """Split one block of Q, compute L for centred K, and zero dQ and `done`. Past the last row P = exp(S - L) must
     vanish."""
+    SIZE: tl.constexpr = tile.SIZE
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
     if t * BLOCK < M:
         rows, entries = t * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE)
-        q = load_block(Q.X, b, h, q0, rows, M, d, SIZE)
-        logs = tl.load(row_values(lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=INF)
+        q = load_block(x.Q.X, b, h, q0, rows, M, tile.d, SIZE)
+        logs = tl.load(row_values(x.lse, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=INF)
         logs = for_backward(logs, True)
-        block = first_block(packed, b, h, H, q0, stride, BLOCK).to(tl.int64) + t
+        block = first_block(packed, b, h, H, q0, in_all.query_head, BLOCK).to(tl.int64) + t
         row = block * BLOCK + tl.arange(0, BLOCK)
-        tl.store(dQ + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
-        if CENTRED:
-            logs -= unit * tl.sum(q * centre_of(K, b, h // group, H // group, SIZE)[None, :], 1)
-        tl.store(L + row, logs)
-        tl.store(done + b * H + h, 0, mask=t == 0)
-        store_pieces(Q, q, block, blocks)
+        tl.store(scratch.dq + row[:, None] * SIZE + entries[None, :], tl.zeros([BLOCK, SIZE], tl.float32))
+        if tile.CENTRED:
+            logs -= unit * tl.sum(q * centre_of(x.K, b, h // group, H // group, SIZE)[None, :], 1)
+        tl.store(scratch.logs + row, logs)
+        tl.store(scratch.done + b * H + h, 0, mask=t == 0)
+        store_pieces(x.Q, q, block, in_all.queries)
 
 
 @triton.jit
-def prepare_gradients(
-    dO, O, V, dL, D_top, D, packed, program, M, H, group, tiles, stride, blocks,
-    d_v, SIZE: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
+def prepare_gradients(x, scratch, D_top, packed, program, M, H, group, tiles, in_all, tile: tl.constexpr):
     """Split one block of dO, and compute D = rowsum(dO * O) - dL for centred V."""
+    SIZE: tl.constexpr = tile.SIZE
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     rows_in_all = M
     q0, M, _, _ = rows_of(packed, b, M, 0)
     if t * BLOCK < M:
         rows = t * BLOCK + tl.arange(0, BLOCK)
-        do, o = load_block(dO.X, b, h, q0, rows, M, d_v, SIZE), load_block(O, b, h, q0, rows, M, d_v, SIZE)
-        if CENTRED:
-            o -= centre_of(V, b, h // group, H // group, SIZE)[None, :]  # past the end dO is 0
+        do = load_block(x.dO.X, b, h, q0, rows, M, tile.d_v, SIZE)
+        o = load_block(x.O, b, h, q0, rows, M, tile.d_v, SIZE)
+        if tile.CENTRED:
+            o -= centre_of(x.V, b, h // group, H // group, SIZE)[None, :]  # past the end dO is 0
         delta = tl.sum(o * do, 1)
-        if dL is not None:
-            delta -= tl.load(row_values(dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
-        block = first_block(packed, b, h, H, q0, stride, BLOCK).to(tl.int64) + t
-        tl.store(D + block * BLOCK + tl.arange(0, BLOCK), delta)
+        if x.dL is not None:
+            delta -= tl.load(row_values(x.dL, packed, b, h, H, q0, rows_in_all) + rows, mask=rows < M, other=0.0)
+        block = first_block(packed, b, h, H, q0, in_all.query_head, BLOCK).to(tl.int64) + t
+        tl.store(scratch.delta + block * BLOCK + tl.arange(0, BLOCK), delta)
         tl.store(D_top + block, largest(delta, 0))
-        store_pieces(dO, do, block, blocks)
+        store_pieces(x.dO, do, block, in_all.queries)
 
 
 @triton.jit(do_not_specialize=["packed", "unused", "M", "N", "H", "group", "batch", "key_tiles", "query_tiles"])
 def attention_backward_preprocess_fp32(
-    Q, K, V, dO, O, dL, lse, D_top, L, D, dQ, done, packed, unused, unit, M, N, H, group, batch, key_tiles,
-    query_tiles, in_all, d: tl.constexpr, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    CENTRED: tl.constexpr, PDL: tl.constexpr = False,
+    x, D_top, scratch, packed, unused, unit, M, N, H, group, batch, key_tiles, query_tiles, in_all,
+    tile: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Preprocess one block of Q, or one of dO and O, or one of ROWS keys. Each has a separate program, so that many run
     concurrently. Also zero rows of gradients outside all sequences. PDL: as in backward/preprocess.py, the next
@@ -148,17 +163,8 @@ def attention_backward_preprocess_fp32(
     program = tl.program_id(0)
     of_queries = batch * H * query_tiles
     if program < of_queries:
-        prepare_queries(
-            Q, K, lse, L, dQ, done, packed, unit, program, M, H, group, query_tiles, in_all.query_head,
-            in_all.queries, d, SIZE, CENTRED,
-        )  # fmt: skip
+        prepare_queries(x, scratch, packed, unit, program, M, H, group, query_tiles, in_all, tile)
     elif program < 2 * of_queries:
-        prepare_gradients(
-            dO, O, V, dL, D_top, D, packed, program - of_queries, M, H, group, query_tiles, in_all.query_head,
-            in_all.queries, d_v, SIZE, CENTRED,
-        )  # fmt: skip
+        prepare_gradients(x, scratch, D_top, packed, program - of_queries, M, H, group, query_tiles, in_all, tile)
     else:
-        prepare_keys(
-            K, V, packed, program - 2 * of_queries, N, H // group, key_tiles, in_all.key_head, in_all.keys,
-            d, d_v, ROWS, SIZE, CENTRED,
-        )  # fmt: skip
+        prepare_keys(x, packed, program - 2 * of_queries, N, H // group, key_tiles, in_all, tile)

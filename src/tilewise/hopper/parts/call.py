@@ -1,0 +1,32 @@
+"""Bundle what most functions of the kernels take."""
+
+from typing import NamedTuple
+
+
+class Call(NamedTuple):
+    """Hold what a launch computes. Kernels make it where they start their roles: Triton can neither assign nor unpack
+    what holds device functions, and its release 3.6 loses constants in tuples inside an argument."""
+
+    shape: object
+    """Holds lengths and counts: the `Shape` of the kernel's file."""
+    packed: object
+    variant: object
+
+
+class Scratch(NamedTuple):
+    """Hold what passes between the backward's kernels, in blocks of B_r rows (see row_blocks.py)."""
+
+    logs: object
+    """Holds the lse, in base 2 or in fp32 in natural log."""
+    delta: object
+    dq: object
+    """Holds sums of dQ."""
+    dq_semaphore: object
+    """Names, per block, the key tile that may add to it and to the blocks with the same semaphore (see
+    backward/deterministic.py)."""
+    ready: object
+    """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
+    for packed sequences, with the dK/dV split, where ptxas would spill, and in fp32."""
+    gqa_sums: object
+    done: object
+    """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""
