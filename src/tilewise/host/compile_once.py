@@ -1,7 +1,7 @@
 """File locks for compilation: ranks of a node that need the same kernel at once compile it only once.
 
 Each process locks a file in Triton's cache. The operating system releases the lock when its holder exits, even by a
-crash. No process waits longer than PATIENCE, or where files cannot be locked. Then two may compile the same kernel.
+crash. No process waits longer than LOCK_TIMEOUT, or where files cannot be locked. Then two may compile the same kernel.
 """
 
 import os
@@ -87,7 +87,7 @@ def digest(key: str) -> str:
 
 @contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Hold the lock of a file, or go on without it after PATIENCE."""
+    """Hold the lock of a file, or go on without it after LOCK_TIMEOUT."""
     try:
         file = open(path, "a")  # noqa: SIM115, closed below
     except OSError:  # the compilation that follows raises the reason

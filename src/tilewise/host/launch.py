@@ -88,7 +88,7 @@ class Launch(NamedTuple):
             )  # fmt: skip
 
     def run_first(self, at: Any) -> None:
-        """Compile the kernel or load it from Triton's cache, and launch it; with a list in FORESEEN, append instead."""
+        """Compile the kernel or load it from Triton's cache, and run it; with a list in RECORDED, append it there."""
         if (foreseen := RECORDED.get()) is not None:
             foreseen.append(self)
             return

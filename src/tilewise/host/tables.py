@@ -88,7 +88,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def label(key: Any) -> str:
-    """Return a key as written in a file, such as "64 two"."""
+    """Return a key as written in a file, such as "64 small"."""
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 

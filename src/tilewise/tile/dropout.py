@@ -18,7 +18,7 @@ class Dropout(NamedTuple):
 def dropout_mask(dropout, row, i0, i, j0, j):
     """Return Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
 
-    i0 and j0 are multiples of the tile's sides, which are powers of 2 from 16 on. i and j run inside the tile, and i is
+    i0 and j0 are multiples of the tile's sizes, which are powers of 2 from 16 on. i and j run inside the tile, and i is
     not shifted. Written this way the compiler sees that rows i and i + 8 of columns j, j + 8, ..., j + 56 share a
     counter. So a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
     column are those of j0, in tiles of 32 bit 5 is.

@@ -3,10 +3,10 @@
 The compiler keeps in registers what a thread needs of both factors for the whole inner dimension. So FMA units get a
 slice of it at a time. A factor is a tuple of such slices, or of one whole tile.
 
-FMA units also care which way a right factor lies in shared memory: they read four columns of it at a time. Where rows
+For FMA units, the order of a right factor in shared memory matters: they read four columns of it at a time. Where rows
 are stored as rows, its columns lie in the same banks, and every read is an eight-way bank conflict. So `load_right`
-joins pairs of neighbouring rows, and the compiler stores columns side by side. It does so as long as a thread has two
-pairs or more: with larger groups, many warps would be left with one each.
+joins pairs of neighbouring rows, and the compiler stores columns next to each other. It does so as long as a thread has
+two pairs or more: with larger groups, each thread of many warps would have only one.
 
 Of two factors one is stationary, loaded once for a whole loop, and one is streamed, loaded in each iteration.
 """
@@ -98,7 +98,7 @@ def load_some(X, rows, length, start: tl.constexpr, exists, CHECK: tl.constexpr)
 
 @triton.jit
 def load_columns(X, first, length, start: tl.constexpr, exists, CHECK: tl.constexpr):
-    """Load the same of a whole block, transposed, with pairs of rows side by side. # (entries, B)"""
+    """Load the same of a whole block, transposed, with pairs of rows next to each other. # (entries, B)"""
     rows = first + 2 * tl.arange(0, X.at.shape[0] // 2)
     even, odd = load_some(X, rows, length, start, exists, CHECK), load_some(X, rows + 1, length, start, exists, CHECK)
     columns = tl.permute(tl.join(even, odd), (1, 0, 2))  # (entries, B / 2, 2)
@@ -117,7 +117,7 @@ def product(a, b, PRECISION: tl.constexpr):
 @triton.constexpr_function
 def stationary_axis(dtype, PRECISION):
     """Return the axis of S along which the stationary tile lies. Matrix units take it from the left. FMA units take it
-    from the right, where turning rows into columns is expensive, so that it is done once."""
+    from the right, where transposing is expensive, so that it is done once."""
     return 1 if on_fma_units(dtype, PRECISION) else 0
 
 
@@ -141,7 +141,7 @@ def load_streamed(X, first, length, CHECK: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def tile_product(stationary, streamed, PRECISION: tl.constexpr):
-    """Return the products of the rows of both tiles, S in the axes of `still_axis`."""
+    """Return the products of the rows of both tiles, S in the axes of `stationary_axis`."""
     if stationary_axis(stationary[0].dtype, PRECISION):
         return product(streamed, stationary, PRECISION)
     else:

@@ -37,7 +37,7 @@ def seen(place, variant, i, j0, j):
 def scores_gradient(
     S, dP, L, D, place, variant, unit, i, j0, j, EXACT: tl.constexpr, MASKED: tl.constexpr, STOP: tl.constexpr
 ):
-    """Return (P after dropout, dS of the logits that entered score STOP) from S = Q K^T and dP = dO V^T."""
+    """Return (P after dropout, the gradient of the logits before score STOP) from S = Q K^T and dP = dO V^T."""
     at = Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j)
     T = apply_scores(variant.scores, S, at, len(variant.scores))
     shown = T

@@ -4,8 +4,8 @@
     keys(b, i, *captured)           returns the interval [lo, hi) of keys that row i sees
     queries(b, j, *captured)        returns the interval of rows that see key j
 
-Both bounds of `keys` and `queries` never move left as i or j grow, so two rows bound a tile. A mask that is no interval
-gives the whole line. Then `keep` decides, and a list gives the tiles to loop over.
+Neither bound of `keys` and `queries` decreases as i or j grows, so a tile's first and last row bound it. A mask that is
+no interval returns all keys. Then `keep` decides, and a list gives the tiles to loop over.
 """
 
 from typing import NamedTuple
@@ -183,5 +183,5 @@ def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
 
 @triton.jit
 def everywhere(b, i):
-    """Return the whole line: the mask is no interval."""
+    """Return all keys (or rows): the mask is no interval."""
     return -OPEN, OPEN

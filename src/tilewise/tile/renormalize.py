@@ -2,7 +2,7 @@
 
 The backward computes P = exp(S - lse). A bias may fill a row with -1e9 or torch.finfo(...).min. S is then so large that
 lse = m + log l loses log l, and P would be 1 where it was 1 / l. So with a bias the last score of the backward
-subtracts lse from S (`shifted_fn`). L, of which P = exp(S - lse - L), is what was lost.
+subtracts lse from S (`minus_lse_fn` in scores.py). L, of which P = exp(S - lse - L), is what was lost.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """Compute scores on the device, as score.py describes them. Each score is a pair.
 
-    fn(S, unit, at, *captured)           returns the logits that leave; S unit are those that entered
+    fn(S, unit, at, *captured)           returns the logits after the score; S unit are those before
     grad(dS, S, T, unit, at, *captured)  returns the gradient with respect to S unit
 
 T are the logits after the score, or any number where dS is 0.
@@ -36,13 +36,13 @@ class Part(NamedTuple):
 
 @triton.jit
 def apply_score(score, S, at):
-    """Return the logits that leave one score."""
+    """Return the logits after one score."""
     return score.fn(S, score.unit, at, *score.captured)
 
 
 @triton.jit
 def score_backward(score, dS, S, T, at):
-    """Return the gradient of the logits that entered one score."""
+    """Return the gradient of the logits before one score."""
     return score.grad(dS, S, T, score.unit, at, *score.captured)
 
 
@@ -56,7 +56,7 @@ def apply_scores(scores, S, at, COUNT: tl.constexpr):
 
 @triton.jit
 def scores_backward(scores, dS, S, T, at, STOP: tl.constexpr):
-    """Return the gradient of the logits that entered score STOP, from that of T, which left the last; S entered the
+    """Return the gradient of the logits before score STOP, from that of T, the logits after the last; S enters the
     first."""
     for n in tl.static_range(len(scores) - STOP):
         S_in = apply_scores(scores, S, at, len(scores) - 1 - n)

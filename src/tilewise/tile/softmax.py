@@ -27,13 +27,13 @@ def row_max(S, m, c, P_SCALE_LOG2: tl.constexpr = 0):  # (B_r, B_c), (B_r,), sca
 
 @triton.jit
 def exponents(S, shift, c):  # (B_r, B_c), (B_r,), scalar or None
-    """Return c S - shift; without c, S - shift turned into base 2."""
+    """Return c S - shift; without c, S - shift converted to base 2."""
     return (S - shift[:, None]) * LOG2E if c is None else S * c - shift[:, None]
 
 
 @triton.jit
 def rescaling(m, shift, c):
-    """Return the factor that takes older sums from their row max to the new one."""
+    """Return the factor that rescales older sums from their row max to the new one."""
     return tl.exp2((m - shift) * LOG2E if c is None else m - shift)
 
 
@@ -72,7 +72,7 @@ def natural(m, l, NATURAL: tl.constexpr):  # (B_r,), (B_r,)
 
 @triton.jit
 def finalize(m, l, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,)
-    """Return the factor that turns the sum into O, and lse in natural log; 0 and -inf for a row without keys."""
+    """Return the factor by which the sum becomes O, and lse in natural log; 0 and -inf for a row without keys."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     # l tells an empty row (0) from one whose logits are all NaN, which a maximum does not see
     L = tl.where((m == float("-inf")) & (l == 0.0), float("-inf"), natural(m, l_safe, NATURAL))
@@ -93,13 +93,14 @@ def join_sink(m, l, sink, NATURAL: tl.constexpr = False):  # (B_r,), (B_r,), sca
 def for_backward(L, EXACT: tl.constexpr):  # (B_r,)
     """Return lse as `probabilities` takes it: in base 2, or EXACT in natural log; 0 for a row without keys.
 
-    Turning L into base 2 rounds a large number, which fp32 cannot afford: there the difference is turned instead.
+    Converting L to base 2 rounds a large number, which costs fp32 its accuracy. There the difference
+    is converted instead.
     """
     return tl.where(L == float("-inf"), 0.0, L if EXACT else L * LOG2E)
 
 
 @triton.jit
 def probabilities(S, L, unit, EXACT: tl.constexpr):  # (B_r, B_c), L broadcast to it, scalar
-    """Return P = exp(S - lse), from L = for_backward(lse) and logits that `unit` turns into L's logarithm."""
+    """Return P = exp(S - lse), from L = for_backward(lse) and logits that `unit` converts to L's base."""
     x = S * unit - L
     return tl.exp2(x * LOG2E if EXACT else x)

@@ -1,4 +1,4 @@
-"""What a call costs on the host, by either road: python docs/internals/adr/0003-roads.py."""
+"""What a call costs on the host, by either path: python docs/internals/adr/0003-paths.py."""
 
 import statistics
 import time
@@ -21,10 +21,10 @@ def microseconds(call):
 torch.set_num_threads(1)
 q, k, v = (torch.randn(1, 1, 1, 16, requires_grad=True) for _ in range(3))
 text = tw.problem.Recipe().encode()
-roads = {
+paths = {
     "eager": lambda: tw.attention(q, k, v),
     "operator": lambda: torch.ops.tilewise.attention(q, k, v, [], None, text, 0, 0),
 }
-rounds = [{road: microseconds(call) for road, call in roads.items()} for _ in range(ROUNDS)]
-for road in roads:
-    print(f"{road:<10}{statistics.median(r[road] for r in rounds[2:]):.0f} us")
+rounds = [{path: microseconds(call) for path, call in paths.items()} for _ in range(ROUNDS)]
+for path in paths:
+    print(f"{path:<10}{statistics.median(r[path] for r in rounds[2:]):.0f} us")
