@@ -109,13 +109,13 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     done = Pointer([0] * heads)
     ready = None if fp32 or tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
     scratch = Scratch(Numbers(), Numbers(), Numbers(), dq_semaphore, ready, gqa_sums, done)
-    end = counter, packed, variant, shape, tile
+    end = scratch, counter, packed, variant, shape, tile
     if fp32:
         kernel = functions("tilewise.hopper.fp32.backward")["attention_backward_fp32"]
-        arguments = q, k, v, do, L, D, Numbers(), dQ, scratch, dK, dV, *end
+        arguments = q, k, v, do, L, D, Numbers(), dQ, dK, dV, *end
     else:
         kernel = functions("tilewise.hopper.backward.kernel")["attention_backward"]
-        arguments = q, k, v, do, L, D, dQ, scratch, dK, dV, (dK, dV), *end
+        arguments = q, k, v, do, L, D, dQ, dK, dV, (dK, dV), *end
     perform(kernel, arguments, counter)
     return Rehearsal(tile, made, pretend.world.events)
 

@@ -237,8 +237,8 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     sums = Descriptor(scratch.rows.dq, [scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, scratch.rows,
-        rows(p, grads.k), rows(p, grads.v), counter, where, variant, shape,
+        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(p, grads.k), rows(p, grads.v),
+        scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))

@@ -27,8 +27,6 @@ from ..host.launch import (
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile import gradients
-from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed
 from .backward import kernel as backward_kernel
@@ -119,8 +117,9 @@ def main_launch(
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, scratch, dK, dV,
-        (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), counter, where, variant, shape,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
+        (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), scratch, counter, where, variant,
+        shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)
@@ -144,10 +143,12 @@ def bias_gradients(
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
     """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
     scores."""
-    operands = gradients.Operands(*(rows(p, adjacent(t)) for t in (*x[:3], do)), *scratch[:2])
+    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), *scratch[:2])
     tiles = BIAS[pl.backward_tile.D]
-    tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
-    constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    constants = {
+        "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
     variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse))
     stride = pl.backward_shape.blocks * pl.backward.B_r
     given = (*operands[:2], scratch.logs)

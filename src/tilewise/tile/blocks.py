@@ -11,18 +11,6 @@ INNER = tl.constexpr(16)
 """Is the least inner dimension that tl.dot takes."""
 
 
-class Tile(NamedTuple):
-    """Hold what a kernel is compiled for; all are constants."""
-
-    G: int
-    """Counts the query heads that share a key head."""
-    d: int
-    d_v: int
-    B_R: int
-    B_C: int
-    PRECISION: str
-
-
 class Block(NamedTuple):
     """Describe a block of rows that moves along an operand. It has its first address, its rows' offsets, which entries
     exist, and which do in each slice of them."""

@@ -5,8 +5,6 @@ i and j are positions inside the tile that starts at (place.i0, j0). They broadc
 be transposed; L and D broadcast with i.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -14,17 +12,6 @@ from .dropout import dropout_mask
 from .masks import visible
 from .scores import Entries, apply_scores, scores_backward
 from .softmax import probabilities
-
-
-class Operands(NamedTuple):
-    """Hold what the gradients are computed from."""
-
-    Q: object
-    K: object
-    V: object
-    dO: object  # noqa: N815
-    L: object
-    D: object
 
 
 @triton.jit

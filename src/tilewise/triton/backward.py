@@ -90,15 +90,11 @@ def dkdv_step(dk, dv, k, v, Q, dO, L, D, place, variant, j0, unit, one, MASKED: 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H_k"])
 def attention_backward_dkdv(
-    x, dK, dV, packed, variant, unit, factor, one, M, N, H_k, heads, section, tiles, tile: tl.constexpr
+    Q, K, V, dO, L, D, dK, dV, packed, variant, unit, factor, one, M, N, H_k, heads, section, tiles,
+    G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one key tile: loop over its group of query heads and the query tiles that see it."""
-    G: tl.constexpr = tile.G
-    d: tl.constexpr = tile.d
-    d_v: tl.constexpr = tile.d_v
-    B_R: tl.constexpr = tile.B_R
-    B_C: tl.constexpr = tile.B_C
-    PRECISION: tl.constexpr = tile.PRECISION
     matrix, reversed_t = assign(tl.program_id(0), tiles, heads, section)
     t = tiles - 1 - reversed_t  # the first keys are seen by the most queries
     b, h_k = matrix // H_k, matrix % H_k
@@ -107,24 +103,24 @@ def attention_backward_dkdv(
     j0 = t * B_C
     if j0 >= N:
         return
-    keys, values = block(x.K, b, h_k, k0, B_C, d), block(x.V, b, h_k, k0, B_C, d_v)
+    keys, values = block(K, b, h_k, k0, B_C, d), block(V, b, h_k, k0, B_C, d_v)
     k, v = load_stationary(keys, j0, N, PRECISION), load_stationary(values, j0, N, PRECISION)
     dk, dv = tl.zeros(keys.at.shape, tl.float32), tl.zeros(values.at.shape, tl.float32)
     for g in range(G):
         h = h_k * G + g
-        queries, gradients = block(x.Q, b, h, q0, B_R, d), block(x.dO, b, h, q0, B_R, d_v)
-        logs = row_values(x.L, packed, b, h, H_k * G, q0, stride)
-        delta = row_values(x.D, packed, b, h, H_k * G, q0, stride)
+        queries, gradients = block(Q, b, h, q0, B_R, d), block(dO, b, h, q0, B_R, d_v)
+        logs = row_values(L, packed, b, h, H_k * G, q0, stride)
+        delta = row_values(D, packed, b, h, H_k * G, q0, stride)
         lists = list_at(variant.lists, b, h, t)
         lo, full_lo, full_hi, hi = query_range(variant, lists, b, j0, M, N, B_R, B_C)
-        for n in range(full_lo - lo + hi - full_hi):
-            i0 = partial_at(variant.lists, lists, n, lo, full_lo, full_hi) * B_R
+        for x in range(full_lo - lo + hi - full_hi):
+            i0 = partial_at(variant.lists, lists, x, lo, full_lo, full_hi) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
                 dk, dv, k, v, queries, gradients, logs, delta, place, variant, j0, unit, one, True, PRECISION
             )  # fmt: skip
-        for n in range(full_lo, full_hi):
-            i0 = tile_at(variant.lists, lists, n) * B_R
+        for x in range(full_lo, full_hi):
+            i0 = tile_at(variant.lists, lists, x) * B_R
             place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
             dk, dv = dkdv_step(
                 dk, dv, k, v, queries, gradients, logs, delta, place, variant, j0, unit, one, False, PRECISION
@@ -157,15 +153,11 @@ def dq_step(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H"])
 def attention_backward_dq(
-    x, dQ, packed, variant, unit, factor, one, M, N, H, heads, section, tiles, tile: tl.constexpr
+    Q, K, V, dO, L, D, dQ, packed, variant, unit, factor, one, M, N, H, heads, section, tiles,
+    G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one query tile: the forward's loop over key tiles, with dQ in place of O."""
-    G: tl.constexpr = tile.G
-    d: tl.constexpr = tile.d
-    d_v: tl.constexpr = tile.d_v
-    B_R: tl.constexpr = tile.B_R
-    B_C: tl.constexpr = tile.B_C
-    PRECISION: tl.constexpr = tile.PRECISION
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     stride = pitch(M)
@@ -174,19 +166,19 @@ def attention_backward_dq(
     if i0 >= M:
         return
     place = Place(b, h, matrix, i0, M, N, N - M)
-    queries = block(x.Q, b, h, q0, B_R, d)
+    queries = block(Q, b, h, q0, B_R, d)
     q = load_stationary(queries, i0, M, PRECISION)
-    do = load_stationary(block(x.dO, b, h, q0, B_R, d_v), i0, M, PRECISION)
-    logs = load_row_values(row_values(x.L, packed, b, h, H, q0, stride), i0, B_R, M, float("inf"), True)
-    delta = load_row_values(row_values(x.D, packed, b, h, H, q0, stride), i0, B_R, M, 0.0, True)
-    keys, values = block(x.K, b, h // G, k0, B_C, d), block(x.V, b, h // G, k0, B_C, d_v)
+    do = load_stationary(block(dO, b, h, q0, B_R, d_v), i0, M, PRECISION)
+    logs = load_row_values(row_values(L, packed, b, h, H, q0, stride), i0, B_R, M, float("inf"), True)
+    delta = load_row_values(row_values(D, packed, b, h, H, q0, stride), i0, B_R, M, 0.0, True)
+    keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
     acc = tl.zeros(queries.at.shape, tl.float32)
     lists = list_at(variant.lists, b, h, t)
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
-    for n in range(full_lo, full_hi):
-        j0 = tile_at(variant.lists, lists, n) * B_C
+    for x in range(full_lo, full_hi):
+        j0 = tile_at(variant.lists, lists, x) * B_C
         acc = dq_step(j0, acc, q, do, logs, delta, keys, values, place, variant, unit, one, False, PRECISION)
-    for n in range(full_lo - lo + hi - full_hi):
-        j0 = partial_at(variant.lists, lists, n, lo, full_lo, full_hi) * B_C
+    for x in range(full_lo - lo + hi - full_hi):
+        j0 = partial_at(variant.lists, lists, x, lo, full_lo, full_hi) * B_C
         acc = dq_step(j0, acc, q, do, logs, delta, keys, values, place, variant, unit, one, True, PRECISION)
     store_rows(block(dQ, b, h, q0, B_R, d), i0, M, acc * factor)

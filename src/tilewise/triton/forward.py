@@ -45,18 +45,14 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
 @triton.jit(do_not_specialize=["packed", "unused", "variant", "M", "N", "H", "heads", "section", "tiles"])
 def attention_forward(
-    Q, K, V, O, L, packed, unused, variant, c, M, N, H, heads, section, tiles, tile: tl.constexpr
+    Q, K, V, O, L, packed, unused, sink, variant, c, M, N, H, heads, section, tiles,
+    G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute O and L of one query tile.
 
-    Multiplying logits by c converts them to base 2; c may be None (see `row_max`).
+    Multiplying logits by c converts them to base 2; c may be None (see `row_max`). G query heads share a key head.
     """
-    G: tl.constexpr = tile.G
-    d: tl.constexpr = tile.d
-    d_v: tl.constexpr = tile.d_v
-    B_R: tl.constexpr = tile.B_R
-    B_C: tl.constexpr = tile.B_C
-    PRECISION: tl.constexpr = tile.PRECISION
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
@@ -80,8 +76,8 @@ def attention_forward(
     for x in range(full_lo - lo + hi - full_hi):  # partial tiles: edges of the mask, and the last tile
         j = partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
-    if variant.sink is not None:
-        m, l, alpha = join_sink(m, l, tl.load(variant.sink + h).to(tl.float32), c is None)
+    if sink is not None:
+        m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32), c is None)
         acc = acc * alpha[:, None]
     inverse, lse = finalize(m, l, c is None)
     store_rows(out, i0, M, acc * inverse[:, None])

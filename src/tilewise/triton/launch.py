@@ -28,8 +28,6 @@ from ..host.launch import (
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..tile import gradients
-from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
 from . import backward as kernels
@@ -55,8 +53,7 @@ class Plan(NamedTuple):
     section: int
     listed: bool
     """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
-    constants: dict[Tiles, dict[str, Any]]
-    """What kernels are compiled for, by their tiles."""
+    constants: dict[str, Any]
     values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
@@ -74,7 +71,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
     group = p.H // p.H_k
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
-    constants = {tiles: constants_of(p, tiles) for tiles in chosen}
+    constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
     # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
     # -inf * c is -inf; exp2(TINY) is still 1.
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
@@ -131,10 +128,10 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved),
-        Variant(parts, changes, dropout(p, saved.seed), lists, sink), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
+        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved), sink,
+        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
     )  # fmt: skip
-    yield Launch(attention_forward, heads * tiles, arguments, pl.constants[pl.forward], pl.compiled)
+    yield Launch(attention_forward, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
 
 
 def backward_launches(
@@ -163,31 +160,33 @@ def backward_launches(
         (key, dL is None or dL.data_ptr() % 16),
     )
 
-    given = gradients.Operands(*(rows(p, t) for t in (*x[:3], do)), logs, delta)
-    constants, stride = pl.constants[pl.dq], logs.shape[-1]
+    given = (*(rows(p, t) for t in (*x[:3], do)), logs, delta)
+    constants, stride = {**pl.constants, **meta(pl.dq)}, logs.shape[-1]
     yield from renormalize_launches(p, (*given[:2], logs), lse, variant, pl.unit, stride, pl.dq, constants, pl, key)
 
     lists, listing = tile_lists(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (pl.unit, p.scale, 1.0, M, N, p.H_k, heads, pl.section, tiles)
-    arguments = (given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), *sizes)
-    yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, pl.constants[pl.dkdv], pl.compiled, key)
+    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), *sizes)
+    yield Launch(
+        kernels.attention_backward_dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key
+    )
 
     lists, listing = tile_lists(p, pl, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (pl.unit, p.scale, 1.0, M, N, p.H, heads, pl.section, tiles)
-    arguments = (given, rows(p, grads.q), where, variant._replace(lists=lists), *sizes)
-    yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, constants, pl.compiled, key)
+    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), *sizes)
+    yield Launch(
+        kernels.attention_backward_dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key
+    )
 
     # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
     tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, constants_of(p, tiles), pl, key)
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, {**pl.constants, **meta(tiles)}, pl, key)
 
 
-def constants_of(p: Problem, tiles: Tiles) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
-    tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, precision(p) or "ieee")
+def meta(tiles: Tiles) -> dict[str, int]:
     cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}
+    return {"B_R": tiles.B_r, "B_C": tiles.B_c, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}

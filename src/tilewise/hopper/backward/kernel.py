@@ -259,7 +259,7 @@ def compute(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward(
-    Q, K, V, dO, L, D, dQ, scratch, dK, dV, strides, counter, packed, variant, shape, tile: gl.constexpr
+    Q, K, V, dO, L, D, dQ, dK, dV, strides, scratch, counter, packed, variant, shape, tile: gl.constexpr
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums."""
     B_R: gl.constexpr = tile.B_R

@@ -236,8 +236,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, tile: gl.cons
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0)
         arrive(shared.k.empty, y)
         m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c, tile.BOUNDED, s_layout)
-        dropped = apply_dropout(P.to(O.dtype), read_bits(shared.bits, y * WARPGROUPS + W, 0, zero), call.variant)
-        p = gl.convert_layout(dropped, p_layout)
+        first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
+        p = gl.convert_layout(apply_dropout(P.to(O.dtype), first_words, call.variant), p_layout)
         zero_values(place, j, call.packed, shared, y, tile)
         o = gl.zeros([64, D], gl.float32, o_layout)
         if tile.Q_STAGES > 1:  # by now the O of the tile before has left its Q stage

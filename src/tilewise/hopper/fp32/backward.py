@@ -305,7 +305,7 @@ def half_of_tile(W: gl.constexpr, dK, dV, gqa_sums, scales, shared, call, tile: 
 
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward_fp32(
-    Q, K, V, dO, L, D, scales, dQ, scratch, dK, dV, counter, packed, variant, shape, tile: gl.constexpr
+    Q, K, V, dO, L, D, scales, dQ, dK, dV, scratch, counter, packed, variant, shape, tile: gl.constexpr
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums, from pieces."""
     PIECES: gl.constexpr = tile.PIECES
