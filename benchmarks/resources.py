@@ -50,12 +50,12 @@ def compiled() -> Iterator[Row]:
     for size, names in forward.CALLS.items():
         for name in names:
             for one in forward.launches(size, forward.calls()[name]):
-                if (kernel := one.kernel.fn.__name__).endswith(("forward", "backward")) and name != "biased":
+                if (kernel := one.kernel.fn.__name__) in forward.MULTIPLY and name != "biased":
                     yield row(kernel, size, name, one.compile())
     for size, names in fp32.CALLS.items():
         for precision, name in product(fp32.KINDS, names):
             for one in fp32.launches(size, precision, name):
-                if (kernel := one.kernel.fn.__name__).endswith("backward"):
+                if (kernel := one.kernel.fn.__name__) == "attention_backward_fp32":
                     yield row(kernel, size, f"{precision} {name}", one.compile())
 
 

@@ -97,6 +97,10 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
+MULTIPLY = ("attention_forward", "attention_forward_fp32", "attention_backward")
+BIASED = ("attention_backward_dbias",)
+
+
 def main(only: str | None = None) -> Iterator[dict[str, Any]]:
     """Every kernel that multiplies, per head size and call; with a bias that of its gradient alone."""
     use_target("sm_90")
@@ -104,9 +108,7 @@ def main(only: str | None = None) -> Iterator[dict[str, Any]]:
         for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if kernel.endswith(
-                    "attention_backward_dbias" if name == "biased" else ("attention_forward", "attention_backward")
-                ):
+                if kernel in (BIASED if name == "biased" else MULTIPLY):
                     yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
 
 
