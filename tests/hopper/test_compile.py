@@ -115,7 +115,7 @@ def test_a_barrier_among_tiles_is_a_fault():
         "tma": MEANT["attention_backward"],
     }
     row |= {"alone": True, "spills": 0, "waits": [0]}
-    record = {"backward 128 x": {"spills": 0, "waits": 0}}
+    record = {"attention_backward 128 x": {"spills": 0, "waits": 0}}
     assert faults(row | {"barriers": [206464, 206472]}, record) == []
     for barriers in ([32768, 206464], []):
         assert "barriers" in " ".join(faults(row | {"barriers": barriers}, record))
