@@ -1,6 +1,6 @@
 """Bundle what most functions of the kernels take."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
@@ -16,10 +16,10 @@ class Call(NamedTuple):
 class Scratch(NamedTuple):
     """Hold what passes between the backward's kernels, in blocks of B_r rows (see row_blocks.py)."""
 
-    logs: object
+    logs: Any
     """Holds the lse, in base 2 or in fp32 in natural log."""
-    delta: object
-    dq: object
+    delta: Any
+    dq: Any
     """Holds sums of dQ."""
     dq_semaphore: object
     """Names, per block, the key tile that may add to it and to the blocks with the same semaphore (see
