@@ -129,6 +129,12 @@ WRONG = {
         ["mask", "torch.bool", "(5, 7)", "mask=tilewise.Dense(...)", "score=tilewise.Bias(...)"],
     ),
     "mask a class": (call(mask=tw.Causal), TypeError, ["mask", "class", "mask=tilewise.Causal()?"]),
+    "mask a function": (
+        call(mask=lambda b, h, i, j: i >= j),
+        TypeError,
+        ["mask", "function", "tilewise's masks", "&", "mask=tilewise.Dense(...)", "bool tensor"],
+    ),
+    "mask True": (call(mask=True), TypeError, ["mask", "True", "combined with &", "mask=tilewise.Dense(...)"]),
     "mask None": (call(mask=None), TypeError, ["mask", "None", "leave it out"]),
     "causal": (call(causal=True), TypeError, ["attention", "got causal", "did you mean mask=tilewise.Causal()?"]),
     "is_causal": (call(is_causal=True), TypeError, ["attention", "is_causal", "mask=tilewise.Causal()", "aligns"]),

@@ -37,14 +37,14 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
         assert set(call["listed"]) == set(call["asked"]), name
     assert "attention_backward_fp32" in found["fp32"]["listed"].values()
     assert "attention_backward_dbias" in found["rich triton"]["listed"].values()
-    anew = found["causal triton"]["unforeseen"]
-    assert not anew["other lengths"]
-    assert not anew["another batch size"]
-    assert not anew["q, k and v as parts of one tensor"]
-    assert anew["q, k or v off a 16-byte boundary"] == [
+    unforeseen = found["causal triton"]["unforeseen"]
+    assert not unforeseen["other lengths"]
+    assert not unforeseen["another batch size"]
+    assert not unforeseen["q, k and v as parts of one tensor"]
+    assert unforeseen["q, k or v off a 16-byte boundary"] == [
         f"attention_{name}" for name in ("backward_dkdv", "backward_dq", "forward")
     ]
-    assert anew["a gradient of lse (return_lse)"] == ["attention_backward_delta"]
+    assert unforeseen["a gradient of lse (return_lse)"] == ["attention_backward_delta"]
     assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward", "attention_forward"]
     assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["attention_backward_preprocess"]
 

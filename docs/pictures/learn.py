@@ -29,7 +29,7 @@ PROCESSORS = 132
 
 
 def passes() -> Any:
-    """What each line of standard attention moves, beside what must move at least."""
+    """What each line of standard attention moves, and what must move at least."""
     N, d = 2048, 64
     Q, K, V = torch.randn(3, 1, N, d)
     with Lines() as lines:
@@ -137,7 +137,7 @@ def loops() -> Any:
 
 
 def measured(suite: str, length: int = 4096) -> dict[tuple[str, int], float]:
-    """By implementation and head size: the forward's rate beside a large matrix product's, bf16, no mask."""
+    """By implementation and head size: the forward's rate relative to a large matrix product's, bf16, no mask."""
     rows = load(RESULTS)["suites"][suite]["rows"]
     return {
         (row["implementation"], row["case"]["head_size"]): row["of_matmul"]

@@ -65,24 +65,28 @@ def refuse_mask(mask: Any) -> NoReturn:
     if isinstance(mask, Tensor):
         got = _shown(mask)
         instead = "write mask=tilewise.Dense(...) if it is bool, score=tilewise.Bias(...) if it is added to the logits"
+    elif mask is None:
+        instead = "leave it out for none"
+    elif not instead:
+        instead = "use tilewise's masks, combined with &, or mask=tilewise.Dense(...) for any bool tensor"
     raise TypeError(f"mask must be a Mask such as tilewise.Causal(), got {got}; {instead}")
 
 
 def refuse_score(score: Any) -> NoReturn:
     """Raise TypeError for a score that is no Score, and say what to write instead."""
-    got, instead = repr(score), _meant("score", score, Score)
+    got, instead = repr(score), _meant("score", score, Score) or "leave it out for none"
     if isinstance(score, Tensor):
         got, instead = _shown(score), "did you mean score=tilewise.Bias(...)?"
     raise TypeError(f"score must be a Score such as tilewise.SoftCap(50.0), or several, got {got}; {instead}")
 
 
 def _meant(option: str, given: Any, base: type) -> str:
-    """Return the remedy for a class, or the name of one, in place of its instance."""
+    """Return the remedy for a class, or the name of one, in place of its instance; else an empty string."""
     for kind in base.__subclasses__():
         if given is kind or str(given).lower() == kind.__name__.lower():
             numbers = "" if getattr(kind, "__match_args__", None) == () else "..."
             return f"did you mean {option}=tilewise.{kind.__name__}({numbers})?"
-    return "leave it out for none"
+    return ""
 
 
 def _shown(tensor: Tensor) -> str:

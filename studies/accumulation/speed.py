@@ -106,7 +106,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 CHOOSING = 4096
 """The length at which the fastest tiles are chosen."""
 ROUNDS = 6
-BESIDE = ("tilewise", "tilewise triton")
+COMPARED = ("tilewise", "tilewise triton")
 
 
 def cases(head_size: int, lengths: Sequence[int] = LENGTHS) -> list[Case]:
@@ -163,7 +163,7 @@ def _race(case: Case, best: dict[Combination, tuple[Any, str | None]], device: t
         rows.append(row)
         calls.append(_call(case, combination, tiles, device) if tiles else lambda: None)
     _, x = _operands(case, device)
-    for name in BESIDE:
+    for name in COMPARED:
         peer = PEERS[name]
         row = Time(asdict(case), name, why=peer.why_not(case, device))
         rows.append(row)

@@ -50,7 +50,7 @@ def write_page(path: Path, c: Comparison, benchmark: Benchmark, picture: Path, e
         *(_figure(file, shows) for file, shows in pictures),
         "<h2>Where this comes from</h2>",
         f"<p>{escape(env['when'])}; {escape(versions)}; commit {escape(env['commit'] or 'unknown')}. "
-        "All numbers are in <code>summary.json</code>, beside this page.</p>",
+        "All numbers are in <code>summary.json</code>, in the folder of this page.</p>",
     ]
     page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tilewise</title><style>{STYLE}</style>"
     path.write_text(page + "\n".join(body) + "</html>\n")

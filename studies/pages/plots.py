@@ -347,7 +347,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
     "short-cpu": (),
     "llmc": (
         ("speedup", "Speedup over PyTorch's memory-efficient kernel", speedups),
-        ("rate", "Arithmetic a second, by length, beside the card's fp32 matrix product", rates),
+        ("rate", "Arithmetic a second, by length, compared with the card's fp32 matrix product", rates),
     ),
 }  # fmt: skip
 """Of each suite: a name for the file, what it shows, and how to draw it."""

@@ -43,11 +43,11 @@ def test_rows_filled_with_a_finite_bias_attend_evenly(backend, dtype, D, mask):
     for number in FILLS:
         got, true = results(call, number, dtype, 300, 333, D, mask)
         for name, x, t in zip(NAMES, got, true, strict=True):
-            assert x.isfinite().all(), f"{name} beside a bias of {number}"
+            assert x.isfinite().all(), f"{name} with a bias of {number}"
             # next to -65504 fp32 rounds the logits themselves, by 2^-9
             allowed = 2e-2 if dtype != fp32 else 1e-2 if number == FILLS[0] else 2e-5
             error = (x.double() - t).abs().max() / t.abs().max()
-            assert error <= allowed, f"{name} is off by {error:.2g} of its largest entry beside a bias of {number}"
+            assert error <= allowed, f"{name} is off by {error:.2g} of its largest entry with a bias of {number}"
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("hopper", bf16), ("triton", fp32)])

@@ -533,7 +533,7 @@ def _numbers() -> Iterator[Case]:
             yield Case(f"{values}, fp16", values=values, dtype=fp16)
     for precision in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"):
         yield Case(f"precision {precision}", precision=precision, D=64, mask=causal)
-    for D in (128, 256):  # where its pieces need tiles of their own
+    for D in (128, 256):  # where its pieces need separate tiles
         yield Case(f"precision tf32x3, head size {D}", precision="tf32x3", D=D, mask=causal)
     units = {"precision": "ieee", "H": 4}  # in Triton's interpreter these alone take the kernels' way for FMA units
     yield Case("precision ieee, GQA, alibi, bias, sink", **units, score=(alibi(), bias("HMN")), sink=fp32)
@@ -557,7 +557,7 @@ def _large() -> Iterator[Case]:
         yield replace(a, name=f"large {name} GQA", dtype=dtype, M=500, N=500, H=6, mask=causal)
     yield replace(a, name="large GQA D 128", dtype=bf16, M=600, N=600, H=8, H_k=2, D=128, mask=causal)
     yield replace(a, name="large MQA D 128", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
-    shared = replace(a, dtype=bf16, M=300, N=300, H=16, H_k=1)  # in the backward, several walks share keys
+    shared = replace(a, dtype=bf16, M=300, N=300, H=16, H_k=1)  # in the backward, several loops share keys
     for D in (64, 128, 256):
         yield replace(shared, name=f"large MQA D {D}, ragged", D=D, N=330, mask=causal)
     yield replace(shared, name="large MQA documents", mask=documents)

@@ -20,7 +20,7 @@ CALLS = (
     (128, {"mask": tw.Causal(), "precision": "bf16x6"}),
 )
 """Head sizes and options; with a precision, fp32. Most are compiled for other tests, too."""
-plan.SHORT_LOOP = 400  # of two heads: four that share keys are then in two walks
+plan.SHORT_LOOP = 400  # of two heads: four that share keys are then in two loops
 
 
 def watch(D, options):

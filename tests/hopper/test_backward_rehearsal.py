@@ -47,7 +47,7 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
             getattr(read, what)(*event)
     if not read.fp32 and read.placed != read.products:
         yield "the softmax is elsewhere than its products"
-    both = tile.B_C // 64 == 1 and read.fp32  # groups, with columns of their own
+    both = tile.B_C // 64 == 1 and read.fp32  # each group has separate columns
     for where, part in masks.items():
         if read.products[where] != 1 + both and (read.products[where] or part.any()):
             yield f"{where} is multiplied {read.products[where]} times"
@@ -55,11 +55,11 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
         if where not in masks or not masks[where].all() or masks[where].shape != (tile.B_R, 64):
             yield f"{where} needs the mask"
     yield from (f"query head {h} meets key head {h_k}" for h, h_k in read.pairs if h * H_k // H != h_k)
-    walks = Counter((h, i) for h, i, _ in read.lists)
+    loops = Counter((h, i) for h, i, _ in read.lists)
     pieces = tile.D * tile.B_R // 4096
     for where, number in numbers.items():
         for piece in range(pieces):  # of a single one, both groups add their part
-            if read.adds[number * pieces + piece] != walks[where] * (2 if pieces == 1 else 1):
+            if read.adds[number * pieces + piece] != loops[where] * (2 if pieces == 1 else 1):
                 yield f"dQ of {where} gets {read.adds[number * pieces + piece]} pieces {piece}"
     rows = {k0 + j for _, k0, seen in sequences for j in range(0, seen.shape[2], 64)}
     halves = both or (not read.fp32 and tile.SPLIT_DKDV)
@@ -155,7 +155,7 @@ def test_packed_sequences(mask, D, H_k):
     assert not list(faults(rehearse_backward(p, x, torch.empty(0), 3, 1), H_k, sequences))
 
 
-def test_walks_share_keys():
+def test_loops_share_keys():
     tile, wrong = rehearsed(2560, 512, 128, 1, tw.Causal(), section=3)
     assert tile.GQA_PROGRAMS > 1
     assert not wrong

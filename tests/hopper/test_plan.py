@@ -47,7 +47,7 @@ def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
 @pytest.mark.parametrize(
     ("M", "H", "H_k", "deterministic", "heads"),
     [
-        (8192, 32, 4, False, 4),  # enough walks
+        (8192, 32, 4, False, 4),  # enough loops
         (8192, 32, 4, True, 2),
         (8192, 4, 1, False, 2),  # few walks, so that shares are smaller
         (8192, 12, 2, False, 3),  # a divisor of 6
@@ -90,7 +90,7 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
                 if forward.HALF_FIRST_TILE and start % pl.forward.B_r == 0:
                     assert not bool(found_tiles[0][:, forward.B_C // 2 :].any()), (M, N, start)
             if not pl.backward_tile.MASK_IN_LOOP:
-                own = 64 if pl.backward_tile.HALF_LOOPS else pl.backward.B_c  # keys with a walk of their own
+                own = 64 if pl.backward_tile.HALF_LOOPS else pl.backward.B_c  # keys of one loop
                 flipped = seen[b].flip(0, 1).T  # the first query tile that keys see becomes the last key tile
                 if M % pl.backward.B_r == 0 and N % pl.backward.B_c == 0:
                     for start, found_tiles in tiles(flipped, own, pl.backward.B_r):

@@ -230,7 +230,7 @@ def test_kernels_are_timed_in_turns_with_their_best_tiles(monkeypatch):
         monkeypatch.setattr(module, "TILES", {64: ((16, 16, 4, 1), (15, 16, 4, 1))})  # no power of two: cannot run
     monkeypatch.setattr(speed, "KERNELS", (PLAIN, HALF))
     (rows,) = speed.times(CPU, lengths=(16,))
-    assert [row.implementation for row in rows] == [str(PLAIN), str(HALF), *speed.BESIDE]
+    assert [row.implementation for row in rows] == [str(PLAIN), str(HALF), *speed.COMPARED]
     for row in rows[:3]:
         assert row.why is None
         assert 0.0 < row.milliseconds_p20 <= row.milliseconds <= row.milliseconds_p80

@@ -56,7 +56,7 @@ ALLOWED = {
             "part * each", "(part + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
     },
-    "a number of the centres, (B, H_k, 128), beside which the keys' pieces would fill 2^40 bytes": {
+    "a number of the centres, (B, H_k, 128), whose keys' pieces would fill 2^40 bytes": {
         "hopper/fp32/preprocess.py": ("(b * H + h) * SIZE",),
         "hopper/fp32/split.py": ("(b * H + h) * SIZE",),
     },

@@ -36,7 +36,7 @@ CACHED_QUERIES = 16 << 20
 """Let concurrent programs share at most this many bytes of Q, dO and sums of dQ."""
 MOST_HEADS, SHORT_LOOP = 4, 2048
 """Limit a loop of the backward to MOST_HEADS query heads, since its epilogue takes some time. Allow more while they
-have about SHORT_WALK queries in all."""
+have about SHORT_LOOP queries in all."""
 
 
 class Plan(NamedTuple):

@@ -67,7 +67,7 @@ class Kind(NamedTuple):
     pieces: int
     """Counts the pieces per number."""
     p_scale_log2: int
-    """Scales P by 2^raised, to fill the type's range."""
+    """Scales P by 2^p_scale_log2, to fill the type's range."""
 
 
 KINDS = {"bf16x6": Kind(torch.bfloat16, 3, 0), "fp16x3": Kind(torch.float16, 2, 15)}

@@ -171,7 +171,7 @@ def produce_bits(shared, call, tile: gl.constexpr):
 
 @gluon.jit
 def logits(q, k, HALF_FIRST_TILE: gl.constexpr):
-    """Compute Q K^T, or of a CORNER the first half of its columns."""
+    """Compute Q K^T, or with HALF_FIRST_TILE only the first half of its columns."""
     B_C: gl.constexpr = k.shape[0] // 2 if HALF_FIRST_TILE else k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
     k = k.slice(0, B_C, 0)

@@ -115,7 +115,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def stage_of(y, STAGES: gl.constexpr):
-    """Return the stage of use y; of one stage its number, which is 0, as `channel.held` has it."""
+    """Return the stage of use y; of one stage its number, which is 0, as in `channel.stage_in_loop`."""
     return y >> 31 if STAGES == 1 else y % STAGES
 
 

@@ -7,7 +7,7 @@ The order is forward/kernel.py's: P V of one key tile runs under the softmax of 
 query tile's last P V runs under the splitting of the next tile's Q. A product adds its smallest parts first. Tensor
 cores cut bits off as they add. So P V of a tile begins at zero and joins O by a multiply-add, which rescales O and
 descales V. Powers of two descale Q's rows and K's tiles as part of the softmax's factor. P is
-computed as 2^RAISE times itself, where fp16 has most room; O's last factor takes that back.
+computed as 2^P_SCALE_LOG2 times itself, where fp16 has most room; O's last factor takes that back.
 
 Programs begin while the kernel before them still splits K and V. What kernels before that one wrote is complete: Q,
 bounds of packed sequences, what masks hold, lists of tiles, the counter. So only what reads pieces and their scales
@@ -80,7 +80,7 @@ class Tile(NamedTuple):
     WAIT_PV: int
     """Says where the softmax lets the previous P V finish: as in forward/kernel.py, but 3 is after all exponentials."""
     P_SCALE_LOG2: int
-    """Scales P: it is computed as 2^RAISE P."""
+    """Scales P: it is computed as 2^P_SCALE_LOG2 P."""
 
 
 class Shape(NamedTuple):
@@ -200,8 +200,8 @@ def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, O, L, place, q0, row0, call, P_SCALE_LOG2: gl.constexpr):
-    """Write O and lse of 64 rows, once all keys have been seen; l is 2^RAISE times too large, and m as much too
-    small."""
+    """Write O and lse of 64 rows, once all keys have been seen; l is 2^P_SCALE_LOG2 times too large, and m is
+    P_SCALE_LOG2 too small."""
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32))
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]

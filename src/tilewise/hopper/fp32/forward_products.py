@@ -112,7 +112,7 @@ def unit_of(c, shared, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.co
 
 @gluon.jit
 def next_unit(unit, t, c, shared, shape, n, W: gl.constexpr, row_layout: gl.constexpr, tile: gl.constexpr):
-    """Do the same for the next tile of queries, if there is one and its memory is Q_APART."""
+    """Do the same for the next tile of queries, if there is one and Q_SEPARATE holds."""
     if tile.Q_SEPARATE:
         if t < shape.tiles * shape.heads:
             unit = unit_of(c, shared, n, W, row_layout, tile)
