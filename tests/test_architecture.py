@@ -17,6 +17,12 @@ UNORDERED = ("cli", "compat")
 """Folders whose rows do not name their files."""
 HOSTS = ("host", "hopper")
 """Folders that hold no device code themselves."""
+MOST = 16
+"""Parameters of a function."""
+EXEMPT = {
+    "cli/calls": "a command's options",
+    "compat/flash_attn": "another package's signatures",
+}
 
 
 @cache
@@ -102,3 +108,53 @@ def test_tile_holds_device_code_alone_and_hosts_none():
             assert not re.search(r"^(import|from) torch", text, re.MULTILINE), name
         if path.parent.name in HOSTS:
             assert not re.search(r"^@(triton|gluon)\.jit", text, re.MULTILINE), name
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef]:
+    """A module's functions, methods and kernels."""
+    return (node for node in ast.walk(ast.parse(files()[name].read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names, without * and **."""
+    at = function.args
+    return [one.arg for one in (*at.posonlyargs, *at.args, *at.kwonlyargs)]
+
+
+def test_no_function_has_more_parameters_than_a_reader_can_hold():
+    exempt = {name for name in files() if any(name == top or name.startswith(f"{top}/") for top in EXEMPT)}
+    many = {
+        f"{name}.{one.name}": len(parameters(one))
+        for name in files().keys() - exempt
+        for one in functions(name)
+        if len(parameters(one)) > MOST
+    }
+    assert not many, f"bundle what always travels together, so that none has more than {MOST}: {many}"
+
+
+def test_what_a_kernel_does_not_specialize_on_is_a_parameter():
+    """Triton ignores a name that is none, and compiles again for other lengths."""
+    checked = 0
+    for name in files():
+        given = {}
+        for node in ast.walk(ast.parse(files()[name].read_text())):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                given[node.targets[0].id] = node.value
+        for one in functions(name):
+            for decorator in one.decorator_list:
+                for keyword in getattr(decorator, "keywords", []):
+                    if keyword.arg == "do_not_specialize":
+                        named = set(texts(keyword.value, given))
+                        assert named, f"{name}.{one.name}"
+                        assert named <= set(parameters(one)), f"{name}.{one.name}: {named - set(parameters(one))}"
+                        checked += 1
+    assert checked > 10
+
+
+def texts(node: ast.AST, given: dict[str, ast.expr]) -> Iterator[str]:
+    """The strings of a list, and of the lists that it names."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant):
+            yield part.value
+        elif isinstance(part, ast.Name) and part.id in given:
+            yield from texts(given[part.id], given)

@@ -181,8 +181,9 @@ def keys_outside(launch: "Launch") -> "Launch":
     batch, row, head, _ = sums.stride()
     running = Rows(sums, batch, row, head), torch.full_like(L, -torch.inf), torch.zeros_like(L)
     arguments = *(given[name] for name in "QKVOL"), *running, *(given[name] for name in ("variant", "c", *"MNH"))
-    constants = {name: launch.constants[name] for name in ("G", "d", "d_v", "PRECISION")}
-    constants |= {"B_R": 64, "B_C": 128 if constants["d"] <= 128 else 64, "num_warps": 8, "num_stages": 2}
+    tile = launch.constants["tile"]
+    tile = tile._replace(B_R=64, B_C=128 if tile.d <= 128 else 64)
+    constants = {"tile": tile, "num_warps": 8, "num_stages": 2}
     return launch._replace(kernel=kernel, programs=given["heads"], arguments=arguments, constants=constants)
 
 

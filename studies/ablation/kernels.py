@@ -142,16 +142,18 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
 
 
 @triton.jit(do_not_specialize=["variant", "M", "N", "H"])
-def keys_outside(
-    Q, K, V, O, L, sums, maxima, totals, variant, c, M, N, H,
-    G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
-    B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def keys_outside(Q, K, V, O, L, sums, maxima, totals, variant, c, M, N, H, tile: tl.constexpr):
     """Compute O and L of one head (Dao et al. 2022, algorithm 1).
 
     Each tile of keys is read once. For it, the sums of P V, the maxima and the totals of every row are read from memory
     and written back, in fp32. They begin as 0, -inf and 0.
     """
+    G: tl.constexpr = tile.G
+    d: tl.constexpr = tile.d
+    d_v: tl.constexpr = tile.d_v
+    B_R: tl.constexpr = tile.B_R
+    B_C: tl.constexpr = tile.B_C
+    PRECISION: tl.constexpr = tile.PRECISION
     matrix = tl.program_id(0)
     b, h = matrix // H, matrix % H
     queries, running = block(Q, b, h, 0, B_R, d), block(sums, b, h, 0, B_R, d_v)
@@ -180,5 +182,10 @@ def keys_outside(
         rows = x * B_R + tl.arange(0, B_R)
         m = tl.load(m_rows + rows, mask=rows < M, other=float("-inf"))
         inverse, lse = finalize(m, tl.load(l_rows + rows, mask=rows < M, other=0.0))
-        store_rows(block(O, b, h, 0, B_R, d_v), x * B_R, M, load_rows(running, x * B_R, M, True) * inverse[:, None])
+        store_rows(
+            block(O, b, h, 0, B_R, d_v),
+            x * B_R,
+            M,
+            load_rows(running, x * B_R, M, True) * inverse[:, None],
+        )
         tl.store(row_values(L, None, b, h, H, 0, M) + rows, lse, mask=rows < M)

@@ -92,12 +92,17 @@ def step(j, q, acc, m, l, K, V, place, variant, c, lower, sums: tl.constexpr, MA
 @triton.jit(do_not_specialize=["variant", "M", "N", "H", "heads", "section", "tiles"])
 def forward(
     Q, K, V, O, variant, c, lower, M, N, H, heads, section, tiles,
-    sums: tl.constexpr, G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr,
+    sums: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Compute O for every tile of queries. c turns logits into base 2.
 
-    Every exponent is lowered by `lower`, the logarithm of the stability factor. G query heads share a key head.
+    Every exponent is lowered by `lower`, the logarithm of the stability factor.
     """
+    G: tl.constexpr = tile.G
+    d: tl.constexpr = tile.d
+    d_v: tl.constexpr = tile.d_v
+    B_R: tl.constexpr = tile.B_R
+    B_C: tl.constexpr = tile.B_C
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     q0, M, k0, N = rows_of(None, b, M, N)

@@ -19,7 +19,7 @@ from tilewise.host.launch import (
 from tilewise.problem import Operands, Problem
 from tilewise.tile.ranges import Variant
 from tilewise.triton import backend as portable
-from tilewise.triton.launch import meta, plan
+from tilewise.triton.launch import constants, plan
 from tilewise.triton.tiles import AMPERE, Tiles, current
 
 from .accumulate import Accumulate
@@ -60,9 +60,9 @@ def planned(p: Problem, accumulate: "Accumulate", tiles: Tiles) -> Plan:
         accumulate.scores, accumulate.values, accumulate.division == "in-loop",
         halves if accumulate.exp2 == "halves" else "fp32",
     )  # fmt: skip
-    constants = {name: portable_plan.constants[name] for name in ("G", "d", "d_v")}
     assert portable_plan.c is not None  # None only with a bias, and there are no scores here
-    return Plan(portable_plan.c, portable_plan.section, p.listed, {"sums": sums, **constants, **meta(tiles)}, {})
+    fixed = {"sums": sums, **constants(p, portable_plan, tiles)}
+    return Plan(portable_plan.c, portable_plan.section, p.listed, fixed, {})
 
 
 def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles: Tiles) -> list[Launch]:

@@ -45,10 +45,10 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim == 4 for t in x.extra))
     seed = torch.empty((), dtype=torch.int64, device="meta") if recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)
-    logs, delta, grads = launch.empty_row_values(p, x), launch.empty_row_values(p, x), launch.empty_grads(p, x)
+    scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o), torch.empty_like(saved.lse)
     pl = launch.plan(p)
-    backward = launch.backward_launches(p, pl, x, saved, do, dlse, logs, delta, grads)
+    backward = launch.backward_launches(p, pl, x, saved, do, dlse, scratch, grads)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
 
 
@@ -74,7 +74,7 @@ WALKS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq"
 
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), rich, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
-    units, and "tf32x3" where it has its own rows."""
+    units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -102,6 +102,7 @@ def calls(target: str) -> Iterator[Call]:
     if target == "sm_90":
         yield Call("tf32x3", torch.float32, 128, WALKS)
         yield Call("tf32x3", torch.float32, 256, WALKS)
+        yield Call("strides of 1", half, 128, (*WALKS, "attention_backward_delta", "attention_backward_dbias"))
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
@@ -124,7 +125,11 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
         options |= {"score": tw.Bias(meta(1, H, S, S, dtype=call.dtype)), "wanted": True}
         if call.variant == "listed":
             options["mask"] = tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()
-    named = {one.kernel.fn.__name__: one for one in launches(target, q, k, k, **options)}
+    elif call.variant == "strides of 1":  # which Triton makes constants: D_v = 1 of one head, and one bias for all
+        q = k = meta(B, S, 1, call.D, dtype=call.dtype)
+        options |= {"score": tw.Bias(meta(1, 1, 1, 1, dtype=call.dtype)), "wanted": True}
+    v = meta(B, S, 1, 1, dtype=call.dtype) if call.variant == "strides of 1" else k
+    named = {one.kernel.fn.__name__: one for one in launches(target, q, k, v, **options)}
     return [named[name] for name in call.kernels]
 
 

@@ -10,7 +10,7 @@ from tilewise.check import check_arguments
 from tilewise.explain import problem_on
 from tilewise.problem import Grads, Saved
 from tilewise.tile.blocks import width
-from tilewise.tile.rows import Packed, Rows, rows_of
+from tilewise.tile.rows import Packed, Rows, RowValues, rows_of
 from tilewise.triton import launch
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
@@ -248,7 +248,7 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     p = problem_on(x, recipe, longest, "cpu")
     o, around_o = guarded((total, H, D), torch.zeros(total, H, D))
     lse, around_lse = guarded((1, H, total), torch.zeros(1, H, total))
-    scratch = launch.empty_row_values(p, x).shape
+    scratch = launch.empty_scratch(p, x).logs.shape
     (logs, around_logs), (delta, around_delta) = (guarded((1, *scratch), torch.zeros(1, *scratch)) for _ in range(2))
     grads = [guarded((total, H, D), torch.zeros(total, H, D)) for _ in range(3)]
     saved = Saved(o, lse[0], None)
@@ -256,7 +256,7 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     for one in launch.forward_launches(p, pl, x, saved):
         one.run()
     results = Grads(*(g for g, _ in grads), (None,) * len(x.extra))
-    for one in launch.backward_launches(p, pl, x, saved, do, None, logs[0], delta[0], results):
+    for one in launch.backward_launches(p, pl, x, saved, do, None, RowValues(logs[0], delta[0]), results):
         one.run()
     for inside, around in ((o, around_o), (lse, around_lse), (logs, around_logs), (delta, around_delta), *grads):
         assert (inside.nan_to_num(neginf=0.0).abs() < 1e6).all(), "nothing of what lies around was read"

@@ -16,7 +16,7 @@ ALLOWED = {
         "hopper/backward/postprocess.py": ("t // PIECES * 64",),
         "hopper/backward/preprocess.py": ("t * ROWS",),
         "hopper/forward/kernel.py": ("j * B_C",),
-        "hopper/fp32/preprocess.py": ("t * BLOCK", "t * ROWS"),
+        "hopper/fp32/preprocess.py": ("t * BLOCK", "t * tile.ROWS"),
         "hopper/fp32/forward.py": ("j * B_C",),
         "hopper/backward/keys.py": ("m * B_R", "t_k * B_C"),
         "hopper/fp32/split.py": ("t * ROWS",),

@@ -30,7 +30,7 @@ from .sequences import (
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-FAR = 4096.0
+LARGE_LSE = 4096.0
 """Below this, rounding lse changes P by a relative 2^-12 at most, which is less than rounding S does."""
 
 
@@ -197,8 +197,8 @@ def _lost(p, s, h_k, L):
     Only a bias makes lse so large, where it fills rows with -1e9 or torch.finfo(...).min. Otherwise return None.
     """
     h = _query_heads(p, h_k)
-    far = (L[h].abs() >= FAR) & L[h].isfinite()
-    if not (p.biased and bool(far.any())):
+    large = (L[h].abs() >= LARGE_LSE) & L[h].isfinite()
+    if not (p.biased and bool(large.any())):
         return None
     total = torch.zeros_like(L[h])
     B_r = choose_tiles(p)[1]
@@ -209,7 +209,7 @@ def _lost(p, s, h_k, L):
             S = _scores(p, s, tile, q, s.k[h_k, tile.j0 : tile.j1])[0]
             P = _exp_(p, S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)))
             total[:, i0:i1] += P.sum(-1).view(-1, i1 - i0)
-    return torch.log(total).masked_fill_(~far, 0.0)
+    return torch.log(total).masked_fill_(~large, 0.0)
 
 
 def _base(p: Problem) -> float:

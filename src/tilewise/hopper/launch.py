@@ -27,8 +27,9 @@ from ..host.launch import (
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..tile.blocks import Tile
 from ..tile.ranges import Variant
-from ..tile.rows import Packed
+from ..tile.rows import Packed, RowValues
 from .backward import kernel as backward_kernel
 from .backward import preprocess
 from .backward import scores as backward_scores
@@ -143,12 +144,10 @@ def bias_gradients(
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
     """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
     scores."""
-    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), *scratch[:2])
+    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
     tiles = BIAS[pl.backward_tile.D]
-    constants = {
-        "G": p.H // p.H_k, "d": p.D, "d_v": p.D_v, "PRECISION": "ieee", "B_R": tiles.B_r, "B_C": tiles.B_c,
-        "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
+    tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
+    constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
     variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse))
     stride = pl.backward_shape.blocks * pl.backward.B_r
     given = (*operands[:2], scratch.logs)

@@ -13,7 +13,7 @@ from ..dropout import dropout_rescale, dropout_threshold
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
-from ..tile.bias import attention_backward_dbias
+from ..tile.bias import Broadcast, Kind, attention_backward_dbias
 from ..tile.dropout import Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
@@ -244,7 +244,7 @@ def bias_launches(
     p: Problem, given: Any, variant: Any, unit: float, stride: int, grads: Grads, tiles: Any, constants: Any, pl: Any,
     key: Any,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield a launch for every bias that wants a gradient. `given`: the backward's operands Q, K, V, dO, L and D."""
+    """Yield a launch for every bias that wants a gradient. `given`: the backward's Q, K, V, dO and `RowValues`."""
     index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
     for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
         grad = grads.extra[index] if issubclass(kind, Bias) else None
@@ -260,14 +260,13 @@ def bias_launches(
             cdiv(p.M, tiles.B_r) if length == 1 else 1, cdiv(p.N, tiles.B_c) if width == 1 else 1,
         )  # fmt: skip
         steps = whole.stride()
-        arguments = (
-            *given, Rows(grad, steps[0], steps[2], steps[1]), variant,
-            unit, p.M, p.N, p.H, length, width, heads, tiles_r, tiles_c, *each, stride,
-        )  # fmt: skip
-        flags = {"WHICH": position, "ONE_ROW": length == 1, "ONE_COLUMN": width == 1}
+        sizes = Broadcast(*(2 * n + 1 for n in (heads, length, width, tiles_r, tiles_c, *each)))
+        gradient = Rows(grad, steps[0], steps[2], steps[1])
+        arguments = (*given, gradient, variant, unit, p.M, p.N, p.H, sizes, stride)
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
+        bias = {"bias": Kind(position, length == 1, width == 1)}
         at = key, position, grad.data_ptr() % 16
-        yield Launch(attention_backward_dbias, programs, arguments, {**flags, **constants}, pl.compiled, at)
+        yield Launch(attention_backward_dbias, programs, arguments, {**bias, **constants}, pl.compiled, at)
 
 
 def renormalize_launches(
@@ -282,7 +281,6 @@ def renormalize_launches(
         return []
     count = cdiv(p.M, tiles.B_r)
     arguments = (*given, lse, variant, unit, p.M, p.N, p.H, count, stride)
-    constants = {name: value for name, value in constants.items() if name != "d_v"}
     return [Launch(attention_backward_renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]
 
 

@@ -11,6 +11,18 @@ INNER = tl.constexpr(16)
 """Is the least inner dimension that tl.dot takes."""
 
 
+class Tile(NamedTuple):
+    """Hold the constants of a kernel: G query heads share a key head; head sizes; rows and columns of a tile of S; how
+    products are computed."""
+
+    G: int
+    d: int
+    d_v: int
+    B_R: int
+    B_C: int
+    PRECISION: str
+
+
 class Block(NamedTuple):
     """Describe a block of rows that moves along an operand. It has its first address, its rows' offsets, which entries
     exist, and which do in each slice of them."""

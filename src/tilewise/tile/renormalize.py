@@ -21,14 +21,16 @@ LARGE_LSE = tl.constexpr(4096.0)
 
 
 @triton.jit(do_not_specialize=["variant", "M", "N", "H", "tiles", "stride"])
-def attention_backward_renormalize(
-    Q, K, L, lse, variant, unit, M, N, H, tiles, stride,
-    G: tl.constexpr, d: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def attention_backward_renormalize(Q, K, L, lse, variant, unit, M, N, H, tiles, stride, tile: tl.constexpr):
     """Compute L = log(sum_j exp(S - lse)) of rows whose lse is large, so that P sums to 1; 0 elsewhere.
 
     One program owns a tile of queries. `variant` is the backward's. L has `stride` numbers a head.
     """
+    G: tl.constexpr = tile.G
+    d: tl.constexpr = tile.d
+    B_R: tl.constexpr = tile.B_R
+    B_C: tl.constexpr = tile.B_C
+    PRECISION: tl.constexpr = tile.PRECISION
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
     i0 = t * B_R

@@ -1,6 +1,6 @@
 """Address rows: return where a row lies, and which rows a batch entry has."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,6 +18,13 @@ class Rows(NamedTuple):
     batch: object
     row: object
     head: object
+
+
+class RowValues(NamedTuple):
+    """Hold what the backward knows of each row: lse, in the unit of its logits, and delta = rowsum(dO * O) - dL."""
+
+    logs: Any
+    delta: Any
 
 
 class Packed(NamedTuple):

@@ -1,7 +1,23 @@
 """Assign tiles to programs."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Schedule(NamedTuple):
+    """Hold a head's tiles, the heads, and those of them that run concurrently. Each is 2 n + 1, as in `Packed`."""
+
+    tiles: object
+    heads: object
+    section: object
+
+
+@triton.jit
+def counts(schedule):
+    """Return tiles, heads and section of a schedule."""
+    return schedule.tiles >> 1, schedule.heads >> 1, schedule.section >> 1
 
 
 @triton.jit

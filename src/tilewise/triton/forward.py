@@ -1,4 +1,5 @@
 """The forward kernel: one program per query tile loops over the key tiles it sees, as in FlashAttention-2."""
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
@@ -9,7 +10,7 @@ from ..tile.factors import left_slices, load_left, load_right, load_values, prod
 from ..tile.masks import visible
 from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
 from ..tile.rows import fill_unused, row_values, rows_of
-from ..tile.schedule import assign
+from ..tile.schedule import assign, counts
 from ..tile.scores import Entries, apply_scores
 from ..tile.softmax import finalize, join_sink, online_softmax
 
@@ -43,17 +44,20 @@ def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISI
 
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
-@triton.jit(do_not_specialize=["packed", "unused", "variant", "M", "N", "H", "heads", "section", "tiles"])
-def attention_forward(
-    Q, K, V, O, L, packed, unused, sink, variant, c, M, N, H, heads, section, tiles,
-    G: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
-    B_R: tl.constexpr, B_C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["packed", "unused", "variant", "M", "N", "H", "schedule"])
+def attention_forward(Q, K, V, O, L, packed, unused, variant, c, M, N, H, schedule, tile: tl.constexpr):
     """Compute O and L of one query tile.
 
-    Multiplying logits by c converts them to base 2; c may be None (see `row_max`). G query heads share a key head.
+    Multiplying logits by c converts them to base 2; c may be None (see `row_max`).
     """
+    G: tl.constexpr = tile.G
+    d: tl.constexpr = tile.d
+    d_v: tl.constexpr = tile.d_v
+    B_R: tl.constexpr = tile.B_R
+    B_C: tl.constexpr = tile.B_C
+    PRECISION: tl.constexpr = tile.PRECISION
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    tiles, heads, section = counts(schedule)
     matrix, t = assign(tl.program_id(0), tiles, heads, section)
     b, h = matrix // H, matrix % H
     rows_in_all = M
@@ -76,8 +80,8 @@ def attention_forward(
     for x in range(full_lo - lo + hi - full_hi):  # partial tiles: edges of the mask, and the last tile
         j = partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
         acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
-    if sink is not None:
-        m, l, alpha = join_sink(m, l, tl.load(sink + h).to(tl.float32), c is None)
+    if variant.sink is not None:
+        m, l, alpha = join_sink(m, l, tl.load(variant.sink + h).to(tl.float32), c is None)
         acc = acc * alpha[:, None]
     inverse, lse = finalize(m, l, c is None)
     store_rows(out, i0, M, acc * inverse[:, None])

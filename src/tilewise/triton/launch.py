@@ -28,7 +28,10 @@ from ..host.launch import (
 )
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..tile.blocks import Tile
 from ..tile.ranges import Variant
+from ..tile.rows import RowValues
+from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
 from . import backward as kernels
 from .forward import attention_forward
@@ -53,7 +56,8 @@ class Plan(NamedTuple):
     section: int
     listed: bool
     """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
-    constants: dict[str, Any]
+    precision: str
+    """How products of the precision asked for are computed."""
     values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
@@ -71,14 +75,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
     group = p.H // p.H_k
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
-    constants = {"G": group, "d": p.D, "d_v": p.D_v, "PRECISION": precision(p) or "ieee"}
     # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
     # -inf * c is -inf; exp2(TINY) is still 1.
     natural = 1.0 if p.recipe.score else max(p.scale, TINY)
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, None if p.biased else c, unit, section, p.listed, constants, values, {})
+    return Plan(*chosen, None if p.biased else c, unit, section, p.listed, precision(p) or "ieee", values, {})
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -102,23 +105,24 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
             grad.zero_()
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
-    logs, delta = empty_row_values(p, x), empty_row_values(p, x)
+    scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    for launch in backward_launches(p, pl, x, saved, do, dlse, logs, delta, grads):
+    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads):
         launch.run(stream)
     extra = list(grads.extra)
     sink = len(extra) - 1 - 2 * p.recipe.varlen
     if p.recipe.sink and extra[sink] is not None:
-        delta = delta[..., : saved.lse.shape[-1]]
+        delta = scratch.delta[..., : saved.lse.shape[-1]]
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
     return grads._replace(extra=tuple(extra))
 
 
-def empty_row_values(p: Problem, x: Operands) -> Tensor:
-    """Allocate scratch memory for one number per row, padded to the kernels' `pitch`."""
+def empty_scratch(p: Problem, x: Operands) -> RowValues:
+    """Allocate scratch without writing it: two numbers per row, padded to the kernels' `pitch`."""
     stride = cdiv(lengths(p)[0], 16) * 16
     shape = (p.H, stride) if p.recipe.varlen else (p.B, p.H, stride)
-    return torch.empty(shape, dtype=torch.float32, device=x.q.device)
+    logs, delta = (torch.empty(shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    return RowValues(logs, delta)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
@@ -128,17 +132,18 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved), sink,
-        Variant(parts, changes, dropout(p, saved.seed), lists), pl.c, *lengths(p), p.H, heads, pl.section, tiles,
+        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved),
+        Variant(parts, changes, dropout(p, saved.seed), lists, sink), pl.c, *lengths(p), p.H,
+        schedule(tiles, heads, pl.section),
     )  # fmt: skip
-    yield Launch(attention_forward, heads * tiles, arguments, {**pl.constants, **meta(pl.forward)}, pl.compiled)
+    yield Launch(attention_forward, heads * tiles, arguments, constants(p, pl, pl.forward), pl.compiled)
 
 
 def backward_launches(
-    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, logs: Tensor, delta: Tensor,
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
     grads: Grads,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield launches for the row values (logs and delta, scratch), dK and dV, dQ, and each bias with a gradient."""
+    """Yield launches for the row values (in scratch), dK and dV, dQ, and each bias with a gradient."""
     where = packed(p, x)
     lse = saved.lse.contiguous()
     M, N = lengths(p)
@@ -149,44 +154,49 @@ def backward_launches(
 
     tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, logs, delta, where, unused(p, grads=grads), M, p.H, tiles)
-    constants = {"d_v": p.D_v, "B_R": DELTA_ROWS}
+    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     yield Launch(
         kernels.attention_backward_delta,
         heads * tiles,
         arguments,
-        constants,
+        {"d_v": p.D_v, "B_R": DELTA_ROWS},
         pl.compiled,
         (key, dL is None or dL.data_ptr() % 16),
     )
 
-    given = (*(rows(p, t) for t in (*x[:3], do)), logs, delta)
-    constants, stride = {**pl.constants, **meta(pl.dq)}, logs.shape[-1]
-    yield from renormalize_launches(p, (*given[:2], logs), lse, variant, pl.unit, stride, pl.dq, constants, pl, key)
+    given = (*(rows(p, t) for t in (*x[:3], do)), scratch)
+    factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
+    of_dkdv, of_dq = constants(p, pl, pl.dkdv), constants(p, pl, pl.dq)
+    yield from renormalize_launches(
+        p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, of_dq, pl, key
+    )  # fmt: skip
 
     lists, listing = tile_lists(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    sizes = (pl.unit, p.scale, 1.0, M, N, p.H_k, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), *sizes)
-    yield Launch(
-        kernels.attention_backward_dkdv, heads * tiles, arguments, {**pl.constants, **meta(pl.dkdv)}, pl.compiled, key
-    )
+    sizes = (M, N, p.H_k, schedule(tiles, heads, pl.section))
+    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), factors, *sizes)
+    yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
 
     lists, listing = tile_lists(p, pl, pl.dq, parts, x.q.device, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
-    sizes = (pl.unit, p.scale, 1.0, M, N, p.H, heads, pl.section, tiles)
-    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), *sizes)
-    yield Launch(
-        kernels.attention_backward_dq, heads * tiles, arguments, {**pl.constants, **meta(pl.dq)}, pl.compiled, key
-    )
+    sizes = (M, N, p.H, schedule(tiles, heads, pl.section))
+    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), factors, *sizes)
+    yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
     # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
     tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, {**pl.constants, **meta(tiles)}, pl, key)
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, constants(p, pl, tiles), pl, key)
 
 
-def meta(tiles: Tiles) -> dict[str, int]:
+def schedule(*counts: int) -> Schedule:
+    """Return a schedule as a kernel argument."""
+    return Schedule(*(2 * n + 1 for n in counts))
+
+
+def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
+    """Return a kernel's constants and compiler options."""
+    tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
     cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return {"B_R": tiles.B_r, "B_C": tiles.B_c, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}
+    return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}
