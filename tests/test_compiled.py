@@ -37,6 +37,10 @@ def test_what_is_allowed_counts(copy):
     assert key(copy) != before
 
 
+def test_what_does_not_count_exists():
+    assert all((compiled.PACKAGE / name).exists() for name in compiled.ELSEWHERE)
+
+
 def test_commands_and_benchmarks_do_not_count(copy):
     before = key(copy)
     (copy / "tilewise" / "cli" / "info.py").write_text("")
