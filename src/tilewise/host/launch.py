@@ -255,14 +255,14 @@ def bias_launches(
         batch, heads, length, width = whole.shape
         tiles_r, tiles_c = cdiv(length, tiles.B_r), cdiv(width, tiles.B_c)
         nothing = 0 in (p.B, p.M, p.N)
-        each = (1, 1, 1, 1) if nothing else (
+        b_each, *each = (1, 1, 1, 1) if nothing else (
             p.B // batch, p.H // heads,
             cdiv(p.M, tiles.B_r) if length == 1 else 1, cdiv(p.N, tiles.B_c) if width == 1 else 1,
         )  # fmt: skip
         steps = whole.stride()
         sizes = Broadcast(*(2 * n + 1 for n in (heads, length, width, tiles_r, tiles_c, *each)))
         gradient = Rows(grad, steps[0], steps[2], steps[1])
-        arguments = (*given, gradient, variant, unit, p.M, p.N, p.H, sizes, stride)
+        arguments = (*given, gradient, variant, unit, p.M, p.N, p.H, b_each, sizes, stride)
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c
         bias = {"bias": Kind(position, length == 1, width == 1)}
         at = key, position, grad.data_ptr() % 16

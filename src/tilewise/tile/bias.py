@@ -28,21 +28,21 @@ class Broadcast(NamedTuple):
     columns: object
     tiles_r: object
     tiles_c: object
-    b_each: object
-    """Counts batch entries; the next ones count heads, and tiles of S down and across."""
     h_each: object
+    """Counts heads; the next ones count tiles of S, down and across."""
     r_each: object
     c_each: object
 
 
-@triton.jit(do_not_specialize=["dBias", "variant", "M", "N", "H", "sizes", "stride"])
+@triton.jit(do_not_specialize=["dBias", "variant", "M", "N", "H", "b_each", "sizes", "stride"])
 def attention_backward_dbias(
-    Q, K, V, dO, scratch, dBias, variant, unit, M, N, H, sizes, stride,
+    Q, K, V, dO, scratch, dBias, variant, unit, M, N, H, b_each, sizes, stride,
     bias: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a bias: one program owns a tile of it and sums what the bias was broadcast over.
 
-    There are no atomics, so its bits repeat. Scratch has `stride` numbers a head.
+    Each tile serves b_each batch entries. There are no atomics, so its bits repeat. Scratch has `stride` numbers a
+    head. b_each is no part of `sizes`, where it would cost sm_100 a spill.
     """
     G: tl.constexpr = tile.G
     d: tl.constexpr = tile.d
@@ -50,9 +50,8 @@ def attention_backward_dbias(
     B_R: tl.constexpr = tile.B_R
     B_C: tl.constexpr = tile.B_C
     PRECISION: tl.constexpr = tile.PRECISION
-    heads, rows, columns = sizes.heads >> 1, sizes.rows >> 1, sizes.columns >> 1
-    tiles_r, tiles_c = sizes.tiles_r >> 1, sizes.tiles_c >> 1
-    b_each, h_each, r_each, c_each = sizes.b_each >> 1, sizes.h_each >> 1, sizes.r_each >> 1, sizes.c_each >> 1
+    heads, tiles_r, tiles_c = sizes.heads >> 1, sizes.tiles_r >> 1, sizes.tiles_c >> 1
+    h_each, r_each, c_each = sizes.h_each >> 1, sizes.r_each >> 1, sizes.c_each >> 1
     program = tl.program_id(0)
     t_c, t_r = program % tiles_c, program // tiles_c % tiles_r
     h0, b0 = program // tiles_c // tiles_r % heads, program // tiles_c // tiles_r // heads
@@ -79,4 +78,4 @@ def attention_backward_dbias(
         acc = tl.broadcast_to(tl.sum(acc, 1, keep_dims=True), acc.shape)
     i, j = t_r * B_R + i, t_c * B_C + j
     at = origin(dBias, b0, h0, 0) + i.to(tl.int64) * dBias.row + j
-    tl.store(at, acc.to(dBias.ptr.dtype.element_ty), mask=(i < rows) & (j < columns))
+    tl.store(at, acc.to(dBias.ptr.dtype.element_ty), mask=(i < sizes.rows >> 1) & (j < sizes.columns >> 1))
