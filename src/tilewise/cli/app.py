@@ -2,7 +2,7 @@
 
 import typer
 
-from . import explain, info, warm
+from . import explain, info, run, warm
 from .moved import MOVED, moved
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -16,5 +16,6 @@ app = typer.Typer(
 )
 for command in (info.info, explain.explain, warm.warm):
     app.command()(command)
+app.command("run", help=run.DESCRIPTION, context_settings=ANY)(lambda context: run.run(context.args))
 for name in MOVED:
     app.command(name, hidden=True, context_settings=ANY)(moved(name))
