@@ -150,7 +150,6 @@ def attention_backward(
     *,
     dlse: Tensor | None = None,
     delta: Tensor | None = None,
-    seed: int | Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of sum(o * do) + sum(lse * dlse), without autograd.
@@ -161,12 +160,11 @@ def attention_backward(
 
     Args:
         do: (B, M, H, D_v), the gradient of o, in q's type; with `layout`, (T, H, D_v).
-        q, k, v, options: as for `attention`, as they were in the forward.
+        q, k, v, options: as for `attention`, as they were in the forward; with dropout, its seed.
         o: (B, M, H, D_v), the forward's output; with `layout`, (T, H, D_v). It is not read if delta is given.
         lse: (B, H, M), the forward's, fp32 or for fp64 fp64; with `layout`, (H, T).
         dlse: the gradient of lse, of its shape and type; None for 0.
         delta: rowsum(do * o) - dlse, of lse's shape and type, in place of dlse; None has it computed.
-        seed: the forward's seed, for dropout.
 
     Returns:
         dq, dk and dv, contiguous, of the shapes and types of q, k and v; then the gradient of each Bias, in order, and
@@ -179,7 +177,7 @@ def attention_backward(
     if "return_lse" in options:
         raise TypeError("attention_backward: options must not have return_lse, got one; leave it out")
     chosen = with_defaults("attention_backward", options)
-    del chosen["seed"], chosen["return_lse"]
+    seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if recipe.dropout and seed is None:
         raise ValueError("attention_backward: seed must be the forward's where there is dropout, got None; pass it")
