@@ -1,6 +1,7 @@
 """tilewise.compat.sdpa: PyTorch's function gives its own results and gradients, whoever computes them."""
 
-from contextlib import nullcontext
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tilewise.check import describe
 from tilewise.compat import sdpa
 from tilewise.problem import Operands, Recipe
 
+ROOT = Path(__file__).parents[2]
 attend = F.scaled_dot_product_attention
 ON_CPU = {"devices": ("cpu",), "always": True}
 
@@ -260,7 +262,11 @@ def nested(layout):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "make",
-    [lambda: nested(torch.strided), lambda: nested(torch.jagged), lambda: torch.randn(2, 4, 9, 8).as_subclass(Labelled)],
+    [
+        lambda: nested(torch.strided),
+        lambda: nested(torch.jagged),
+        lambda: torch.randn(2, 4, 9, 8).as_subclass(Labelled),
+    ],
     ids=["nested", "jagged", "subclass"],
 )
 def test_other_tensors_get_pytorchs_own(make):
@@ -332,6 +338,39 @@ def test_on_a_cpu_nothing_is_taken_unless_always():
     assert calls.handed_back == {"it is on a CPU, and always=False": 1}
 
 
+def times():
+    """Yield head size, causality, length and the times of every implementation, forward and backward, of the H200."""
+    suites = json.loads((ROOT / "benchmarks/results/nvidia-h200.json").read_text())["suites"]
+    for suite in (suites["paper"], suites["classic"]):
+        same, found = suite["rows"]["same"], {}
+        for values in suite["rows"]["table"]:
+            row = {**same, **dict(zip(suite["rows"]["columns"], values, strict=True))}
+            name = row["implementation"]
+            if row["status"] == "ok" and (name == "tilewise" or name.startswith("sdpa ")):
+                key = row["case.head_size"], row["case.causal"], row["case.length"]
+                found.setdefault(key, {}).setdefault(name, {})[row["pass_"]] = row["milliseconds"]
+        yield from ((*key, by_name) for key, by_name in found.items())
+
+
+def test_the_measured_rows_are_those_of_the_results_and_of_the_page():
+    rows, page = sdpa.MEASURED["sm_90"], (ROOT / "docs/use/with-sdpa.md").read_text()
+    for (D, causal), (with_gradients, without) in rows.items():
+        said = f"{'causal' if causal else 'none'} | {D} | {with_gradients} x {with_gradients} | {without} x {without} |"
+        assert said in page
+    slower = []
+    for D, causal, length, by_name in times():
+        least = dict(zip(("forward+backward", "forward"), rows[D, causal], strict=True))
+        for pass_, shortest in least.items():
+            total = {
+                name: by[pass_] if pass_ in by else by["forward"] + by["backward"]
+                for name, by in by_name.items()
+                if pass_ in by or {"forward", "backward"} <= by.keys()
+            }
+            if length >= shortest and total and total["tilewise"] > min(total.values()):
+                slower.append((D, causal, length, pass_))
+    assert slower == []
+
+
 def on(target, M, N, D=64, dtype=torch.bfloat16, causal=False, mask=()):
     x = [torch.empty(1, length, 1, D, dtype=dtype, device="meta") for length in (M, N, N)]
     problem = tw.explain.__globals__["describe_fake"](
@@ -348,7 +387,7 @@ def on(target, M, N, D=64, dtype=torch.bfloat16, causal=False, mask=()):
         ("sm_90", 512, 512, {}, False, None),
         ("sm_90", 512, 512, {"causal": True}, False, "short"),
         ("sm_90", 128, 128, {"causal": True}, True, None),
-        ("sm_90", 256, 256, {"D": 128}, True, "short"),
+        ("sm_90", 511, 512, {"D": 128}, True, "short"),
         ("sm_90", 1, 1 << 20, {}, False, "few queries"),
         ("sm_90", 255, 256, {"dtype": torch.float32}, True, "short"),
         ("sm_90", 256, 256, {"dtype": torch.float32}, True, None),
@@ -369,6 +408,6 @@ def test_back_ends_are_asked_for_the_chip():
     assert sdpa._described(Operands(q, q, q, ()), Recipe())[1] == "cpu"
     problem = describe(Operands(q, q, q, ()), Recipe(), (0, 0))
     assert sdpa._described(Operands(q, q, q, ()), Recipe())[0] == problem
-    with FakeTensorMode(), nullcontext():
+    with FakeTensorMode():
         x = torch.empty(1, 8, 2, 8)
         assert sdpa._described(Operands(x, x, x, ()), Recipe())[1] == "cpu"

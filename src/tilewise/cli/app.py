@@ -16,6 +16,10 @@ app = typer.Typer(
 )
 for command in (info.info, explain.explain, warm.warm):
     app.command()(command)
-app.command("run", help=run.DESCRIPTION, context_settings=ANY)(lambda context: run.run(context.args))
 for name in MOVED:
     app.command(name, hidden=True, context_settings=ANY)(moved(name))
+
+
+@app.command("run", help=run.DESCRIPTION, context_settings=ANY)
+def _run(context: typer.Context) -> None:
+    run.run(context.args)

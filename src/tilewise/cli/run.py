@@ -56,6 +56,7 @@ def _count_until_the_end() -> None:
     def tell() -> None:
         if os.getpid() == process:
             print(f"tilewise{f' (rank {rank})' if rank else ''}: {calls}", file=sys.stderr, flush=True)
+        counting.close()
 
     atexit.register(tell)
 
@@ -68,13 +69,13 @@ def _load(target: str, module: bool, arguments: Sequence[str]) -> tuple[ModuleTy
         sys.path[0] = os.getcwd() if module else folder
     main, spec = ModuleType("__main__"), None
     if module or packed:
-        spec = _spec_of_module(target) if module else PathFinder.find_spec("__main__", [target])
+        spec = _spec_of_module(target) if module else PathFinder.find_spec("__main__", [os.path.abspath(target)])
         if spec is None or spec.loader is None:
             sys.exit(f"tilewise run: no module named {target if module else '__main__ in ' + target}")
         path, loader = spec.origin, spec.loader
         code = loader.get_code(spec.name)  # type: ignore[attr-defined]
     else:
-        path = os.path.abspath(target)
+        path = os.path.join(os.getcwd(), target)
         loader = SourceFileLoader("__main__", path)
         try:
             code = loader.source_to_code(loader.get_data(path), path)

@@ -36,17 +36,17 @@ MEASURED = {
         (64, False): (256, 512),
         (64, True): (128, 1024),
         (128, False): (512, 512),
-        (128, True): (256, 1024),
+        (128, True): (512, 1024),
         (256, False): (512, 512),
         (256, True): (512, 512),
     }
 }
 """From which length on, with gradients and without, 16-bit calls are at least as fast as the fastest of PyTorch's.
 
-By chip, greatest head size, and whether the mask is causal; measured on an H200 with as many queries as keys.
+By chip, greatest head size, and whether the mask is causal; from benchmarks/results/nvidia-h200.json.
 """
 FEW_QUERIES = 128
-"""The fewest queries of what was measured; with a single one, PyTorch's kernels are faster at every length."""
+"""The fewest queries of what was measured."""
 
 
 class Settings(NamedTuple):
