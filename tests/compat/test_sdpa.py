@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.compiler.config as compiler
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
@@ -16,7 +16,7 @@ from tilewise.compat import sdpa
 from tilewise.problem import Operands, Recipe
 
 ROOT = Path(__file__).parents[2]
-attend = F.scaled_dot_product_attention
+attend = functional.scaled_dot_product_attention
 ON_CPU = {"devices": ("cpu",), "always": True}
 
 

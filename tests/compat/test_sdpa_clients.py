@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 import tilewise as tw
 from tilewise.compat import sdpa
@@ -50,7 +50,7 @@ class Block(nn.Module):
         B, T, C = x.shape
         parts = self.qkv(self.norms[0](x)).split(C, dim=2)
         q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
         x = x + self.out(y.transpose(1, 2).contiguous().view(B, T, C))
         return x + self.mlp(self.norms[1](x))
 
