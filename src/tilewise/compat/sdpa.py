@@ -113,12 +113,17 @@ def use(devices: Sequence[str] = ("cuda",), always: bool = False) -> Iterator[No
 
 def _checked(devices: Sequence[str], always: bool) -> Settings:
     """Check the arguments of `install`."""
+    if not isinstance(always, bool):
+        raise TypeError(f"always must be True or False, got {always!r}; leave it out for False")
+    return Settings(check_devices(devices), always)
+
+
+def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the devices named, if they are some of `KEYS`; else raise ValueError."""
     named = () if isinstance(devices, str) else tuple(devices)
     if not named or not KEYS.keys() >= set(named):
         raise ValueError(f'devices must be some of "cuda" and "cpu", got {devices!r}; write devices=("cuda",)')
-    if not isinstance(always, bool):
-        raise TypeError(f"always must be True or False, got {always!r}; leave it out for False")
-    return Settings(named, always)
+    return named
 
 
 def _change(settings: Settings | None) -> None:
