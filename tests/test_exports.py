@@ -7,6 +7,7 @@ import tilewise as tw
 NAMES = [
     "Alibi",
     "Bias",
+    "Calls",
     "Causal",
     "Dense",
     "Documents",
@@ -22,7 +23,9 @@ NAMES = [
     "Warmed",
     "Window",
     "attention",
+    "attention_backward",
     "attention_qkvpacked",
+    "count_calls",
     "explain",
     "merge",
     "rotary",

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_attention_backward
 import test_errors
 import test_layout
 import test_mask
@@ -18,7 +19,7 @@ import test_score
 import torch
 
 import tilewise as tw
-from tilewise.compat import flash_attn
+from tilewise.compat import flash_attn, sdpa
 from tilewise.compat.flash_attn.layers import rotary
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
@@ -74,6 +75,11 @@ def twice(q):
     torch.autograd.grad(grad.sum(), q)
 
 
+def installed_twice():
+    with sdpa.use(devices=("cpu",)):
+        sdpa.install(devices=("cpu",), always=True)
+
+
 X = torch.zeros(2, 5, 4, 8)
 CU = torch.tensor([0, 5], dtype=torch.int32)
 MORE = {
@@ -90,6 +96,12 @@ MORE = {
     "rotary offset": lambda: rotary.RotaryEmbedding(8)(X, seqlen_offset=CU),
     "no back end": lambda: tw.attention(*[X.double()] * 3, backend="triton"),
     "double backward": lambda: twice(torch.zeros(2, 5, 4, 8, requires_grad=True)),
+    "options of the backward": lambda: tw.attention_backward(X, X, X, X, X, X, return_lse=True),
+    "sdpa on no device": lambda: sdpa.install(devices=()),
+    "sdpa on a word": lambda: sdpa.install(devices="cuda"),
+    "sdpa on another device": lambda: sdpa.install(devices=("tpu",)),
+    "sdpa, always 1": lambda: sdpa.install(always=1),
+    "sdpa installed twice": installed_twice,
     "forward mode": lambda: torch.func.jvp(lambda q: tw.attention(q, X, X), (X,), (X,)),
 }
 
@@ -107,6 +119,10 @@ def bad_calls():
     """Yield a name and a call for each public error, most from the tests of single messages."""
     yield from MORE.items()
     yield from ((name, attempt) for name, (attempt, *_) in test_errors.WRONG.items())
+    yield from (
+        (f"attention_backward: {name}", partial(test_attention_backward.attempt, name))
+        for name in test_attention_backward.WRONG
+    )
     for module in (test_layout, test_mask, test_score):
         for make, _, words in cases(module.test_a_wrong_value_says_what_is_wrong):
             yield " ".join(words), make

@@ -26,6 +26,11 @@ def test_every_option_is_in_the_signature(function, own):
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
 
 
+def test_the_backward_has_the_options_but_return_lse():
+    parameters = list(inspect.signature(tw.attention_backward).parameters)
+    assert parameters == [*("do", "q", "k", "v", "o", "lse", "dlse", "delta"), *OPTIONS[:-2], OPTIONS[-1]]
+
+
 def test_the_types_for_editors_name_every_option():
     assert sorted(Everything.__annotations__) == sorted(OPTIONS)
 
@@ -43,6 +48,7 @@ def check(q: Tensor, flag: bool, given: dict[str, Any]) -> None:
     assert_type(tw.attention(q, q, q, return_lse=flag), Tensor | tuple[Tensor, Tensor])
     assert_type(tw.attention_qkvpacked(q, mask=tw.Padding(q)), Tensor)
     assert_type(tw.attention_qkvpacked(q, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(tw.attention_backward(q, q, q, q, q, q, delta=q, mask=tw.Causal()), tuple[Tensor, ...])
     assert_type(tw.explain(q, q, q, device="sm_90", sink=q, return_lse=True), tw.Explanation)
     assert_type(tw.Padding(q).to("cuda"), tw.Padding)
     tw.attention(q, q, q, **given)

@@ -1,6 +1,7 @@
 """tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
 
-from .api import attention, attention_qkvpacked
+from .api import attention, attention_backward, attention_qkvpacked
+from .count import Calls, count_calls
 from .explain import Explanation, explain
 from .layout import Varlen
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
@@ -15,6 +16,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Alibi",
     "Bias",
+    "Calls",
     "Causal",
     "Dense",
     "Documents",
@@ -30,7 +32,9 @@ __all__ = [
     "Warmed",
     "Window",
     "attention",
+    "attention_backward",
     "attention_qkvpacked",
+    "count_calls",
     "explain",
     "merge",
     "rotary",

@@ -1,4 +1,4 @@
-"""The public functions for attention: attention() and attention_qkvpacked()."""
+"""The public functions for attention: attention(), attention_qkvpacked() and attention_backward()."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,12 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from .check import autocast_type, cast, check_arguments, dropout_seed
+from .check import autocast_type, cast, check_arguments, check_results, dropout_seed
 from .layout import Varlen
 from .mask import Full, Mask
-from .operator import attend
+from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
+from .problem import KINDS, Saved
 from .score import Score
 
 FULL = Full()
@@ -137,6 +138,63 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
 
 
 spell_out(attention_qkvpacked, SIGNATURE)
+
+
+def attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of sum(o * do) + sum(lse * dlse), without autograd.
+
+    It is for those who call the forward themselves: rings over devices, operators of other packages, recomputation.
+    o and lse may belong to more keys than k and v, as merged results do. Then dk and dv are those of the whole, and
+    the parts' dq add up. Pass the sink to one part only.
+
+    Args:
+        do: (B, M, H, D_v), the gradient of o, in q's type; with `layout`, (T, H, D_v).
+        q, k, v, options: as for `attention`, as they were in the forward; with dropout, its seed.
+        o: (B, M, H, D_v), the forward's output; with `layout`, (T, H, D_v). It is not read if delta is given.
+        lse: (B, H, M), the forward's, fp32 or for fp64 fp64; with `layout`, (H, T).
+        dlse: the gradient of lse, of its shape and type; None for 0.
+        delta: rowsum(do * o) - dlse, of lse's shape and type, in place of dlse; None has it computed.
+
+    Returns:
+        dq, dk and dv, contiguous, of the shapes and types of q, k and v; then the gradient of each Bias, in order, and
+        of the sink, if they require one. They cannot be differentiated again.
+
+    Raises:
+        TypeError, ValueError, Unsupported, RuntimeError: as `attention`; and if dropout has no seed, or both dlse and
+            delta are given.
+    """
+    if "return_lse" in options:
+        raise TypeError("attention_backward: options must not have return_lse, got one; leave it out")
+    chosen = with_defaults("attention_backward", options)
+    seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
+    x, recipe, longest = check_arguments(q, k, v, **chosen)
+    if recipe.dropout and seed is None:
+        raise ValueError("attention_backward: seed must be the forward's where there is dropout, got None; pass it")
+    check_results(x, recipe, do=do, o=o, lse=lse, dlse=dlse, delta=delta)
+    if delta is not None:  # back ends compute rowsum(do * o) - dlse
+        o, dlse = o.new_zeros(o.shape[-1]).expand(o.shape), -delta
+    learns = [
+        getattr(KINDS[name], "learns", False) for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures
+    ]
+    learns += [recipe.sink] * recipe.sink + [False] * (2 * recipe.varlen)
+    wanted = [learned and t.requires_grad for learned, t in zip(learns, x.extra, strict=True)]
+    saved = Saved(o.contiguous() if delta is None else o, lse, dropout_seed(seed, x.q, recipe.dropout))
+    grads = attend_backward((*x[:3], *x.extra), saved, do, dlse, recipe, longest, wanted)
+    return (*grads[:3], *[grad for grad, want in zip(grads[3:], wanted, strict=True) if want])
+
+
+spell_out(attention_backward, SIGNATURE, without=("return_lse",))
 
 
 def with_defaults(function: str, given: Mapping[str, Any]) -> dict[str, Any]:

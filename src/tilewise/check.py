@@ -156,6 +156,40 @@ def _refuse_operands(**operands: Any) -> None:
             )
 
 
+def check_results(
+    x: Operands,
+    recipe: Recipe,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+) -> None:
+    """Raise a TypeError or ValueError if a forward's results and their gradients do not fit its operands."""
+    if dlse is not None and delta is not None:
+        raise ValueError("dlse and delta must not be given both, got two tensors; leave out dlse, which delta contains")
+    if x.q.ndim != 4 - recipe.varlen or x.v.ndim != x.q.ndim:
+        return  # `checked` says so
+    *rows, H, _ = x.q.shape
+    of_o = (*rows, H, x.v.shape[-1])
+    of_lse = (H, *rows) if recipe.varlen else (*rows[:1], H, *rows[1:])
+    row_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    for name, t in (("do", do), ("o", o), ("lse", lse), ("dlse", dlse), ("delta", delta)):
+        shape, kind = (of_o, x.q.dtype) if name in ("do", "o") else (of_lse, row_type)
+        if t is None and name in ("dlse", "delta"):
+            continue
+        if not isinstance(t, Tensor):
+            got = type(t).__name__
+        elif tuple(t.shape) != shape or t.dtype != kind or t.device != x.q.device:
+            got = f"{t.dtype} {tuple(t.shape)} on {t.device}"
+        else:
+            continue
+        raise ValueError(
+            f"{name} must be a tensor of {kind} with shape {shape} on {x.q.device}, got {got}; "
+            "pass the forward's results, and gradients that fit them"
+        )
+
+
 def dropout_seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
     """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
     if isinstance(seed, Tensor):

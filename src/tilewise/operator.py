@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from .backend import select
 from .check import check_contents, describe, describe_fake
+from .count import COUNTING, count_ran
 from .import_hook import when_imported
 from .problem import Operands, Recipe, Saved, batched_ranks
 
@@ -39,6 +40,26 @@ def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) ->
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in x):
         return _forward(x, seed, recipe, longest)[:2]
     return _apply_eager(recipe, longest, seed, *x)
+
+
+def attend_backward(
+    x: Tensors, saved: Saved, do: Tensor, dlse: Tensor | None, recipe: Recipe, longest: Longest, wanted: Sequence[bool]
+) -> Tensors:
+    """Return the gradients of `x` for a forward that returned `saved`, by the operator or at once."""
+    refuse_forward_mode(*x, do, dlse)
+    tensors = _present((*x, *saved[:3], do, dlse))
+    if intercepted(*tensors):
+        o, lse, seed, _ = saved
+        grads = torch.ops.tilewise.attention_backward(
+            do, dlse, *x[:3], list(x[3:]), seed, o, lse, recipe.encode(), *longest, list(wanted)
+        )
+        return _spread(grads, False, wanted)
+    call = recipe, longest, tuple(wanted)
+    if CHECK or not x[0].is_cuda:
+        check_contents(describe(_operands(x), recipe, longest), _operands(x))
+    if transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _spread(_Gradient.apply(call, do, dlse, *saved[:3], *x), False, wanted)  # type: ignore[arg-type]
+    return _backward(x, saved, do, dlse, call)
 
 
 def intercepted(*tensors: Tensor) -> bool:
@@ -86,7 +107,10 @@ def _forward(tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Lon
     problem = describe(x, recipe, longest)
     if CHECK or not x.q.is_cuda:
         check_contents(problem, x)
-    return select(problem).forward(problem, x, seed)
+    backend = select(problem)
+    if COUNTING:
+        count_ran(backend.name)
+    return backend.forward(problem, x, seed)
 
 
 def _backward(

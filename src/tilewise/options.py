@@ -93,10 +93,10 @@ def _shown(tensor: Tensor) -> str:
     return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
 
 
-def spell_out(function: Callable[..., Any], options: inspect.Signature) -> None:
+def spell_out(function: Callable[..., Any], options: inspect.Signature, without: Sequence[str] = ()) -> None:
     """List in a function's signature the options that it takes as `**`, for help() and notebooks."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    taken = {p.name for p in own}
+    taken = {*without, *(p.name for p in own)}
     more = [p for p in options.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
     function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]

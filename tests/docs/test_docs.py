@@ -35,7 +35,7 @@ def snippets(page, language="python"):
 
 
 GUIDE = snippets("docs/use/guide.md")
-IN_ORDER = ("quickstart", "from-sdpa", "from-flash-attn", "from-flexattention")
+IN_ORDER = ("quickstart", "with-sdpa", "from-sdpa", "from-flash-attn", "from-flexattention")
 SOURCES = ("src", "studies", "benchmarks", "tests")
 
 

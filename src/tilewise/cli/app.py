@@ -2,7 +2,7 @@
 
 import typer
 
-from . import explain, info, warm
+from . import explain, info, run, warm
 from .moved import MOVED, moved
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -18,3 +18,8 @@ for command in (info.info, explain.explain, warm.warm):
     app.command()(command)
 for name in MOVED:
     app.command(name, hidden=True, context_settings=ANY)(moved(name))
+
+
+@app.command("run", help=run.DESCRIPTION, context_settings=ANY)
+def _run(context: typer.Context) -> None:
+    run.run(context.args)

@@ -1,0 +1,296 @@
+"""Run PyTorch's scaled_dot_product_attention on tilewise, in code that stays as it is.
+
+`use` and `install` override `aten::scaled_dot_product_attention` for the devices named, in the whole process. Results,
+gradients, shapes and errors are PyTorch's. A call that tilewise has no name for, or would slow down, is handed back:
+PyTorch then chooses among its own kernels, as if nothing were installed. `tilewise.count_calls` counts both.
+
+Install before the first torch.compile: what is compiled stays as it was compiled.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..backend import ON_TRITON, candidates, load, select
+from ..check import check_arguments, describe, describe_fake, dropout_seed
+from ..count import COUNTING, count_handed_back
+from ..mask import Causal, Dense, Full, Mask
+from ..operator import PLAIN, attend, transformed
+from ..problem import Operands, Problem, Recipe, Unsupported, target_of
+from ..score import Bias, Score
+
+__all__ = ["install", "uninstall", "use"]
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+FAST_PATH = torch.ops.aten._native_multi_head_attention.default
+"""The operator of nn.MultiheadAttention and nn.TransformerEncoderLayer in evaluation."""
+KEYS = {"cuda": "CUDA", "cpu": "CPU"}
+LEAST_LENGTH = 256
+"""Where nothing is measured, calls of at least this many queries times as many keys are taken."""
+MEASURED = {
+    "sm_90": {
+        (64, False): (256, 512),
+        (64, True): (128, 1024),
+        (128, False): (512, 512),
+        (128, True): (512, 1024),
+        (256, False): (512, 512),
+        (256, True): (512, 512),
+    }
+}
+"""From which length on, with gradients and without, 16-bit calls are at least as fast as the fastest of PyTorch's.
+
+By chip, greatest head size, and whether the mask is causal; from benchmarks/results/nvidia-h200.json.
+"""
+FEW_QUERIES = 128
+"""The fewest queries of what was measured."""
+
+
+class Settings(NamedTuple):
+    """Hold the arguments of `install`."""
+
+    devices: tuple[str, ...]
+    always: bool
+
+
+class Installed(NamedTuple):
+    """Hold what an override has registered, and what to restore after it."""
+
+    settings: Settings
+    library: torch.library.Library
+    cache_key: str
+
+
+_installed: Installed | None = None
+
+
+def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
+    """Run scaled_dot_product_attention on tilewise from now on; the same call again changes nothing.
+
+    Args:
+        devices: whose calls to take: "cuda" (also ROCm's) and "cpu".
+        always: take every call that a back end takes. By default only calls on a GPU whose length is large enough,
+            by measurements on this chip, or else from 256 x 256 entries of the score matrix on.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        RuntimeError: it is installed with other arguments.
+    """
+    settings = _checked(devices, always)
+    if _installed is not None and _installed.settings != settings:
+        raise RuntimeError(
+            f"scaled_dot_product_attention is on tilewise with {_installed.settings} already; call uninstall() first"
+        )
+    _change(settings)
+
+
+def uninstall() -> None:
+    """Give scaled_dot_product_attention back to PyTorch; nothing stays behind."""
+    _change(None)
+
+
+@contextmanager
+def use(devices: Sequence[str] = ("cuda",), always: bool = False) -> Iterator[None]:
+    """Run scaled_dot_product_attention on tilewise inside a `with`, in all threads; then restore what was before.
+
+    Args:
+        devices, always: as for `install`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    settings = _checked(devices, always)
+    before = _installed.settings if _installed else None
+    _change(settings)
+    try:
+        yield
+    finally:
+        _change(before)
+
+
+def _checked(devices: Sequence[str], always: bool) -> Settings:
+    """Check the arguments of `install`."""
+    if not isinstance(always, bool):
+        raise TypeError(f"always must be True or False, got {always!r}; leave it out for False")
+    return Settings(check_devices(devices), always)
+
+
+def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the devices named, if they are some of `KEYS`; else raise ValueError."""
+    named = () if isinstance(devices, str) else tuple(devices)
+    if not named or not KEYS.keys() >= set(named):
+        raise ValueError(f'devices must be some of "cuda" and "cpu", got {devices!r}; write devices=("cuda",)')
+    return named
+
+
+def _change(settings: Settings | None) -> None:
+    """Replace the override by one with other settings, or by none."""
+    global _installed  # noqa: PLW0603, the dispatcher that it describes is global, too
+    import torch.compiler.config as compiler
+
+    if settings == (_installed.settings if _installed else None):
+        return
+    if _installed is not None:
+        _installed.library._destroy()
+        compiler.cache_key_tag, _installed = _installed.cache_key, None  # type: ignore[attr-defined]
+    if settings is None:
+        return
+    library, before = torch.library.Library("aten", "IMPL"), compiler.cache_key_tag  # type: ignore[attr-defined]
+    for device in settings.devices:
+        key = KEYS[device]
+        library.impl(SDPA, _route, f"Autograd{key}")
+        library.impl(SDPA, _route, key)  # inference mode passes by the other one
+    library.impl(FAST_PATH, _fast_path, "BackendSelect", with_keyset=True)  # all devices pass by this key
+    # PyTorch keeps compiled code on disk by the graph, in which our operator and its own look alike
+    compiler.cache_key_tag = f"{before};tilewise.compat.sdpa {settings}"  # type: ignore[attr-defined]
+    _installed = Installed(settings, library, before)
+
+
+def _fast_path(keyset: Any, query: Tensor, *args: Any, **options: Any) -> Any:
+    """Run `FAST_PATH` as PyTorch does, and count it unless it calls scaled_dot_product_attention by itself."""
+    counts = next(iter(COUNTING), None)
+    before = counts and counts.total()
+    result = FAST_PATH.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), query, *args, **options)
+    if counts and counts.total() == before and _installed and query.device.type in _installed.settings.devices:
+        count_handed_back("the C++ fast path of nn.MultiheadAttention")
+    return result
+
+
+def _route(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run one call on tilewise, or hand it back."""
+    against = _against_call((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if against is None:
+        q, k, v = _heads_second(query, key, value)
+        mask, score = _options(query.ndim, attn_mask, is_causal)
+        if is_causal:  # PyTorch aligns the first query with the first key, so that no query sees these
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        try:
+            x, recipe, longest = check_arguments(q, k, v, mask, score, scale, None, dropout_p, None, None, False, None)
+            against = _against_running(x, recipe)
+        except (TypeError, ValueError) as error:
+            against = str(error).partition(";")[0]
+        else:
+            if against is None:
+                o = attend((*x[:3], *x.extra), dropout_seed(None, x.q, recipe.dropout), recipe, longest)[0]
+                return o.transpose(1, 2) if query.ndim == 4 else o[:, :, 0] if query.ndim == 3 else o[0, :, 0]
+    if COUNTING:
+        count_handed_back(against)
+    return SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[return-value]
+
+
+def _against_call(
+    x: tuple[Tensor, Tensor, Tensor],
+    attn_mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> str | None:
+    """Return why a call has no counterpart in tilewise; None if it has one."""
+    q, k, v = x
+    tensors = x if attn_mask is None else (*x, attn_mask)
+    if not torch._C._get_overrideable_sdp_enabled():  # type: ignore[attr-defined]
+        return "sdpa_kernel(...) names other kernels"
+    if transformed():
+        return "a transform of torch.func"
+    if not _plain(tensors):
+        return "a tensor subclass"
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return "forward-mode differentiation"
+    if not 2 <= q.ndim == k.ndim == v.ndim <= 4 or (grouped and q.ndim < 4):
+        return "tensors of more than 4 dimensions, or of several ranks"
+    if causal and (attn_mask is not None or q.shape[-2] > k.shape[-2]):
+        return "is_causal with a mask, or with more queries than keys"
+    if attn_mask is not None and not 2 <= attn_mask.ndim <= q.ndim:
+        return "a mask of another rank"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        return "a mask of another type"
+    heads = [t.shape[-3] if t.ndim == 4 else 1 for t in x]
+    shared = heads[1] == heads[2] and (grouped or heads[1] in (1, heads[0]))
+    if not shared and (grouped or any(h not in (1, max(heads)) for h in heads)):
+        return "heads that do not fit"
+    return None
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether tensors hold their data themselves, or stand for such tensors where code is traced."""
+    if PLAIN.issuperset(map(type, tensors)):
+        return True
+    if tensors[0].is_cuda and not torch.cuda.is_available():  # traced for a GPU that nobody can ask
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return {*PLAIN, FakeTensor, FunctionalTensor}.issuperset(map(type, tensors))
+
+
+def _heads_second(*operands: Tensor) -> list[Tensor]:
+    """Return q, k and v as views (batch, length, heads, head size), of one batch size.
+
+    Key heads may be fewer, as everywhere in tilewise; what else PyTorch broadcasts is expanded.
+    """
+    x = [t if t.ndim == 4 else t.unsqueeze(1) if t.ndim == 3 else t[None, None] for t in operands]
+    (H, H_k, H_v), batch = (t.shape[1] for t in x), max(t.shape[0] for t in x)
+    heads = max(H, H_k, H_v) if H_k != H_v or H < H_k else -1
+    whole = all(t.shape[0] == batch for t in x) and heads == -1
+    return [(t if whole else t.expand(batch, heads, -1, -1)).transpose(1, 2) for t in x]
+
+
+def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, tuple[Score, ...]]:
+    """Translate attn_mask and is_causal, for operands of a rank."""
+    if attn_mask is None:
+        return Causal() if causal else Full(), ()
+    seen = attn_mask.unsqueeze(1) if rank == attn_mask.ndim == 3 else attn_mask
+    return (Dense(seen), ()) if seen.dtype == torch.bool else (Full(), (Bias(seen),))
+
+
+def _against_running(x: Operands, recipe: Recipe) -> str | None:
+    """Return why a call is left to PyTorch although tilewise can express it: no back end, or it would not be faster."""
+    settings = _installed.settings if _installed else Settings((), True)
+    problem, name = _described(x, recipe)
+    if name is None:
+        return f"no back end takes it on {problem.target}"
+    if settings.always:
+        return None
+    if name not in ON_TRITON:
+        return "it is on a CPU, and always=False"
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x[:3], *x.extra))
+    least, M, N = _least_length(problem, wanted), problem.M, problem.N
+    if M * N < (least or LEAST_LENGTH) ** 2:
+        return "it is too short to be faster"
+    return "it has too few queries to be faster" if least and M < FEW_QUERIES else None
+
+
+def _described(x: Operands, recipe: Recipe) -> tuple[Problem, str | None]:
+    """Return a call's Problem, and the name of the back end that would run it; None if there is none."""
+    if PLAIN.issuperset(map(type, x[:3])):
+        problem = describe(x, recipe, (0, 0))
+        try:
+            return problem, select(problem).name
+        except Unsupported:
+            return problem, None
+    problem = describe_fake(x, recipe, (0, 0), target_of(x.q.device))  # sizes may be symbolic, so nothing is cached
+    return problem, next((name for name in candidates(problem) if not load(name).why_not(problem)), None)
+
+
+def _least_length(p: Problem, gradients: bool) -> int | None:
+    """Return the length from which on such calls are measured to be as fast as PyTorch's; None if there is no row."""
+    if p.dtype not in (torch.float16, torch.bfloat16) or p.extra:
+        return None
+    rows = MEASURED.get(p.target, {})
+    D = next((D for D in (64, 128, 256) if max(p.D, p.D_v) <= D), 0)
+    row = rows.get((D, bool(p.recipe.mask)))
+    return row and row[not gradients]

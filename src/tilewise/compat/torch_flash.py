@@ -1,0 +1,122 @@
+"""Offer tilewise to PyTorch as an implementation of its flash attention, for torch.nn.attention.varlen.varlen_attn.
+
+    from torch.nn.attention import activate_flash_attention_impl
+    from tilewise.compat import torch_flash
+
+    torch_flash.register()
+    activate_flash_attention_impl("tilewise")
+
+From then on packed sequences run on tilewise, with their gradients; restore_flash_attention_impl() ends it. What
+tilewise has no name for is handed back to the kernel that PyTorch brings: `seqused_k`, `block_table`, dropout, ALiBi,
+and calls that no back end takes. Rows that see no key have lse = -inf.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_backward, with_defaults
+from ..backend import select
+from ..check import check_arguments, describe
+from ..count import COUNTING, count_handed_back
+from ..layout import Varlen
+from ..mask import Causal, Full, Window
+from .sdpa import check_devices
+
+__all__ = ["register"]
+
+FORWARD = torch.ops.aten._flash_attention_forward.default
+BACKWARD = torch.ops.aten._flash_attention_backward.default
+SELECT = torch._C.DispatchKey.BackendSelect
+"""The key by which calls on all devices pass, and under which PyTorch has no kernel of these operators."""
+
+
+def register(name: str = "tilewise", devices: Sequence[str] = ("cuda",)) -> None:
+    """Register tilewise under a name that torch.nn.attention.activate_flash_attention_impl takes.
+
+    Args:
+        name: that name.
+        devices: whose calls to take: "cuda" (also ROCm's) and "cpu".
+
+    Raises:
+        ValueError: a device is unknown.
+        RuntimeError: this PyTorch has no such registry; 2.11 and newer have it.
+    """
+    taken = check_devices(devices)
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise RuntimeError(f"PyTorch {torch.__version__} has no registry of flash attention; install 2.11 or newer")
+    torch.nn.attention.register_flash_attention_impl(name, register_fn=lambda: Handle(taken))
+
+
+class Handle:
+    """Override both operators until `remove`."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.devices = devices
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl(FORWARD, self.forward, "BackendSelect", with_keyset=True)
+        self.library.impl(BACKWARD, self.backward, "BackendSelect", with_keyset=True)
+
+    def remove(self) -> None:
+        """Give the operators back to PyTorch."""
+        self.library._destroy()
+
+    def forward(self, keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        """Compute `_flash_attention_forward`, or hand it back."""
+        *call, return_debug_mask = args
+        given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **options)
+        if isinstance(given, dict):
+            o, lse = attention(q, k, v, return_lse=True, **given)
+            return o, lse, torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0), q.new_empty(0)
+        if COUNTING and q.device.type in self.devices:
+            count_handed_back(given)
+        return FORWARD.redispatch(keys.remove(SELECT), q, k, v, *args, **options)
+
+    def backward(
+        self, keys: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """Compute `_flash_attention_backward` of what `forward` has taken."""
+        given = self.translated(q, k, v, *args[:-2], **options)
+        if isinstance(given, dict):
+            return attention_backward(do, q, k, v, o, lse, **given)
+        return BACKWARD.redispatch(keys.remove(SELECT), do, q, k, v, o, lse, *args, **options)
+
+    def translated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        num_splits: int | None = None,
+        **unknown: Any,
+    ) -> dict[str, Any] | str:
+        """Return the options of `attention` for a call, or why it is handed back. num_splits is a hint, and ignored."""
+        if q.device.type not in self.devices:
+            return "another device"
+        if named := [name for name, value in unknown.items() if value is not None]:
+            return " and ".join(named)
+        if dropout_p or cum_seq_q is None or cum_seq_k is None:
+            return "dropout, or sequences that are not packed"
+        left, right = (None if side is None or side < 0 else side for side in (window_size_left, window_size_right))
+        mask = Full() if left is None and right is None else Window(left, right)
+        options = {"mask": Causal() & mask if is_causal else mask, "scale": scale}
+        try:
+            options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
+            every = with_defaults("attention", options)
+            del every["seed"], every["return_lse"]
+            x, recipe, longest = check_arguments(q, k, v, **every)
+            select(describe(x, recipe, longest))
+        except (TypeError, ValueError) as error:
+            return str(error).partition(";")[0]
+        return options

@@ -1,0 +1,136 @@
+"""tilewise run: a script sees what Python itself shows it, and ends as it would; then a line says what ran where."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+LOOK = """
+import sys
+main = sys.modules["__main__"]
+names = ("__name__", "__file__", "__package__", "__cached__")
+print(sys.argv, sys.path[0], [getattr(main, name, None) for name in names], main.__dict__ is globals())
+print(type(__builtins__), type(__loader__), getattr(__spec__, "name", None), sorted({*globals()} - {"__annotations__"}))
+class Pickled: pass
+import pickle
+pickle.loads(pickle.dumps(Pickled()))
+if "exit" in sys.argv: sys.exit(7)
+if "raise" in sys.argv: raise ValueError("wrong")
+if "fork" in sys.argv:
+    import os
+    if not (child := os.fork()): sys.exit(0)
+    os.waitpid(child, 0)
+"""
+ATTEND = """
+import torch, torch.nn.functional as F
+from tilewise.compat import sdpa
+q = torch.randn(1, 2, 5, 8)
+F.scaled_dot_product_attention(q, q, q)
+sdpa.uninstall()
+sdpa.install(devices=("cpu",), always=True)
+F.scaled_dot_product_attention(q, q, q)
+F.scaled_dot_product_attention(q, q, q[None])
+"""
+NOTHING = "tilewise: ran 0 calls; handed back to PyTorch 0 calls"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the script as a file, in a package and in an archive."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    for name in ("script.py", "package/__main__.py", "package/module.py"):
+        (tmp_path / name).write_text(LOOK)
+    (tmp_path / "imports.py").write_text("import absent")
+    (tmp_path / "attends.py").write_text(ATTEND)
+    with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
+        archive.writestr("__main__.py", LOOK)
+    return tmp_path
+
+
+def python(folder, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def run(folder, *arguments, **environment):
+    return python(folder, "-m", "tilewise", "run", *arguments, **environment)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "script.py a --sdpa -m --help",
+        "./package/../script.py",
+        "-m package --lr 3 -h",
+        "-m package.module",
+        "package q",
+        "archive.pyz q",
+        "script.py exit",
+        "script.py raise",
+        "script.py fork",
+    ],
+)
+def test_a_script_sees_what_python_shows_it(folder, arguments):
+    expected, found = python(folder, *arguments.split()), run(folder, "--sdpa", *arguments.split())
+    assert found.stdout == expected.stdout
+    assert found.returncode == expected.returncode
+    *errors, told = found.stderr.splitlines()
+    assert told == NOTHING
+    assert errors[-1:] == expected.stderr.splitlines()[-1:]
+    assert found.stderr.count("tilewise: ran") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        ("absent.py", 2, "No such file"),
+        ("-m absent", 1, "no module named absent"),
+        ("-m imports", 1, "No module named 'absent'"),
+        ("--tpu script.py", 2, "--tpu"),
+    ],
+)
+def test_what_cannot_run_ends_as_in_python(folder, arguments, status, told):
+    done = run(folder, *arguments.split())
+    assert done.returncode == status
+    assert told in done.stderr
+    if "tpu" not in arguments:
+        assert python(folder, *arguments.split()).returncode == status
+
+
+def test_a_line_says_what_ran_where(folder):
+    done = run(folder, "--sdpa", "attends.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "tilewise: ran 1 call (cpu: 1); "
+        "handed back to PyTorch 1 call (tensors of more than 4 dimensions, or of several ranks: 1)"
+    )
+
+
+def test_it_needs_no_extra(folder):
+    block = "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import tilewise.__main__"
+    done = python(folder, "-c", block, "run", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert NOTHING in done.stderr
+
+
+def test_pythons_safe_path_is_kept(folder):
+    if sys.version_info < (3, 11):
+        pytest.skip("Python has safe_path from 3.11 on")
+    expected, found = (do(folder, "script.py", PYTHONSAFEPATH="1") for do in (python, run))
+    assert found.stdout == expected.stdout
+
+
+def test_under_torchrun_every_rank_tells(folder):
+    pytest.importorskip("torch.distributed.run")
+    (folder / "ranks.py").write_text("import os; print('rank', os.environ['RANK'])")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tilewise", "run", "--sdpa")
+    done = python(folder, *launch, "ranks.py", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank}" in done.stdout
+        assert f"tilewise (rank {rank}): ran 0 calls" in done.stderr
