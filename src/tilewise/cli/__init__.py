@@ -1,4 +1,4 @@
-"""python -m tilewise info | explain | warm. Needs the extra `cli`."""
+"""python -m tilewise info | explain | warm | shadow. Needs the extra `cli`."""
 
 import importlib.util
 import sys
