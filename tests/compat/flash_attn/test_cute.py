@@ -17,12 +17,14 @@ SHARED = {
     "softmax_scale": None, "causal": False, "window_size": (None, None), "learnable_sink": None, "softcap": 0.0,
     "num_splits": 1, "pack_gqa": None, "deterministic": False, **NONE(("score_mod", "score_mod_bwd", "mask_mod")),
 }  # fmt: skip
+GATHER = {"gather_bwd_recompute_p": False, "gather_bwd_token_chunk": None}
 SIGNATURES = {
     "flash_attn_func": {
         **NONE(("qv", "gather_kv_indices")),
         **SHARED,
         **NONE(("aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd")),
         "return_lse": False,
+        **GATHER,
     },
     "flash_attn_varlen_func": {
         **NONE(("qv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "min_seqlen_k", "seqused_q")),
@@ -32,6 +34,7 @@ SIGNATURES = {
         "return_lse": False,
         **NONE(("scheduler_metadata", "seqlen_k_per_split")),
         "disable_scheduler_metadata": False,
+        **GATHER,
     },
 }
 

@@ -131,7 +131,7 @@ def attention_backward(
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     extra, text = list(x.extra), recipe.encode()
     run = torch.ops.tilewise.attention_backward
-    return run(do, None, *x[:3], extra, seed, o.contiguous(), lse.contiguous(), text, *longest, [False] * len(extra))
+    return run(do, None, *x[:3], extra, seed, o, lse, text, *longest, [False] * len(extra))
 
 
 def attend_chunks(

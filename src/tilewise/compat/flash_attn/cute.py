@@ -7,10 +7,10 @@ What is new, or differs:
     learnable_sink      (H,) logits added to the softmax's denominator: attention sinks; differentiable
     return_lse          also return lse; both functions return (out, lse), where lse is None without it
 
-num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, seqlen_k_per_split and disable_scheduler_metadata are hints to
-that package's kernels, and ignored. Other arguments that are None by default raise Unsupported if they are given: qv,
-gather_kv_indices, score_mod and mask_mod (functions in that package's own language), block sparsity, pages and lengths
-in use. Any head size up to 256 works; v may have another than q and k.
+num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata and gather_bwd_*
+are hints to that package's kernels, and ignored. Other arguments that are None by default raise Unsupported if they are
+given: qv, gather_kv_indices, score_mod and mask_mod (functions in that package's own language), block sparsity, pages
+and lengths in use. Any head size up to 256 works; v may have another than q and k.
 """
 
 from typing import Any
@@ -48,6 +48,8 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Outputs:
     """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v); return (out, lse or None)."""
     refuse("flash_attn_func", qv=qv, gather_kv_indices=gather_kv_indices, aux_tensors=aux_tensors)
@@ -90,6 +92,8 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     seqlen_k_per_split: Any = None,
     disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Outputs:
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v).
 

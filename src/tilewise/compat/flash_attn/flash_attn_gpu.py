@@ -163,9 +163,10 @@ def _backward(
     """Return the gradients, in the tensors to be written where these are given, and softmax_d."""
     if dropout > 0.0 and rng_state is None:
         raise ValueError("rng_state must be what the forward returned if there is dropout, got None; pass it on")
-    do, o, lse = results[0], results[4], results[5]
+    do, q, k, v, o, lse = results
     seed = rng_state[0] if rng_state is not None and dropout > 0.0 else None
-    grads = attention_backward(*results, seed=seed, **chosen._asdict(), dropout=dropout, layout=layout)
+    given = {**chosen._asdict(), "dropout": dropout, "layout": layout, "seed": seed}
+    grads = attention_backward(do, q, k, v, o.contiguous(), lse.contiguous(), **given)
     softmax_d = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
     pairs = zip(grads, written, strict=True)
     return [*(grad if place is None else place.copy_(grad) for grad, place in pairs), softmax_d]

@@ -99,7 +99,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q (B, M, H, D) and with k and v from kv (B, N, 2, H_k, D)."""
-    k, v = unstack(kv)
+    k, v = _unstack(kv)
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return attend((q, k, v), chosen, None, dropout_p, return_attn_probs)
 
@@ -163,7 +163,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_varlen_func with q (T, H, D) and with k and v from kv (T', 2, H_k, D)."""
-    k, v = unstack(kv)
+    k, v = _unstack(kv)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return attend((q, k, v), chosen, layout, dropout_p, return_attn_probs)
@@ -325,7 +325,7 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def unstack(kv: Tensor) -> tuple[Tensor, ...]:
+def _unstack(kv: Tensor) -> tuple[Tensor, ...]:
     """Return k and v of kv (…, 2, H_k, D)."""
     if kv.ndim not in (4, 5) or kv.shape[-3] != 2:
         raise ValueError(

@@ -146,6 +146,16 @@ def test_dropout_is_for_training_alone():
         assert torch.equal(it(*given), it(*given))
 
 
+def test_options_of_the_inner_layers_have_that_modules_order():
+    qkv, slopes = random(B, N, 3, H, D), torch.rand(H)
+    given = {"causal": True, "softmax_scale": 0.3, "window_size": (3, 0), "alibi_slopes": slopes}
+    expected = FlashSelfAttention(True, 0.3, 0.0, (3, 0), slopes, True)(qkv)
+    assert torch.equal(FlashSelfAttention(**given)(qkv), expected)
+    q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+    assert torch.equal(FlashCrossAttention(True, 0.3, 0.0, slopes, (3, 0), True)(q, kv), expected)
+    assert torch.equal(FlashCrossAttention(**given)(q, kv), expected)
+
+
 def test_packed_inner_layers():
     q, kv = random(N, H, D), random(N, 2, H, D)
     cu = torch.tensor([0, 5, N], dtype=torch.int32)
@@ -171,6 +181,8 @@ def test_what_does_not_go_together_says_so():
         layer(use_flash_attn=True)(x, key_padding_mask=x[..., 0] > 0)
     with pytest.raises(ValueError, match="cu_seqlens must be None with use_flash_attn=False"):
         layer()(x[0], cu_seqlens=cu, max_seqlen=N)
+    with pytest.raises(ValueError, match="cu_seqlens must be None with dwconv or rotary_emb_dim"):
+        layer(use_flash_attn=True, dwconv=True)(x[0], cu_seqlens=cu, max_seqlen=N)
     with pytest.raises(ValueError, match="max_seqlen must be an int with cu_seqlens"):
         layer(use_flash_attn=True)(x[0], cu_seqlens=cu)
     with pytest.raises(tw.Unsupported, match="inference_params is not None"):

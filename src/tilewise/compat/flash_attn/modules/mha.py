@@ -68,6 +68,17 @@ class FlashSelfAttention(_Flash):
 class FlashCrossAttention(_Flash):
     """Attention of q over kv, whose options are those of `flash_attn_func`. Dropout applies while training."""
 
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        window_size: Sides = (-1, -1),
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
     def forward(
         self,
         q: Tensor,
@@ -236,6 +247,8 @@ class MHA(nn.Module):
             raise ValueError(
                 f"{stray[0]} must be None with use_flash_attn={self.use_flash_attn}, got a value; leave it out"
             )
+        if cu_seqlens is not None and (self.dwconv or self.rotary_emb_dim):
+            raise ValueError("cu_seqlens must be None with dwconv or rotary_emb_dim, got a value; leave it out")
         kwargs = {name: given[name] for name in wanted} | kwargs
         if self.cross_attn:
             kv, *residual = _pair(self.Wkv(x if x_kv is None else x_kv))
