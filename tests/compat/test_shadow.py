@@ -151,6 +151,8 @@ def test_version_4_stands_alone():
     assert cute.flash_attn_func is tw.compat.flash_attn.cute.flash_attn_func
     assert importlib.import_module("flash_attn.cute.interface").flash_attn_func is cute.flash_attn_func
     assert not hasattr(sys.modules["flash_attn"], "flash_attn_func")
+    compat.uninstall("flash_attn")
+    assert sys.modules["flash_attn"].cute is cute
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("flash-attn")
 

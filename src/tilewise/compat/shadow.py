@@ -83,10 +83,10 @@ MODULES = {name: package for package in PACKAGES.values() for name in package.mo
 
 
 def install(*packages: str, force: bool = False) -> None:
-    """Answer imports of other packages in this process: `install("flash_attn")`, before anything imports them.
+    """Answer imports of other packages in this process: `install("flash_attn")`, before anything looks for them.
 
-    Each process needs it, workers too. A second call for a package changes nothing, and so does one where the wheel of
-    `python -m tilewise shadow` is installed.
+    Call it before you import transformers and its like, which look once. Each process needs it, workers too. A second
+    call for a package changes nothing, and so does one where the wheel of `python -m tilewise shadow` is installed.
 
     Args:
         packages: "flash_attn" (version 2), "flash_attn_interface" (3) or "flash_attn.cute" (4); at least one.
@@ -123,7 +123,8 @@ def uninstall(*packages: str) -> None:
             sys.modules.pop(name, None)
     if not _FINDER.names and _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
-    for parent in _FINDER.parents:
+    for parent in _FINDER.parents - {name.rpartition(".")[0] for name in _FINDER.names}:
+        _FINDER.parents.remove(parent)
         sys.modules.pop(parent, None)
     importlib.invalidate_caches()
 
@@ -144,9 +145,9 @@ def write_wheel(package: str, folder: Path, force: bool = False) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    with zipfile.ZipFile(path, "w") as wheel:
         for file, text in files.items():
-            wheel.writestr(zipfile.ZipInfo(file), text)
+            wheel.writestr(zipfile.ZipInfo(file), text, zipfile.ZIP_DEFLATED)
     return path
 
 
@@ -201,7 +202,7 @@ def _known(packages: tuple[str, ...]) -> tuple[str, ...]:
     if not packages or not set(packages) <= PACKAGES.keys():
         names, got = ", ".join(PACKAGES), ", ".join(map(repr, packages)) or "none"
         raise ValueError(f"packages must be some of {names}, got {got}; name at least one of these")
-    return packages
+    return tuple(dict.fromkeys(packages))
 
 
 def _elsewhere(name: str) -> ModuleSpec | None:
@@ -233,14 +234,14 @@ class _Finder(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.parents: list[str] = []
+        self.parents: set[str] = set()
         """Packages that only hold ours: flash_attn, where there is flash_attn.cute alone."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if any(fullname in PACKAGES[name].modules for name in self.names):
             return ModuleSpec(fullname, self, origin="tilewise", is_package=_is_package(fullname))
         if any(name.startswith(f"{fullname}.") for name in self.names) and _elsewhere(fullname) is None:
-            self.parents.append(fullname)
+            self.parents.add(fullname)
             return ModuleSpec(fullname, None, is_package=True)
         return None
 
