@@ -17,6 +17,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TRITON_NEWEST ?= triton==3.9.0
+# Other packages that tests run on tilewise; those in ALONE would bring another PyTorch.
+CLIENTS := transformers diffusers einops
+ALONE := timm torchvision xformers ring-flash-attn yunchang
 WORKERS ?= auto
 OUT ?= out
 ARGS ?=
@@ -103,9 +106,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
-$(VENV)/.test: $(VENV)/.demo pyproject.toml
+$(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
 	$(PIP) install --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	$(PIP) install --constraint tests/constraints.txt $(CLIENTS)
+	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
 	touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml

@@ -19,8 +19,11 @@ import test_score
 import torch
 
 import tilewise as tw
-from tilewise.compat import flash_attn, sdpa
+from tilewise import compat
+from tilewise.compat import flash_attn, flash_attn_interface, sdpa
+from tilewise.compat.flash_attn import cute
 from tilewise.compat.flash_attn.layers import rotary
+from tilewise.compat.flash_attn.modules import mha
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
 REMEDY = (
@@ -31,7 +34,9 @@ FORM = re.compile(rf"[^;]+ must .+, got .+; ({REMEDY}) .+", re.DOTALL)
 SHORT_FORM = re.compile(rf"[^;]+; ({REMEDY}) .+", re.DOTALL)
 FORMS = {
     **dict.fromkeys(("TypeError", "ValueError"), FORM),
-    **dict.fromkeys(("Unsupported", "RuntimeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM),
+    **dict.fromkeys(
+        ("Unsupported", "RuntimeError", "AttributeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM
+    ),
     **dict.fromkeys(("AssertionError", "NotImplementedError", "Exit"), re.compile(".*")),  # not for users
 }
 MADE_ELSEWHERE = ("bench/measure.py", "cli/console.py", "host/tables.py", "operator.py", "warm.py")
@@ -89,6 +94,14 @@ MORE = {
     "qkv packed": lambda: tw.attention_qkvpacked(torch.zeros(5, 3, 4, 8)),
     "kv of three parts": lambda: flash_attn.flash_attn_kvpacked_func(X, torch.zeros(2, 5, 3, 4, 8)),
     "pages": lambda: flash_attn.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU, 5, 5, block_table=CU),
+    "heads of a packed projection": lambda: flash_attn_interface.flash_attn_qkvpacked_func(X, num_heads_q=3),
+    "a descale": lambda: flash_attn_interface.flash_attn_func(X, X, X, q_descale=CU),
+    "lengths in use": lambda: cute.flash_attn_varlen_func(X, X, X, seqused_k=CU),
+    "a negative side": lambda: cute.flash_attn_func(X, X, X, window_size=(-1, 0)),
+    "a layer's sizes": lambda: mha.MHA(12, 5),
+    "a layer with ALiBi": lambda: mha.MHA(12, 4, use_alibi=True),
+    "a layer that generates": lambda: mha.MHA(12, 4)(X[..., 0, 0], inference_params=CU),
+    "a package that is not known": lambda: compat.install("torch"),
     "a cache": lambda: flash_attn.flash_attn_with_kvcache(X, X, X),
     "rotary kv": lambda: rotary.apply_rotary_emb_kv_(X, X, X),
     "rotary qkv": lambda: rotary.apply_rotary_emb_qkv_(X[0], X, X),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise import cli
 from tilewise.cli.app import app
+from tilewise.compat.shadow import PACKAGES
 
 
 def call(*arguments):
@@ -29,6 +30,7 @@ def test_info_names_every_back_end_and_why_it_cannot_run():
     assert set(found["backends"]) == {"triton", "cpu"} or "triton" in found["backends"]
     assert all(isinstance(reasons, list) for by in found["backends"].values() for reasons in by.values())
     assert found["default"]["backend"] in found["backends"]
+    assert set(found["shadows"]) == set(PACKAGES)
     assert tw.__version__ in call("info").stdout
 
 
@@ -81,6 +83,26 @@ def test_bad_input_ends_with_a_sentence(arguments, says):
     assert "Traceback" not in result.output
 
 
+def test_shadow_writes_wheels_and_names_the_command(tmp_path):
+    result = call("shadow", str(tmp_path / "new"), "--force")
+    assert result.stdout.split() == [str(tmp_path / "new" / "flash_attn-2.8.3-py3-none-any.whl")]
+    assert f"pip install --no-deps {result.stdout.strip()}" in result.stderr
+    several = [word for package in PACKAGES for word in ("--package", package)]
+    assert len(call("shadow", str(tmp_path), "--force", *several).stdout.split()) == len(PACKAGES)
+    result = call("shadow", str(tmp_path), "--package", "torch")
+    assert result.exit_code == 2
+    assert "packages must be some of flash_attn" in sentence(result)
+
+
+def test_shadow_does_not_replace_the_original_unasked(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = call("shadow", str(tmp_path), "--package", "flash_attn_interface")
+    assert result.exit_code == 2
+    assert "flash_attn_interface is installed" in sentence(result)
+    assert not list(tmp_path.glob("*.whl"))
+
+
 def test_without_the_extra_one_sentence_says_what_to_install():
     block = "import sys; sys.modules['rich'] = None; sys.argv = ['tilewise', 'info']; import tilewise.__main__"
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
@@ -95,7 +117,7 @@ def test_main_is_the_console_script(capsys, monkeypatch):
         cli.main()
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("info", "explain", "warm"))
+    assert all(command in shown for command in ("info", "explain", "warm", "shadow"))
     assert not any(command in shown for command in ("bench", "demo", "study", "train", "tune"))
 
 

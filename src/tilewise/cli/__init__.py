@@ -1,4 +1,4 @@
-"""python -m tilewise info | explain | run | warm. All but run need the extra `cli`."""
+"""python -m tilewise info | explain | run | shadow | warm. All but run need the extra `cli`."""
 
 import importlib.util
 import sys

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import explain, info, run, warm
+from . import explain, info, run, shadow, warm
 from .moved import MOVED, moved
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -14,7 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (info.info, explain.explain, warm.warm):
+for command in (info.info, explain.explain, warm.warm, shadow.shadow):
     app.command()(command)
 for name in MOVED:
     app.command(name, hidden=True, context_settings=ANY)(moved(name))

@@ -53,11 +53,11 @@ def log_loss(name: str, steps: int, losses: Sequence[float]) -> None:
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """End with a sentence and exit status 2, without a traceback, on bad input."""
+def sentences(*more: type[Exception]) -> Iterator[None]:
+    """End with a sentence and exit status 2, without a traceback, on bad input; `more` are further errors to show."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, *more) as error:
         raise typer.BadParameter(str(error)) from None
 
 

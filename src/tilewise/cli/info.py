@@ -11,6 +11,7 @@ import tilewise as tw
 
 from ..backend import ORDER, load
 from ..check import describe
+from ..compat.shadow import PACKAGES, who
 from ..host.tables import source_of_rows
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
@@ -27,6 +28,7 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead o
     table("Versions", ("", ""), list(found["versions"].items()), numbers_from=2)
     table("Devices", ("", "", ""), [(d["device"], d["target"], escape(d["name"])) for d in found["devices"]], 3)
     table("Tiles of GPU kernels", ("", ""), [(device, escape(rows)) for device, rows in found["tiles"].items()], 2)
+    table("Answers imports of", ("", ""), list(found["shadows"].items()), 2)
     lines = []
     for name, by_device in found["backends"].items():
         for device, against in by_device.items():
@@ -47,6 +49,7 @@ def gather() -> dict[str, Any]:
         "versions": versions() | {"system": f"{platform.system()} {platform.machine()}"},
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
         "backends": {name: {str(d): load(name).why_not(probes[d]) for d in devices} for name in ORDER},
+        "shadows": {package: who(package) for package in PACKAGES},
         "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }

@@ -1,5 +1,7 @@
 """Conversion between padded batches and packed sequences, in plain, differentiable torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ __all__ = [
     "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
+    "rearrange",
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 ]
@@ -77,6 +80,13 @@ def unpad_input_for_concatenated_sequences(
     indices = real.flatten().nonzero().flatten()
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _starts(lengths), _longest(lengths)
+
+
+def rearrange(tensor: Any, pattern: str, **sizes: Any) -> Any:
+    """Call einops.rearrange, which flash_attn's module imports, and from there some of its users; it needs einops."""
+    import einops  # type: ignore[import-not-found]
+
+    return einops.rearrange(tensor, pattern, **sizes)
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ from ....rotary import rotary, rotary_qk
 
 __all__ = [
     "RotaryEmbedding",
+    "apply_rotary",
     "apply_rotary_emb",
     "apply_rotary_emb_func",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
 ]
 
 
@@ -37,6 +40,39 @@ def apply_rotary_emb(
 
 
 apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Call `apply_rotary_emb`, whose order of arguments differs; with `conjugate`, rotate back."""
+    sin = -sin if conjugate else sin
+    return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first R dimensions of x (B, S, H, D) in plain torch. cos and sin: (S, R / 2) or (B, S, R / 2)."""
+    R = 2 * cos.shape[-1]
+    cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in (cos, sin))
+    turning = x[..., :R]
+    turned = turning * cos.unsqueeze(-2) + rotate_half(turning, interleaved) * sin.unsqueeze(-2)
+    return torch.cat([turned, x[..., R:]], -1)
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate every pair of x (…, R) by 90 degrees; pairs are (r, r + R / 2), or interleaved (2 r, 2 r + 1)."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
 
 
 def apply_rotary_emb_qkv_(

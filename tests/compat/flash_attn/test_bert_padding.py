@@ -9,6 +9,7 @@ from tilewise.compat.flash_attn.bert_padding import (
     index_first_axis_residual,
     index_put_first_axis,
     pad_input,
+    rearrange,
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
@@ -108,3 +109,8 @@ def test_narrow_indices_count_too():
     assert torch.equal(index_first_axis(padded.flatten(0, 1), indices), rows)
     (gradient,) = torch.autograd.grad((padded * 2.0).sum(), rows)
     assert torch.equal(gradient, torch.full((2, 4), 2.0))
+
+
+def test_rearrange_is_einops():
+    pytest.importorskip("einops", reason="einops is not installed")
+    assert torch.equal(rearrange(SHOWN, "(b two) n -> b n two", two=2), SHOWN.view(2, 2, 4).transpose(1, 2))

@@ -6,10 +6,13 @@ from torch import Tensor
 
 from tilewise.compat.flash_attn.layers.rotary import (
     RotaryEmbedding,
+    apply_rotary,
     apply_rotary_emb,
     apply_rotary_emb_func,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
 )
 
 B, S, H, D, R = 2, 5, 3, 10, 8
@@ -190,3 +193,18 @@ def test_xpos_decays_with_distance_alone():
     torch.testing.assert_close(diagonal, diagonal[:1].expand(12), rtol=1e-5, atol=1e-5)
     norms = [q[0, m].norm() * k[0, n].norm() for m, n in ((5, 5), (8, 5), (11, 5))]
     assert norms[0] > norms[1] > norms[2]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_plain_torch_and_in_the_kernels_order(interleaved):
+    x, angles = torch.randn(2, 5, 3, 16), torch.rand(5, 6)
+    cos, sin = angles.cos(), angles.sin()
+    expected = apply_rotary_emb(x, cos, sin, interleaved)
+    torch.testing.assert_close(apply_rotary_emb_torch(x, cos, sin, interleaved), expected)
+    batched = [t.expand(2, 5, 6) for t in (cos, sin)]
+    torch.testing.assert_close(apply_rotary_emb_torch(x, *batched, interleaved), expected)
+    assert torch.equal(apply_rotary(x, cos, sin, 0, None, None, interleaved), expected)
+    torch.testing.assert_close(apply_rotary(expected, cos, sin, interleaved=interleaved, conjugate=True), x)
+    assert torch.equal(apply_rotary(x, cos, sin, interleaved=interleaved, inplace=True), expected)
+    assert torch.equal(x, expected)
+    torch.testing.assert_close(rotate_half(rotate_half(x, interleaved), interleaved), -x)

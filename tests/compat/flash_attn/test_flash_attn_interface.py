@@ -35,10 +35,10 @@ OPTIONS = {
 }
 CU = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 SIGNATURES = {
-    "flash_attn_func": (["q", "k", "v"], []),
+    "flash_attn_func": (["q", "k", "v"], ["s_aux"]),
     "flash_attn_kvpacked_func": (["q", "kv"], []),
     "flash_attn_qkvpacked_func": (["qkv"], []),
-    "flash_attn_varlen_func": (["q", "k", "v", *CU], ["block_table"]),
+    "flash_attn_varlen_func": (["q", "k", "v", *CU], ["block_table", "s_aux"]),
     "flash_attn_varlen_kvpacked_func": (["q", "kv", *CU], []),
     "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], []),
 }
@@ -158,6 +158,25 @@ def test_none_is_an_open_side():
 def test_who_catches_that_packages_error_catches_ours():
     with pytest.raises(RuntimeError, match="no kernel here appends"):
         flash_attn_with_kvcache(*qkv())
+
+
+def test_sinks_enter_the_denominator_and_have_a_gradient():
+    q, k, v, s_aux, do = *qkv(grad=True), random(H, grad=True), random(B, M, H, D)
+    S = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(2, 2)) * D**-0.5
+    S = S.masked_fill(~allowed(3, 0).dense(M, N), -torch.inf)
+    whole = torch.cat([S, s_aux[None, :, None, None].expand(B, H, M, 1)], -1)
+    expected = torch.einsum("bhmn,bnhd->bmhd", whole.softmax(-1)[..., :-1], v.repeat_interleave(2, 2))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, window_size=(3, 0), s_aux=s_aux, return_attn_probs=True)
+    assert_near(out, expected)
+    assert_near(lse, whole.logsumexp(-1))
+    cu = starts((M, M)), starts((N, N))
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    rows = flash_attn_varlen_func(*packed, *cu, M, N, causal=True, window_size=(3, 0), s_aux=s_aux)
+    assert_near(rows.view_as(out), expected)
+    wanted = torch.autograd.grad(expected, (q, k, v, s_aux), do)
+    for got in (out, rows.view_as(out)):
+        for a, b in zip(torch.autograd.grad(got, (q, k, v, s_aux), do), wanted, strict=True):
+            assert_near(a, b)
 
 
 def test_rows_without_keys():

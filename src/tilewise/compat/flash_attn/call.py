@@ -1,0 +1,205 @@
+"""What the functions of FlashAttention-2, -3 and -4 share: from their arguments to calls of tilewise and back."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...api import attention, attention_qkvpacked
+from ...check import dropout_seed
+from ...dropout import dropout_keep
+from ...layout import Varlen
+from ...mask import Causal, Full, Mask, Window
+from ...problem import Unsupported
+from ...score import Alibi, Score, SoftCap
+
+Sides = Sequence[int | Tensor | None]
+Length = int | Tensor
+Result = Any
+"""out; or, with return_attn_probs or its like, a tuple of out, softmax_lse and what else the function describes."""
+
+PAGES = "keys and values in pages are not supported", "gather the pages into k and v"
+PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
+OTHERS = "no kernel here reads it", "use what tilewise.attention takes"
+REFUSED = {"block_table": PAGES, "page_table": PAGES, "seqused_q": PARTS, "seqused_k": PARTS, "leftpad_k": PARTS}
+"""Why an argument is refused, and what to do instead."""
+
+
+class Options(NamedTuple):
+    """The arguments of a flash_attn function as options of `tilewise.attention`."""
+
+    mask: Mask
+    score: list[Score]
+    scale: float | None
+    deterministic: bool
+    sink: Tensor | None
+
+
+class Forward(NamedTuple):
+    """The results of a forward: o, lse, S_dmask as its function describes it, and dropout's seed."""
+
+    o: Tensor
+    lse: Tensor
+    S_dmask: Tensor
+    seed: Tensor | None
+
+
+def options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: float,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    sink: Tensor | None = None,
+) -> Options:
+    """Translate arguments; a side of the window that is None or negative is open."""
+    left, right = (None if side is None or side < 0 else number(side) for side in window_size)
+    if causal:
+        mask = Causal() if left is None else Window(left, 0)
+    else:
+        mask = Full() if left is None and right is None else Window(left, right)
+    score: list[Score] = [] if softcap == 0.0 else [SoftCap(softcap)]
+    if alibi_slopes is not None:
+        score.append(Alibi(alibi_slopes))
+    return Options(mask, score, softmax_scale, deterministic, sink)
+
+
+def number(number: Length) -> int:
+    """Return an int; a tensor is read, which synchronises with a GPU."""
+    return int(number) if isinstance(number, Tensor) else number
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Raise Unsupported if one of the arguments, None by default, is given."""
+    for name, value in given.items():
+        if value is not None:
+            why, instead = REFUSED.get(name, OTHERS)
+            raise Unsupported(f"{function}: {name} is not None, but {why}; {instead}, and leave {name} out")
+
+
+def refuse_cache() -> NoReturn:
+    """Raise Unsupported for a function that appends to a key-value cache."""
+    raise Unsupported(
+        "flash_attn_with_kvcache: no kernel here appends to a key-value cache; rotate q and k with tilewise.rotary, "
+        "write k and v into the cache, and call flash_attn_func on the part that is filled, or flash_attn_varlen_func "
+        "if the sequences' lengths differ"
+    )
+
+
+def attend(
+    operands: tuple[Tensor, ...],
+    chosen: Options,
+    layout: Varlen | None = None,
+    dropout: float = 0.0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Run a function of FlashAttention-2 on q, k and v, or on qkv."""
+    if return_attn_probs:
+        return tuple(forward(operands, chosen, layout, dropout)[:3])
+    run = attention_qkvpacked if len(operands) == 1 else attention
+    return run(*operands, **chosen._asdict(), dropout=dropout, layout=layout)
+
+
+def forward(
+    operands: tuple[Tensor, ...],
+    chosen: Options,
+    layout: Varlen | None,
+    dropout: float,
+    probabilities: bool = True,
+) -> Forward:
+    """Run one of those functions, and return what its backward and its tests want to know."""
+    packed = len(operands) == 1
+    seed = dropout_seed(None, operands[0], dropout)
+    run = attention_qkvpacked if packed else attention
+    o, lse = run(*operands, **chosen._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
+    if seed is None or not probabilities:
+        return Forward(o, lse, o.new_empty(0), seed)
+    q, k, _ = operands[0].unbind(-3) if packed else operands
+    q, k = q.to(o.dtype), k.to(o.dtype)  # autocast's type, if it is on
+    whole = Whole(chosen, dropout, int(seed))
+    with torch.autocast(q.device.type, enabled=False):
+        return Forward(o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout), seed)
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Varlen | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse where a row sees the keys of its own chunk alone, or all where chunk is 0."""
+    if chunk > 0 and layout is not None:
+        layout = chunked(layout, chunk, layout.cu_q is not layout.cu_k)
+    elif chunk > 0:
+        (B, M), N = q.shape[:2], k.shape[1]
+        layout = Varlen(equal_starts(q), equal_starts(k), M, N)
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        o, lse = attention(*rows, **chosen._asdict(), layout=chunked(layout, chunk, M > N), return_lse=True)
+        return o.unflatten(0, (B, M)), lse.unflatten(1, (B, M)).transpose(0, 1).contiguous()
+    return attention(q, k, v, **chosen._asdict(), layout=layout, return_lse=True)
+
+
+def equal_starts(x: Tensor) -> Tensor:
+    """Return int32 (B + 1,): where the sequences of x (B, length, …) start once they are packed."""
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+def chunked(layout: Varlen, chunk: int, more_rows: bool) -> Varlen:
+    """Cut every sequence where a chunk of keys ends, without reading a tensor.
+
+    Rows are aligned with the last key. With `more_rows`, a sequence may have more rows than keys; the rows before its
+    first key are then a sequence without keys.
+    """
+    max_q, max_k = layout.longest()
+    M, N = layout.cu_q.diff()[:, None], layout.cu_k.diff()[:, None]  # (B, 1)
+    ends = torch.arange(0, max(max_k, 1) + chunk, chunk, dtype=torch.int32, device=N.device)
+    ends = torch.minimum(ends, N)  # (B, chunks + 1)
+    if more_rows:
+        ends = torch.cat([(N - M).clamp(max=0), ends], 1)
+
+    def starts(cu: Tensor, inside: Tensor) -> Tensor:
+        return torch.cat([(cu[:-1, None] + inside.clamp(min=0))[:, :-1].flatten(), cu[-1:]])
+
+    cu_q, cu_k = starts(layout.cu_q, ends + M - N), starts(layout.cu_k, ends)
+    return Varlen(cu_q, cu_k, max_q if more_rows else min(chunk, max_q), min(chunk, max_k))
+
+
+class Whole(NamedTuple):
+    """It builds the whole matrix P, negated where dropout removed an entry."""
+
+    options: Options
+    dropout: float
+    seed: int
+
+    @torch.no_grad()
+    def padded(self, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        """Return P (B, H, M, N) in q's type."""
+        P = q.new_zeros(*lse.shape, k.shape[1])
+        for b in range(P.shape[0]):
+            P[b] = self.entry(b, q[b], k[b], lse[b])
+        return P
+
+    @torch.no_grad()
+    def packed(self, q: Tensor, k: Tensor, lse: Tensor, layout: Varlen) -> Tensor:
+        """Return P (B, H, longest M, longest N), each sequence in its upper left corner. lse: (H, T)."""
+        starts_q, starts_k = layout.cu_q.tolist(), layout.cu_k.tolist()
+        P = q.new_zeros(len(starts_q) - 1, q.shape[1], *layout.longest())
+        for b in range(P.shape[0]):
+            rows, columns = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+            corner = self.entry(b, q[rows], k[columns], lse[:, rows])
+            P[b, :, : corner.shape[1], : corner.shape[2]] = corner
+        return P
+
+    def entry(self, b: int, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        """Return P (H, M, N) of batch entry b, from q (M, H, D), k (N, H_k, D) and lse (H, M)."""
+        (M, H, D), N = q.shape, k.shape[0]
+        k = k.repeat_interleave(H // k.shape[1], 1)
+        S = torch.einsum("mhd,nhd->hmn", q.to(lse.dtype), k.to(lse.dtype))[None]
+        S = S * (D**-0.5 if self.options.scale is None else self.options.scale)
+        i, j = torch.arange(M, device=q.device)[:, None], torch.arange(N, device=q.device)[None, :]
+        for change in self.options.score:
+            alone: Any = change.at(b)
+            S = alone.apply(S, i + N - M, j, N - M)
+        hidden = ~self.options.mask.dense(M, N).to(q.device)
+        P = torch.exp(S[0] - lse[:, :, None]).masked_fill(hidden, 0.0)
+        row = b * H + torch.arange(H, device=q.device)[:, None, None]
+        return torch.where(dropout_keep(self.seed, row, i, j, self.dropout), P, -P).to(q.dtype)

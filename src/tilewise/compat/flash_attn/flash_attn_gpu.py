@@ -1,0 +1,173 @@
+"""The functions of flash_attn's extension, flash_attn_2_cuda, which clients call by position.
+
+Layouts and meanings are those of `flash_attn_interface`; no function here is differentiable. A tensor that may be None
+and is to be written (out, dq, dk, dv) is made if it is None. `gen` and `zero_tensors` are ignored. rng_state is int64
+(2,), with dropout's seed first. softmax_d is rowsum(dout * out), in softmax_lse's type and shape.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...api import attention_backward
+from ...layout import Varlen
+from .call import Length, Options, forward, number, options, refuse, refuse_cache
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: Any = None,
+) -> list[Tensor]:
+    """Return out, softmax_lse, S_dmask and rng_state of q (B, M, H, D), k and v (B, N, H_k, D)."""
+    chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _forward(q, k, v, out, chosen, None, p_dropout, return_softmax)
+
+
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    p_dropout: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen: Any = None,
+    num_splits: int = 0,
+) -> list[Tensor]:
+    """Return out, softmax_lse, S_dmask and rng_state of packed q (T, H, D), k and v (T', H_k, D)."""
+    refuse("varlen_fwd", seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
+    chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    return _forward(q, k, v, out, chosen, layout, p_dropout, return_softmax)
+
+
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    alibi_slopes: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """Return dq, dk, dv and softmax_d, from the results of `fwd`, or of several whose keys are parts of a whole."""
+    sides = window_size_left, window_size_right
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
+    results = dout, q, k, v, out, softmax_lse
+    return _backward(results, (dq, dk, dv), chosen, None, p_dropout, rng_state)
+
+
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    p_dropout: float,
+    softmax_scale: float | None,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """Return dq, dk, dv and softmax_d of packed sequences, from the results of `varlen_fwd`."""
+    sides = window_size_left, window_size_right
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    results = dout, q, k, v, out, softmax_lse
+    return _backward(results, (dq, dk, dv), chosen, layout, p_dropout, rng_state)
+
+
+def fwd_kvcache(*arguments: Any) -> NoReturn:
+    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
+    refuse_cache()
+
+
+@torch.no_grad()
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    chosen: Options,
+    layout: Varlen | None,
+    dropout: float,
+    return_softmax: bool,
+) -> list[Tensor]:
+    o, lse, S_dmask, seed = forward((q, k, v), chosen, layout, dropout, return_softmax)
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+    rng_state = torch.stack([zero if seed is None else seed, zero])
+    return [o if out is None else out.copy_(o), lse, S_dmask, rng_state]
+
+
+@torch.no_grad()
+def _backward(
+    results: tuple[Tensor, ...],
+    written: tuple[Tensor | None, ...],
+    chosen: Options,
+    layout: Varlen | None,
+    dropout: float,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients, in the tensors to be written where these are given, and softmax_d."""
+    if dropout > 0.0 and rng_state is None:
+        raise ValueError("rng_state must be what the forward returned if there is dropout, got None; pass it on")
+    do, q, k, v, o, lse = results
+    seed = rng_state[0] if rng_state is not None and dropout > 0.0 else None
+    given = {**chosen._asdict(), "dropout": dropout, "layout": layout, "seed": seed}
+    grads = attention_backward(do, q, k, v, o.contiguous(), lse.contiguous(), **given)
+    softmax_d = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
+    pairs = zip(grads, written, strict=True)
+    return [*(grad if place is None else place.copy_(grad) for grad, place in pairs), softmax_d]

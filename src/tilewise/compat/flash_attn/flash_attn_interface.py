@@ -1,0 +1,335 @@
+"""The functions of the flash_attn package, version 2.8, implemented by `tilewise.attention`.
+
+Arguments have the names, order and defaults of that package. They have the same meaning in all functions:
+
+    q                   (B, M, H, D); varlen (T, H, D)
+    k, v                (B, N, H_k, D); varlen (T', H_k, D); H a multiple of H_k
+    kv, qkv             k and v, or all three, stacked in front of the heads: (B, N, 2, H_k, D), (T, 3, H, D), …
+    cu_seqlens          int32 (batch + 1,): where each packed sequence starts; max_seqlen: the longest one's length
+    dropout_p           probability on the softmax's entries; drawn from torch's generator
+    softmax_scale       default D ** -0.5
+    causal              query i sees keys j <= i + N - M: aligned to the last key
+    window_size         (left, right), i + N - M - left <= j <= i + N - M + right; -1 or None is open;
+                        causal closes the right
+    softcap             softcap * tanh(logits / softcap); 0.0 is off
+    alibi_slopes        (H,) or (B, H): logits - slope * abs(i + N - M - j); no gradient
+    deterministic       bitwise repeatable gradients
+    s_aux               (H,) logits added to the softmax's denominator: attention sinks; differentiable
+    return_attn_probs   return (out, softmax_lse, S_dmask) instead of out
+
+softmax_lse is the natural log of the softmax's denominator: (B, H, M), varlen (H, T), fp32.
+
+S_dmask has shape (0,) without dropout. With dropout it is (B, H, M, N) in q's type, with the longest lengths as M and
+N, and zero outside a sequence. It holds the probabilities before dropout and rescaling, negated where dropout removed
+them. It is for tests: it synchronises, and takes memory and time quadratic in the length.
+
+These things differ from that package:
+
+- The CPU, fp32, fp64 and any head size up to 256 work, too.
+- softmax_lse is differentiable, and -inf (not inf) for a row that sees no key.
+- With causal ALiBi, softmax_lse belongs to the logits written above; that package leaves out a constant per row.
+- S_dmask is exact, and not padded to multiples of 128.
+- The dropout pattern is tilewise's, with dropout_p rounded to a multiple of 2^-16.
+- s_aux is new: transformers passes sinks by this name where a function has it.
+
+Functions that begin with an underscore are what context parallelism builds on. They take window_size_left and
+window_size_right in place of window_size, and are not differentiable. A forward returns (out, softmax_lse, S_dmask,
+rng_state), where S_dmask is empty unless return_softmax asks for it. A backward writes dq, dk and dv where they are not
+None, and returns softmax_d, rowsum(dout * out), in softmax_lse's shape. It takes the out and softmax_lse of all keys
+where k and v are a part of them.
+"""
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from ...layout import Varlen
+from . import flash_attn_gpu
+from .call import Length, Result, Sides, attend, number, options, refuse, refuse_cache
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_func",
+    "flash_attn_gpu",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """Compute attention of q (B, M, H, D) over k and v (B, N, H_k, D). The module describes arguments and results."""
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux)
+    return attend((q, k, v), chosen, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Call flash_attn_func with q (B, M, H, D) and with k and v from kv (B, N, 2, H_k, D)."""
+    k, v = _unstack(kv)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return attend((q, k, v), chosen, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D)."""
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return attend((qkv,), chosen, None, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """Compute attention of packed sequences: q (T, H, D), k and v (T', H_k, D). block_table must be None."""
+    refuse("flash_attn_varlen_func", block_table=block_table)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux)
+    return attend((q, k, v), chosen, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Call flash_attn_varlen_func with q (T, H, D) and with k and v from kv (T', 2, H_k, D)."""
+    k, v = _unstack(kv)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return attend((q, k, v), chosen, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Call flash_attn_varlen_func with q, k and v from qkv (T, 3, H, D)."""
+    layout = Varlen(cu_seqlens, cu_seqlens, number(max_seqlen), number(max_seqlen))
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return attend((qkv,), chosen, layout, dropout_p, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> NoReturn:
+    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
+    refuse_cache()
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, ...]:
+    """Return (out, softmax_lse, S_dmask, rng_state) of q (B, M, H, D), k and v (B, N, H_k, D)."""
+    window = window_size_left, window_size_right
+    given = alibi_slopes, dropout_p, softmax_scale, causal, *window, softcap, return_softmax
+    return tuple(flash_attn_gpu.fwd(q, k, v, None, *given))
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return (out, softmax_lse, S_dmask, rng_state) of packed q (T, H, D), k and v (T', H_k, D)."""
+    layout = cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
+    window = window_size_left, window_size_right
+    given = max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, *window, softcap, return_softmax
+    return tuple(flash_attn_gpu.varlen_fwd(q, k, v, None, *layout, alibi_slopes, *given))
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Write dq, dk and dv, and return softmax_d (B, H, M)."""
+    tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
+    window = window_size_left, window_size_right
+    given = dropout_p, softmax_scale, causal, *window, softcap, deterministic, None, rng_state
+    return flash_attn_gpu.bwd(*tensors, alibi_slopes, *given)[3]
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Write dq, dk and dv of packed sequences, and return softmax_d (H, T)."""
+    tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k
+    window = window_size_left, window_size_right
+    given = dropout_p, softmax_scale, zero_tensors, causal, *window, softcap, deterministic, None, rng_state
+    return flash_attn_gpu.varlen_bwd(*tensors, alibi_slopes, max_seqlen_q, max_seqlen_k, *given)[3]
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _unstack(kv: Tensor) -> tuple[Tensor, ...]:
+    """Return k and v of kv (…, 2, H_k, D)."""
+    if kv.ndim not in (4, 5) or kv.shape[-3] != 2:
+        raise ValueError(
+            "kv must have shape (B, length, 2, heads, head size), or packed (T, 2, heads, head size), "
+            f"got {tuple(kv.shape)}; stack k and v in front of the heads"
+        )
+    return kv.unbind(-3)

@@ -1,0 +1,236 @@
+"""FlashAttention-3's module flash_attn_interface, version 3.0, implemented by `tilewise.attention`.
+
+Names, order and defaults are that module's: the fourth argument is softmax_scale, and there is neither dropout nor
+ALiBi. Tensors and arguments are otherwise those of `tilewise.compat.flash_attn`. What is new, or differs:
+
+    attention_chunk     row i sees keys of its own chunk alone: j // chunk = (i + N - M) // chunk; 0 is off. Unlike
+                        that package's, it has gradients
+    s_aux               (H,) logits added to the softmax's denominator: attention sinks; differentiable
+    return_attn_probs   return (out, softmax_lse) instead of out
+
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints to that package's kernels, and ignored. Other arguments
+that are None by default raise Unsupported if they are given: qv, descales (fp8), pages, lengths in use, and a cache.
+Any head size up to 256 works; v may have another than q and k.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..api import attention_qkvpacked
+from ..layout import Varlen
+from ..merge import merge
+from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse, refuse_cache
+from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sides = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v)."""
+    refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
+    return (o, lse) if return_attn_probs else o
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sides = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, seqused_k=seqused_k)
+    refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
+    return (o, lse) if return_attn_probs else o
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sides = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D), or (B, N, H + 2 H_k, D) with num_heads_q."""
+    refuse("flash_attn_qkvpacked_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
+    if qkv.ndim != 4 and attention_chunk == 0:
+        o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
+    else:
+        q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else _split_heads(qkv, num_heads_q)
+        o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
+    return (o, lse) if return_attn_probs else o
+
+
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any, **given: Any) -> NoReturn:
+    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
+    refuse_cache()
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge the results over parts of the keys: out_partial (parts, B, M, H, D) and lse_partial (parts, B, M, H), fp32.
+
+    Returns out (B, M, H, D), written to `out` if it is given, in out_dtype or its own type, and lse (B, M, H).
+    """
+    o, lse = merge([(o, lse.transpose(1, 2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
+    if out is None:
+        return o if out_dtype is None else o.to(out_dtype), lse.transpose(1, 2)
+    return out.copy_(o), lse.transpose(1, 2)
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out and softmax_lse, padded or packed, and two empty tensors. It is not differentiable."""
+    refuse("_flash_attn_forward", k_new=k_new, v_new=v_new, qv=qv, page_table=page_table, leftpad_k=leftpad_k)
+    refuse("_flash_attn_forward", seqused_q=seqused_q, seqused_k=seqused_k, kv_batch_idx=kv_batch_idx)
+    refuse("_flash_attn_forward", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    refuse("_flash_attn_forward", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    chosen = options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    layout = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        layout = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
+    return o if out_ is None else out_.copy_(o), lse, lse.new_empty(0), lse.new_empty(0)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Write dq, dk and dv, and return softmax_d, rowsum(dout * out), in softmax_lse's shape."""
+    refuse("_flash_attn_backward", sequed_q=sequed_q, sequed_k=sequed_k)
+    tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
+    rest = is_causal, window_size_left, window_size_right, softcap, deterministic
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return bwd(*tensors, None, 0.0, softmax_scale, *rest)[3]
+    longest = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).longest()
+    return varlen_bwd(*tensors, cu_seqlens_q, cu_seqlens_k, None, *longest, 0.0, softmax_scale, False, *rest)[3]
+
+
+def _split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Return q, k and v of qkv (B, N, H + 2 H_k, D)."""
+    if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q must leave an even number of the {qkv.shape[2]} heads of qkv for k and v, got {num_heads_q}; "
+            "pass the number of q's heads"
+        )
+    H_k = (qkv.shape[2] - num_heads_q) // 2
+    return qkv.split([num_heads_q, H_k, H_k], 2)
