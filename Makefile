@@ -17,9 +17,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TRITON_NEWEST ?= triton==3.9.0
-# Other packages that tests run on tilewise; those in ALONE would bring another PyTorch.
+# Other packages that tests run on tilewise. Those in ALONE would bring another PyTorch. timm gets a separate folder:
+# its torchvision does not load beside a CPU build, and transformers imports whichever it finds.
 CLIENTS := transformers diffusers einops
-ALONE := timm torchvision xformers ring-flash-attn yunchang
+ALONE := xformers ring-flash-attn yunchang
 WORKERS ?= auto
 OUT ?= out
 ARGS ?=
@@ -29,6 +30,7 @@ SYSTEM ?=
 
 VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
+TIMM := $(CURDIR)/$(VENV)/timm
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -65,7 +67,8 @@ format: $(FOR_TEST)
 	$(PY) -m ruff check --fix .
 
 pytest: $(FOR_TEST)
-	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' TILEWISE_TIMM='$(wildcard $(TIMM))' \
+		$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
 	$(PY) -m studies bench --results benchmarks/results $(ARGS)
@@ -111,6 +114,7 @@ $(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
 	$(PIP) install --constraint tests/constraints.txt $(CLIENTS)
 	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
+	$(PIP) install --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
 	touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml

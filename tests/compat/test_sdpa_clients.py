@@ -1,5 +1,7 @@
 """Models of other packages, as they are, on tilewise.compat.sdpa: values and gradients as on PyTorch's kernels."""
 
+import os
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -132,7 +134,10 @@ def test_an_encoder_in_evaluation_takes_its_fast_path(padding):
 
 @pytest.fixture(scope="module")
 def timm():
-    """Import timm. Without a GPU torchvision's operators do not load, and its Python part needs only their names."""
+    """Import timm, from TILEWISE_TIMM if that names its folder. Without a GPU torchvision's operators do not load, and
+    its Python part needs only their names."""
+    if folder := os.environ.get("TILEWISE_TIMM"):
+        sys.path.append(folder)
     if find_spec("timm") is None or find_spec("torchvision") is None:
         pytest.skip("timm is not installed: pip install 'tilewise[integrations]'")
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -145,6 +150,8 @@ def timm():
 
     yield timm
     del library
+    if folder:
+        sys.path.remove(folder)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_dinov2"])
