@@ -103,8 +103,8 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
-$(VENV)/.test: $(VENV)/.demo pyproject.toml
-	$(PIP) install --editable '.[test]'
+$(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
+	$(PIP) install --constraint tests/constraints.txt --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
 	touch $@
 

@@ -1,6 +1,6 @@
 """Every family of the installed transformers on tilewise, against eager: logits and gradients of tiny random models.
 
-    python tests/compat/transformers/sweep.py               all, into families.json; some minutes
+    python tests/compat/transformers/sweep.py               all, into families.json and docs/use/transformers.md
     python tests/compat/transformers/sweep.py llama t5      some, printed
 
 A family's default configuration is shrunk by the names of its fields. Causal models get a batch padded on the left,
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 RECORD = Path(__file__).parent / "families.json"
+PAGE = Path(__file__).parents[3] / "docs" / "use" / "transformers.md"
 LIMIT = 1e-4
 LARGE = 20_000_000
 """Parameters of a model that is left out: its configuration has sizes under names that are not known here."""
@@ -223,6 +225,41 @@ def sweep(only: list[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+def mask_times() -> dict[str, float]:
+    """Return how many milliseconds the mask of a padded batch of two rows of 4096 tokens takes, the best of ten."""
+    import transformers
+    from transformers.masking_utils import create_causal_mask
+
+    real, tokens = torch.ones(2, 4096, dtype=torch.int64), torch.zeros(2, 4096, 8)
+    real[0, :100] = 0
+    best = {}
+    for name in ("tilewise", "sdpa", "eager"):
+        config, seconds = transformers.LlamaConfig(attn_implementation=name), []
+        for _ in range(10):
+            start = time.perf_counter()
+            mask = create_causal_mask(config, tokens, real, None)
+            if name == "tilewise":
+                mask.values()
+            seconds.append(time.perf_counter() - start)
+        best[name] = float(f"{min(seconds) * 1e3:.2g}")
+    return best
+
+
+def write_page(kept: dict[str, Any]) -> str:
+    """Return the page with the tables of a kept outcome."""
+    columns = ("equal", "refused", "own attention", "not shrunk")
+    rows = [
+        f"| {kind} | " + " | ".join(str(counts.get(column, 0)) for column in columns) + " |"
+        for kind, counts in kept["counts"].items()
+    ]
+    times = "| milliseconds | " + " | ".join(f"{number:g}" for number in kept["mask_ms"].values()) + " |"
+    text = PAGE.read_text()
+    for name, lines in (("families", rows), ("masks", [times])):
+        table = f"<!-- {name} -->\n" + "".join(f"{line}\n" for line in lines) + f"<!-- /{name} -->"
+        text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", table, text, flags=re.DOTALL)
+    return text
+
+
 def main() -> None:
     """Run the sweep, and keep it if it was whole."""
     import transformers
@@ -238,7 +275,9 @@ def main() -> None:
     print(json.dumps(counts, indent=1))
     if not only:
         versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-        RECORD.write_text(json.dumps({"versions": versions, "counts": counts, "families": found}, indent=1) + "\n")
+        kept = {"versions": versions, "counts": counts, "mask_ms": mask_times(), "families": found}
+        RECORD.write_text(json.dumps(kept, indent=1) + "\n")
+        PAGE.write_text(write_page(kept))
 
 
 if __name__ == "__main__":

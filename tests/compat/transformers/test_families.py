@@ -39,6 +39,10 @@ def test_nearly_all_causal_families_that_ask_for_attention_are_equal():
     assert "refused" not in masked
 
 
+def test_the_page_shows_what_was_kept():
+    assert sweep.PAGE.read_text() == sweep.write_page(KEPT)
+
+
 @pytest.mark.parametrize("kind", SHRUNK)
 def test_the_families_that_people_run_are_among_them(kind):
     assert {family: KEPT["families"][kind][family] for family in SHRUNK[kind]} == dict.fromkeys(SHRUNK[kind], "equal")

@@ -48,8 +48,8 @@ class MaskView:
     has that shape, every attribute and operator of a tensor, and torch's functions take it.
 
     shape: (B, 1, M, N).
-    asked: 0-d tensors whose numbers `settle` needs. The first view of a thread that is used reads those of all views
-        together, so that a forward reads the device once at most.
+    asked: tensors of one number each, which `settle` needs. The first view of a thread that is used reads those of all
+        its views together, so that a forward reads the device once at most.
     settle: from these numbers to Values, or None if only a drawn mask can say it.
     draw: makes the tensor.
     reason: why `settle` gives None, for the warning.
@@ -130,7 +130,7 @@ def _settle(view: MaskView) -> None:
         alive = [other for reference in _waiting.views if (other := reference()) is not None and other is not view]
         together += [other for other in alive if other._asked[0].device == view._asked[0].device]
         _waiting.views = [weakref.ref(other) for other in alive if not any(other is each for each in together)]
-    facts = [fact.long() for each in together for fact in each._asked]
+    facts = [fact.long().reshape(()) for each in together for fact in each._asked]
     numbers = iter(torch.stack(facts).tolist() if facts else ())
     for each in together:
         values = each._settle([next(numbers) for _ in each._asked])
