@@ -51,6 +51,7 @@ def test_types_may_be_mixed():
 WRONG = {
     "a tensor that is not known": (lambda: call(sinks=torch.zeros(2, 4, 5, 1)), TypeError, "sinks"),
     "a number that is not known": (lambda: call(attention_chunk=8), TypeError, "attention_chunk"),
+    "half of what packed rows need": (lambda: call(cu_seq_lens_q=torch.zeros(2)), TypeError, "cu_seq_lens_q"),
     "weights": (lambda: call(output_attentions=True), tw.Unsupported, "eager"),
     "pages": (lambda: call(cache=object()), tw.Unsupported, "sdpa"),
     "more keys than the mask": (lambda: call(SQUARE[..., :6]), ValueError, r"\(2, 1, 5, 6\)"),

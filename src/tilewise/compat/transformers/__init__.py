@@ -26,9 +26,8 @@ def install(name: str = "tilewise") -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}; leave it out for 'tilewise'")
-    if (
-        not name or "flash" in name or "/" in name or "|" in name
-    ):  # transformers takes them for packages and hub kernels
+    # transformers takes these for packages, hub kernels and paged caches
+    if not name or any(part in name for part in ("flash", "/", "|")):
         raise ValueError(f"name must be a word without 'flash', '/' and '|', got {name!r}; leave it out for 'tilewise'")
     layers, masks = _registries()
     if name == "eager" or layers.get(name, attend) is not attend or masks.get(name, mask_of) is not mask_of:

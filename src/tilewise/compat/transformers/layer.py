@@ -14,9 +14,9 @@ from ...score import Bias, Score, SoftCap
 from .view import MaskView
 
 INERT = {
-    "cache_position", "cu_seqlens", "indices", "labels", "logits_to_keep", "max_seqlen", "mm_token_type_ids",
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "seq_idx", "token_type_ids", "use_cache",
+    "cache_position", "cu_seqlens", "indices", "labels", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
+    "position_ids", "return_dict", "seq_idx", "token_type_ids", "use_cache",
 }  # fmt: skip
 """What layers pass along and attention does not need; an indexer's `indices` are in the mask, too."""
 
@@ -117,11 +117,14 @@ CuSeqlens = tuple[Tensor, Tensor, Any, Any]
 
 def _cu_seqlens(others: dict[str, Any]) -> CuSeqlens | None:
     """Take out what describes packed sequences: where they start, and the longest lengths, if they are given."""
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    cu_q, cu_k, max_q, max_k = (others.pop(name, None) for name in names)
-    if cu_q is None or cu_k is None:
+    if others.get("cu_seq_lens_q") is None or others.get("cu_seq_lens_k") is None:
         return None
-    return cu_q, cu_k, max_q, max_k
+    return (
+        others.pop("cu_seq_lens_q"),
+        others.pop("cu_seq_lens_k"),
+        others.get("max_length_q"),
+        others.get("max_length_k"),
+    )
 
 
 _longest: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -95,9 +95,7 @@ class MaskView:
         return MaskView(self.shape, (), lambda _: moved, lambda: self.tensor().to(device), "")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
+        return object.__getattribute__(self, name) if name.startswith("__") else getattr(self.tensor(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor()[index]
