@@ -161,11 +161,13 @@ def test_a_view_is_the_tensor_for_who_asks():
     view._warned.clear()
     found = asked("causal", "whole", "left")
     assert (found.ndim, found.shape, len({found})) == (4, (2, 1, 12, 12), 1)
+    assert (found.dtype, found.dim(), found.size(), found.size(-1)) == (torch.bool, 4, (2, 1, 12, 12), 12)
     assert found.contiguous() is found
+    assert found._drawn is None
     assert torch.equal(found.to("cpu").values().mask.parts[1].real, REAL["left"])
     with pytest.warns(UserWarning, match="drawn"):
         drawn = found.tensor()
-    assert found.dtype == torch.bool
+    assert found.device == drawn.device
     assert torch.equal(found[:, :, 3:5], drawn[:, :, 3:5])
     assert torch.equal(torch.cat([found, drawn], -1), torch.cat([drawn, drawn], -1))
     assert torch.equal(found & drawn, drawn)

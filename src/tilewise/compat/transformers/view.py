@@ -56,6 +56,7 @@ class MaskView:
     """
 
     ndim = 4
+    dtype = torch.bool
 
     def __init__(
         self,
@@ -83,6 +84,14 @@ class MaskView:
             warn_drawn(reason)
             self._drawn = self._draw()
         return self._drawn
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape (B, 1, M, N), or one of its numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return the number of dimensions, 4."""
+        return self.ndim
 
     def contiguous(self) -> "MaskView":
         """Return the view; generate() asks for it."""
