@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...mask import Causal, Documents, Mask, Padding, Window, intersect
+from ...mask import Causal, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
 from .view import MaskView, Values, warn_drawn
 
 
@@ -109,14 +109,13 @@ class Request(NamedTuple):
         return drawn
 
     def facts(self, pattern: Pattern | None) -> tuple[Tensor, ...]:
-        """Return what `values` needs to know from the device, in its order: the offset; is all real, a prefix real."""
+        """Return what `values` needs to know from the device, in its order: the offset, and the kind of padding."""
         if pattern is None:
             return ()
         offset = (self.q_offset,) if isinstance(self.q_offset, Tensor) and pattern != Pattern() else ()
         if self.real is None:
             return offset
-        real = self.real[:, self.kv_offset : self.kv_offset + self.N]
-        return *offset, real.all(), (real[:, :-1] >= real[:, 1:]).all()
+        return *offset, *padding_facts(self.real[:, self.kv_offset : self.kv_offset + self.N])
 
     def values(self, pattern: Pattern | None, known: Sequence[int] | None) -> Values | None:
         """Return the mask as values, or None if it has none. `known`: the facts, or None if they cannot be read."""
@@ -145,15 +144,15 @@ class Request(NamedTuple):
         return pad(~joined.expand(self.batch, -1), (1, 0)).cumsum(1, dtype=torch.int32)
 
     def padding(self, real: Tensor, keys: int, facts: Sequence[int] | None) -> tuple[Mask, ...]:
-        """Return what hides padded keys: nothing, lengths, which make an interval mask, or bools (B, keys)."""
+        """Return what hides padded keys: nothing, an interval mask, or bools (B, keys)."""
         real = real[:, self.kv_offset : self.kv_offset + keys]
         missing = keys - real.shape[1]  # what a static cache has room for
         if facts is not None:
-            whole, prefix = facts
+            whole, prefix, run = facts
             if whole and not missing:
                 return ()
-            if prefix:
-                return (Padding(real.sum(1, dtype=torch.int32)),)
+            if run:
+                return (padding_run(real, bool(prefix)),)
         return (Padding(pad(real, (0, missing))),)
 
 
