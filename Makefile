@@ -17,9 +17,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TRITON_NEWEST ?= triton==3.9.0
-# Other packages that tests run on tilewise. Those in ALONE would bring another PyTorch. timm gets a separate folder:
-# its torchvision does not load beside a CPU build, and transformers imports whichever it finds.
-CLIENTS := transformers diffusers einops
+# Other packages that tests run on tilewise, and that would bring another PyTorch. timm gets a separate folder: its
+# torchvision does not load with a CPU build, and transformers imports whichever it finds.
 ALONE := xformers ring-flash-attn yunchang
 WORKERS ?= auto
 OUT ?= out
@@ -110,9 +109,8 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
 $(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
-	$(PIP) install --editable '.[test]'
+	$(PIP) install --constraint tests/constraints.txt --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
-	$(PIP) install --constraint tests/constraints.txt $(CLIENTS)
 	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
 	$(PIP) install --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
 	touch $@

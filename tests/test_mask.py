@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.mask import OPEN
+from tilewise.mask import OPEN, PaddingKeys, PaddingLengths, PaddingRange
 
 
 def rows(mask, M, N):
@@ -68,6 +68,7 @@ MASKS = {
     "window": lambda: tw.Window(3, 2),
     "prefix": lambda: tw.Prefix(torch.tensor([4, 0])),
     "padding": lambda: tw.Padding(torch.tensor([7, 2])),
+    "padding range": lambda: tw.Padding(torch.tensor([7, 2]), starts=torch.tensor([3, 2])),
     "padding bool": lambda: tw.Padding(torch.rand(2, 9) < 0.5),
     "documents": lambda: tw.Documents(torch.randint(3, (2, 6)), torch.randint(3, (2, 9))),
     "dense": lambda: tw.Dense(torch.rand(2, 3, 6, 9) < 0.5),
@@ -81,6 +82,25 @@ def test_and_shows_what_both_show(first, second):
     both = (a & b).dense(6, 9)
     assert torch.equal(both.expand(2, 3, 6, 9), (a.dense(6, 9) & b.dense(6, 9)).expand(2, 3, 6, 9))
     assert torch.equal((b & a).dense(6, 9).expand(2, 3, 6, 9), both.expand(2, 3, 6, 9))
+
+
+PADDED = {
+    "nothing": ([[1, 1, 1], [1, 1, 1]], tw.Full),
+    "right": ([[1, 1, 0], [0, 0, 0]], PaddingLengths),
+    "left": ([[0, 1, 1], [1, 1, 1]], PaddingRange),
+    "both sides": ([[0, 1, 0], [0, 0, 0]], PaddingRange),
+    "holes": ([[1, 0, 1], [1, 1, 1]], PaddingKeys),
+    "no keys": ([[], []], tw.Full),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_of_a_mask_is_the_cheapest_kind(name):
+    rows, kind = PADDED[name]
+    real = torch.tensor(rows).bool()
+    mask = tw.Padding.of(real)
+    assert type(mask) is kind
+    assert torch.equal(mask.dense(2, real.shape[1]).expand(2, 1, 2, -1), real[:, None, None].expand(-1, 1, 2, -1))
 
 
 def test_full_is_the_neutral_element():
@@ -100,7 +120,7 @@ def test_and_takes_masks_only():
         tw.Causal() & torch.ones(2, 2).bool()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "prefix", "padding"])
+@pytest.mark.parametrize("name", ["causal", "window", "prefix", "padding", "padding range"])
 @pytest.mark.parametrize(("M", "N"), [(6, 9), (9, 9), (9, 6)])
 def test_intervals_never_move_left_and_show_what_dense_shows(name, M, N):
     mask = MASKS[name]()
@@ -143,6 +163,11 @@ def test_one_batch_entry_of_a_mask(name):
         (lambda: tw.Padding(torch.tensor([1.0])), TypeError, ["Padding", "lengths", "float32", "int32 or int64"]),
         (lambda: tw.Padding(torch.tensor([True])), ValueError, ["Padding", "(1,)", "(B, N)"]),
         (lambda: tw.Padding(torch.tensor(3)), ValueError, ["Padding", "()", "(B,)"]),
+        (lambda: tw.Padding(torch.tensor([3]), torch.tensor([1.0])), TypeError, ["Padding", "starts", "float32"]),
+        (lambda: tw.Padding(torch.tensor([3]), torch.tensor(1)), ValueError, ["Padding", "starts", "()", "(B,)"]),
+        (lambda: tw.Padding(torch.ones(1, 2).bool(), torch.tensor([1])), ValueError, ["Padding", "starts", "bool"]),
+        (lambda: tw.Padding.of(torch.ones(1, 2)), TypeError, ["Padding", "float32", "bool"]),
+        (lambda: tw.Padding.of(torch.ones(2).bool()), ValueError, ["Padding", "(2,)", "(B, N)"]),
         (lambda: tw.Padding(3), TypeError, ["Padding", "int", "tensor"]),
         (
             lambda: tw.Documents(torch.zeros(1, 2), torch.zeros(1, 2)),

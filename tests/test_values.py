@@ -19,6 +19,7 @@ OLD = Path(__file__).parent / "data" / "from_0_1_0"
 TENSORS = {
     "prefix": torch.tensor([4, 9]),
     "lengths": torch.tensor([4, 0]),
+    "starts": torch.tensor([1, 0]),
     "more lengths": torch.tensor([9, 14]),
     "real": torch.tensor([[True, False, True]]),
     "q_ids": torch.tensor([[0, 1]]),
@@ -39,6 +40,7 @@ def values(of=TENSORS):
         "window": tw.Window(3, None),
         "prefix": tw.Prefix(of["prefix"]),
         "padding": tw.Padding(of["lengths"]),
+        "padding range": tw.Padding(of["lengths"], starts=of["starts"]),
         "padding bool": tw.Padding(of["real"]),
         "documents": tw.Documents(of["q_ids"], of["k_ids"]),
         "dense": tw.Dense(of["seen"]),
@@ -102,7 +104,7 @@ def test_torch_load_takes_values_with_its_defaults(name):
     assert same(pickle.loads(pickle.dumps(values()[name])), values()[name])
 
 
-@pytest.mark.parametrize("name", values())
+@pytest.mark.parametrize("name", [name for name in values() if name != "padding range"])  # which 0.1.0 did not have
 def test_values_saved_by_0_1_0_load(name):
     pickled = pickle.loads((OLD / "values.pickle").read_bytes())
     saved = torch.load(OLD / "values.pt", weights_only=True)

@@ -281,22 +281,58 @@ class Prefix(Mask):
 class Padding(Mask):
     """Hide padded keys; queries stay.
 
-    keys: lengths (B,), int32 or int64; or bool (B, N), true where the key is real. Raises TypeError or ValueError for
-    other types or shapes.
+    keys: lengths (B,), int32 or int64; or bool (B, N), true where the key is real.
+    starts: (B,), int32 or int64, with lengths: also hide the keys j < start, for batches that are padded on the left.
+
+    The last query stays aligned with the last key, whatever is hidden. Raises TypeError or ValueError for other types
+    or shapes.
     """
 
-    def __new__(cls, keys: Tensor | None = None) -> "Padding":
+    def __new__(cls, keys: Tensor | None = None, starts: Tensor | None = None) -> "Padding":
         by_key = isinstance(keys, Tensor) and keys.dtype == torch.bool
-        return object.__new__(cls if cls is not Padding else PaddingKeys if by_key else PaddingLengths)
+        kind = PaddingKeys if by_key else PaddingLengths if starts is None else PaddingRange
+        return object.__new__(cls if cls is not Padding else kind)
 
-    def __init__(self, keys: Tensor) -> None:
-        (name,) = self.captures
-        object.__setattr__(self, name, keys)
-        self.check(keys)
+    def __init__(self, keys: Tensor, starts: Tensor | None = None) -> None:
+        if starts is not None and len(self.captures) == 1:
+            raise ValueError(
+                "Padding: starts must be None with a bool tensor, got both; leave starts out, or pass lengths"
+            )
+        for name, tensor in zip(self.captures, (keys, starts), strict=False):
+            object.__setattr__(self, name, tensor)
+            self.check(name, tensor)
 
-    def check(self, keys: Tensor) -> None:
+    def check(self, name: str, tensor: Any) -> None:
         """Raise TypeError or ValueError for a tensor of another type or shape."""
-        raise NotImplementedError
+        _check_lengths(self, tensor, name)
+
+    @staticmethod
+    def of(real: Tensor) -> Mask:
+        """Return the cheapest mask that hides padded keys. This synchronises with a GPU, once.
+
+        real: bool (B, N), true where the key is real. The result is Full if all are, an interval mask if each row's
+        real keys are one run (lengths, or lengths and starts), else Padding(real). Raises TypeError or ValueError for
+        other types or shapes.
+        """
+        by_key = PaddingKeys(real)
+        whole, prefix, run = torch.stack(padding_facts(real)).tolist()
+        return Full() if whole else padding_run(real, prefix) if run else by_key
+
+
+def padding_facts(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether, in every row of bool (B, N), all are true; the true ones are a prefix; they are one run."""
+    steps = real[:, 1:].int() - real[:, :-1].int()  # (B, N - 1)
+    begins = (steps > 0).sum(1) + real[:, :1].sum(1)
+    return real.all(), (steps <= 0).all(), (begins <= 1).all()
+
+
+def padding_run(real: Tensor, prefix: bool) -> Padding:
+    """Return the interval mask of bool (B, N) whose rows' true entries are one run each; `prefix`: from 0 on."""
+    lengths = real.sum(1, dtype=torch.int32)
+    if prefix:
+        return PaddingLengths(lengths)
+    starts = torch.zeros_like(lengths) if real.shape[1] == 0 else real.int().argmax(1).int()
+    return PaddingRange(starts + lengths, starts)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -312,9 +348,6 @@ class PaddingLengths(Padding):
     def public_name(cls) -> str:
         return "Padding"
 
-    def check(self, keys: Tensor) -> None:
-        _check_lengths(self, keys)
-
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
 
@@ -323,6 +356,31 @@ class PaddingLengths(Padding):
 
     def check_contents(self, N: Any) -> None:
         _check_range(self, self.lengths, N)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingRange(Padding):
+    """Show the keys start <= j < length: Padding given as lengths (B,) and starts (B,)."""
+
+    lengths: Tensor
+    starts: Tensor
+    device = "padding_range"
+    captures = ("lengths", "starts")
+    shapes = ("B", "B")
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding"
+
+    def keys(self, i: Any) -> Ends:
+        return _per_batch(self.starts), _per_batch(self.lengths)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lengths.contiguous(), self.starts.contiguous()
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
+        _check_range(self, self.starts, N, "starts")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -340,11 +398,11 @@ class PaddingKeys(Padding):
     def public_name(cls) -> str:
         return "Padding (bool)"
 
-    def check(self, keys: Tensor) -> None:
-        check_strided("Padding", keys)
-        if keys.ndim != 2:
+    def check(self, name: str, tensor: Any) -> None:
+        _check_tensor("Padding: keys", tensor, (torch.bool,), "bool")
+        if tensor.ndim != 2:
             raise ValueError(
-                f"Padding: a bool tensor must have shape (B, N), got {tuple(keys.shape)}; "
+                f"Padding: a bool tensor must have shape (B, N), got {tuple(tensor.shape)}; "
                 "give each batch entry a row of keys"
             )
 
@@ -429,19 +487,19 @@ def _per_batch(lengths: Tensor) -> Tensor:
     return lengths[:, None, None, None]  # (B, 1, 1, 1)
 
 
-def _check_lengths(mask: Mask, lengths: Tensor) -> None:
+def _check_lengths(mask: Mask, lengths: Any, what: str = "lengths") -> None:
     name = mask.public_name()
-    _check_tensor(f"{name}: lengths", lengths, INTEGER_TYPES, "int32 or int64")
+    _check_tensor(f"{name}: {what}", lengths, INTEGER_TYPES, "int32 or int64")
     if lengths.ndim != 1:
         raise ValueError(
-            f"{name}: lengths must have shape (B,), got {tuple(lengths.shape)}; give each batch entry one length"
+            f"{name}: {what} must have shape (B,), got {tuple(lengths.shape)}; give each batch entry one number"
         )
 
 
-def _check_range(mask: Mask, lengths: Tensor, N: Any) -> None:
+def _check_range(mask: Mask, lengths: Tensor, N: Any, what: str = "lengths") -> None:
     if bool(((lengths < 0) | (lengths > N)).any()):
         raise ValueError(
-            f"{mask.public_name()}: lengths must lie between 0 and the number of keys, got {lengths.tolist()}; "
+            f"{mask.public_name()}: {what} must lie between 0 and the number of keys, got {lengths.tolist()}; "
             "clamp them with .clamp(...)"
         )
 

@@ -243,6 +243,11 @@ def padding(draw: Draw) -> tw.Mask:
     return tw.Padding(draw.key_lengths().to(torch.int32))
 
 
+def padding_range(draw: Draw) -> tw.Mask:
+    ends, starts = draw.key_lengths(), draw.key_lengths()
+    return tw.Padding(torch.maximum(ends, starts), starts=torch.minimum(ends, starts).to(torch.int32))
+
+
 def padding_bool(draw: Draw) -> tw.Mask:
     return tw.Padding(draw.bools(draw.B, draw.N))
 
@@ -326,6 +331,13 @@ def _masks() -> Iterator[Case]:
     yield Case("prefix of 0", M=40, N=40, mask=lambda d: tw.Prefix(d.tensor([0, 0])))
     yield Case("prefix of all", M=40, N=40, mask=lambda d: tw.Prefix(d.tensor([40, 40])))
     yield Case("prefix short and long", B=3, M=40, N=57, mask=lambda d: tw.Prefix(d.tensor([1, 16, 56], torch.int32)))
+    for N in (49, 70):
+        yield Case(f"padding-range, N = {N}", M=49, N=N, mask=padding_range)
+        yield Case(
+            f"padding-range & causal & window, N = {N}", M=49, N=N, mask=both(padding_range, causal, window(9, 0))
+        )
+    yield Case("padding-range of none", mask=lambda d: tw.Padding(d.tensor([d.N, 9]), starts=d.tensor([d.N, 20])))
+    yield Case("padding-range & documents", mask=both(padding_range, documents))
     yield Case("padding of 0 and all", B=3, mask=lambda d: tw.Padding(d.tensor([0, d.N, 1])))
     yield Case(
         "padding-bool of none", mask=lambda d: tw.Padding(d.tensor([[False], [True]], torch.bool).expand(2, d.N))
@@ -466,6 +478,7 @@ def _varlen() -> Iterator[Case]:
         yield Case(f"varlen{name}, sink, softcap, alibi", lengths=lengths, score=(softcap(), alibi()), sink=fp32)
         yield Case(f"varlen{name}, dropout", lengths=lengths, dropout=0.2, mask=causal)
     yield Case("varlen, causal & window & padding", lengths=PACKED_DIFFERENT, mask=both(causal, window(9, 0), padding))
+    yield Case("varlen, padding-range & causal", lengths=PACKED_DIFFERENT, mask=both(padding_range, causal))
     yield Case("varlen, alibi per sequence", lengths=PACKED, score=(alibi("BH"),), mask=causal)
     yield Case("varlen, GQA", lengths=PACKED_DIFFERENT, H=4, mask=causal)
     yield Case("varlen, MQA, D_v, bf16", lengths=PACKED_DIFFERENT, H=4, H_k=1, D_v=40, dtype=bf16, mask=causal)

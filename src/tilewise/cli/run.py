@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from zipfile import is_zipfile
 
-USAGE = "python -m tilewise run [--sdpa] [--flash-attn] (script.py | -m module) [arguments]"
+USAGE = "python -m tilewise run [--sdpa] [--hf] [--flash-attn] (script.py | -m module) [arguments]"
 DESCRIPTION = "Run an unchanged script on tilewise; at its end, one line on standard error says what ran where."
 
 
@@ -22,6 +22,12 @@ def _sdpa() -> None:
     sdpa.install()
 
 
+def _hf() -> None:
+    from ..compat import transformers
+
+    transformers.install()
+
+
 def _flash_attn() -> None:
     from ..compat import install
 
@@ -29,17 +35,18 @@ def _flash_attn() -> None:
 
 
 INSTALLS: dict[str, tuple[str, Callable[[], None]]] = {
-    "sdpa": ("calls of torch's scaled_dot_product_attention", _sdpa),
-    "flash-attn": ("imports of flash_attn", _flash_attn),
+    "flash-attn": ("answer imports of flash_attn with tilewise", _flash_attn),
+    "sdpa": ("run torch's scaled_dot_product_attention on tilewise", _sdpa),
+    "hf": ('register attn_implementation="tilewise" with transformers', _hf),
 }
-"""What an option makes run on tilewise, and how."""
+"""What an option does, and how, in this order: transformers looks for flash_attn when it is imported."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run a script or a module in this process, with the exit status that Python would give it."""
     parser = argparse.ArgumentParser(usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
     for name, (what, _) in INSTALLS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=f"answer {what} with tilewise")
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("target", help="a script, a folder or archive with __main__.py, or a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it finds in sys.argv")
@@ -48,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
         if getattr(given, name.replace("-", "_")):
             try:
                 install()
-            except RuntimeError as error:
+            except (ImportError, RuntimeError) as error:
                 parser.exit(2, f"tilewise run: {error}\n")
     main, code = _load(given.target, given.module, given.arguments)
     _count_until_the_end()

@@ -157,6 +157,24 @@ def padding_queries(b, j, lengths):
 
 
 @triton.jit
+def padding_range_keep(b, h, i, j, lengths, starts):
+    """Return start <= j < length."""
+    return (j >= tl.load(starts + b)) & (j < tl.load(lengths + b)) & (i >= -OPEN)
+
+
+@triton.jit
+def padding_range_keys(b, i, lengths, starts):
+    """Return everything from the start up to the length."""
+    return tl.load(starts + b).to(tl.int32), tl.load(lengths + b).to(tl.int32)
+
+
+@triton.jit
+def padding_range_queries(b, j, lengths, starts):
+    """Return all rows for a real key, none for a padded one: no bound decreases as j grows."""
+    return tl.where(j < tl.load(lengths + b), -OPEN, OPEN), tl.where(j < tl.load(starts + b), -OPEN, OPEN)
+
+
+@triton.jit
 def padding_keys_keep(b, h, i, j, real, batch, entry, N):
     """Return whether the key is real."""
     at = b.to(tl.int64) * batch + j.to(tl.int64) * entry

@@ -1,0 +1,147 @@
+"""Compute the attention of one layer of transformers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...api import attention
+from ...layout import Varlen
+from ...mask import Causal, Dense, Full, Mask, Window
+from ...problem import Unsupported
+from ...score import Bias, Score, SoftCap
+from .view import MaskView
+
+INERT = {
+    "cache_position", "cu_seqlens", "indices", "labels", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
+    "position_ids", "return_dict", "seq_idx", "token_type_ids", "use_cache",
+}  # fmt: skip
+"""What layers pass along and attention does not need; an indexer's `indices` are in the mask, too."""
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the output (B, M, H, D_v), contiguous, and None for the weights, as transformers' attention interface.
+
+    query: (B, H, M, D); key and value: (B, H_k, N, D) and (B, H_k, N, D_v), not repeated. attention_mask: a MaskView,
+    a bool tensor, or a floating one to add, which broadcast to (B, H, M, N); None asks is_causal. s_aux: sinks (H,).
+    position_bias: floating, broadcast to (B, H, M, N). Sinks and biases get gradients. Raises Unsupported for what
+    attention cannot do, TypeError for an argument that is not known, ValueError for a mask that does not fit.
+    """
+    cu = _cu_seqlens(others)
+    _refuse_unknown(type(module).__name__, others)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if not q.dtype == k.dtype == v.dtype:  # a norm may leave q and k in fp32
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    M, N = q.shape[1], k.shape[1]
+    scores: list[Score] = [] if softcap is None else [SoftCap(softcap)]
+    packed: Mask | None
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = packed = _plain(causal and M > 1, sliding_window)
+    else:
+        mask, packed, N, bias = _prepared(attention_mask, M, N)
+        scores += [] if bias is None else [Bias(bias)]
+    if position_bias is not None:
+        scores.append(Bias(position_bias[..., :N]))
+    sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
+    options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
+    if cu is None:
+        return attention(q, k[:, :N], v[:, :N], mask=mask, score=scores, **options), None
+    if packed is None or q.shape[0] != 1:
+        raise Unsupported(
+            "cu_seq_lens_q came with padding, chunks or several rows, and then its documents cannot be told apart; "
+            "leave attention_mask out and pass one row, or leave cu_seq_lens_q and cu_seq_lens_k out"
+        )
+    o = attention(q[0], k[0], v[0], mask=packed, score=scores, layout=_layout(cu, M, N), **options)
+    return o[None], None
+
+
+def _refuse_unknown(layer: str, others: dict[str, Any]) -> None:
+    """Raise for an argument that would be lost silently."""
+    if others.get("cache") is not None:
+        raise Unsupported(
+            "tilewise has no kernel for keys in pages (continuous batching); use attn_implementation='sdpa' there"
+        )
+    if others.get("output_attentions"):
+        raise Unsupported(
+            "tilewise never stores attention's weights (output_attentions=True); use attn_implementation='eager'"
+        )
+    unknown = {name for name, given in others.items() if given is not None} - INERT - {"cache", "output_attentions"}
+    if unknown:
+        raise TypeError(
+            f"{layer}'s arguments must be among those of attention, got {', '.join(sorted(unknown))}; "
+            "use attn_implementation='eager' for this model, or leave them out"
+        )
+
+
+def _plain(causal: bool, window: int | None) -> Mask:
+    """Return the mask of a layer that got none."""
+    mask: Mask = Causal() if causal else Full()
+    return mask if window is None else mask & Window(window - 1, None if causal else window - 1)
+
+
+def _prepared(given: Any, M: int, N: int) -> tuple[Mask, Mask | None, int, Tensor | None]:
+    """Return the mask, the mask of packed sequences, how many keys it is for, and a bias, from what a layer got."""
+    if isinstance(given, MaskView) and given.shape[2] == M:
+        mask, keys, packed = given.values()
+        if keys <= N <= given.shape[3]:
+            return mask, packed, keys, None
+    if given.ndim != 4 or given.shape[3] not in (1, *range(N, given.shape[3] + 1)):
+        raise ValueError(
+            f"attention_mask must have shape (B, 1 or H, {M}, {N}), got {tuple(given.shape)}; "
+            "use attn_implementation='eager' if the model adds keys after the mask was made"
+        )
+    drawn = (given.tensor() if isinstance(given, MaskView) else given)[..., :N]
+    return (Dense(drawn), None, N, None) if drawn.dtype == torch.bool else (Full(), None, N, drawn)
+
+
+CuSeqlens = tuple[Tensor, Tensor, Any, Any]
+
+
+def _cu_seqlens(others: dict[str, Any]) -> CuSeqlens | None:
+    """Take out what describes packed sequences: where they start, and the longest lengths, if they are given."""
+    if others.get("cu_seq_lens_q") is None or others.get("cu_seq_lens_k") is None:
+        return None
+    return (
+        others.pop("cu_seq_lens_q"),
+        others.pop("cu_seq_lens_k"),
+        others.get("max_length_q"),
+        others.get("max_length_k"),
+    )
+
+
+_longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""(version, longest length) of each tensor of offsets that was read; layers share such tensors."""
+
+
+def _layout(cu: CuSeqlens, M: int, N: int) -> Varlen:
+    """Return the layout of packed rows, with one read of the device for all layers that share the offsets."""
+    offsets = cu[0].to(torch.int32), cu[1].to(torch.int32)
+    return Varlen(*offsets, _longest_of(cu[0], cu[2], M), _longest_of(cu[1], cu[3], N))
+
+
+def _longest_of(cu: Tensor, given: Any, rows: int) -> int:
+    if isinstance(given, int):
+        return given
+    if torch.compiler.is_compiling():
+        return rows  # no sequence is longer
+    if cu not in _longest or _longest[cu][0] != cu._version:
+        _longest[cu] = cu._version, int(cu.diff().max())
+    return _longest[cu][1]

@@ -1,0 +1,221 @@
+"""Read masks of transformers back into tilewise's values, once per forward and kind of layer.
+
+transformers describes a mask as a function of (batch, head, query, key) indices that is made of closures, with offsets
+for keys that a cache holds. It builds these functions in `transformers.masking_utils`, whose names are known here.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...mask import Causal, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
+from .view import MaskView, Values, warn_drawn
+
+
+class Pattern(NamedTuple):
+    """A mask function of transformers: the intersection of intervals and of runs of tokens that see each other."""
+
+    intervals: tuple[Mask, ...] = ()
+    packed: bool = False
+    """Whether runs are documents, which transformers finds where position ids start again."""
+    chunked: bool = False
+    """Whether runs are chunks of a fixed length, counted from the first real token."""
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+) -> MaskView | Tensor:
+    """Return a MaskView; for one step on a static cache, and under torch.compile without values, a bool tensor.
+
+    The signature is that of transformers' mask interface. `attention_mask` is bool (B, length), true for real tokens,
+    or a MaskView that was made before. The tensor is (B, 1, M, N), true where the query sees the key.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if isinstance(attention_mask, MaskView):  # generate() has prepared it, and the model asks again
+        return attention_mask
+    function = mask_function or causal_mask_function
+    one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not allow_is_causal_skip)
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # the cache counts on in place, before its layer computes attention
+    asked = Request(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, use_vmap, device)
+    if one_step:  # a compiled step then has inputs of one kind and shape
+        return asked.draw()
+    if not torch.compiler.is_compiling():
+        pattern = read(function)
+        return MaskView(
+            asked.shape, asked.facts(pattern), partial(asked.values, pattern), asked.draw, asked.reason(pattern)
+        )
+    bidirectional = allow_is_bidirectional_skip is not None
+    pattern = None if use_vmap else told(function, local_size, config, allow_is_causal_skip, bidirectional)
+    values = None if isinstance(q_offset, Tensor) else asked.values(pattern, None)
+    if values is None:
+        warn_drawn(asked.reason(pattern))
+        return asked.draw()
+    return MaskView(asked.shape, (), lambda _: values, asked.draw, "")
+
+
+class Request(NamedTuple):
+    """What transformers asks a mask for."""
+
+    batch: int
+    M: int
+    N: int
+    q_offset: int | Tensor
+    kv_offset: int
+    function: Callable[..., Any]
+    real: Tensor | None
+    use_vmap: bool
+    device: torch.device | str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return (B, 1, M, N)."""
+        return self.batch, 1, self.M, self.N
+
+    def reason(self, pattern: Pattern | None) -> str:
+        """Return why the mask would have to be drawn, for a warning."""
+        if pattern is not None:
+            return "its last query is not aligned with its last key"
+        return f"tilewise has no value for {getattr(unknown_part(self.function), '__qualname__', self.function)}"
+
+    def draw(self) -> Tensor:
+        """Return the bool tensor (B, 1, M, N) that transformers' sdpa would get."""
+        from transformers.masking_utils import sdpa_mask
+
+        drawn = sdpa_mask(
+            batch_size=self.batch, q_length=self.M, kv_length=self.N, q_offset=self.q_offset,  # type: ignore[arg-type]
+            kv_offset=self.kv_offset, mask_function=self.function, attention_mask=self.real, use_vmap=self.use_vmap,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=self.device,
+        )  # fmt: skip
+        assert drawn is not None
+        return drawn
+
+    def facts(self, pattern: Pattern | None) -> tuple[Tensor, ...]:
+        """Return what `values` needs to know from the device, in its order: the offset, and the kind of padding."""
+        if pattern is None:
+            return ()
+        offset = (self.q_offset,) if isinstance(self.q_offset, Tensor) and pattern != Pattern() else ()
+        if self.real is None:
+            return offset
+        return *offset, *padding_facts(self.real[:, self.kv_offset : self.kv_offset + self.N])
+
+    def values(self, pattern: Pattern | None, known: Sequence[int] | None) -> Values | None:
+        """Return the mask as values, or None if it has none. `known`: the facts, or None if they cannot be read."""
+        if pattern is None:
+            return None
+        keys, facts = self.N, None if known is None else list(known)
+        if pattern != Pattern():  # where the mask looks at positions
+            offset = facts.pop(0) if facts and isinstance(self.q_offset, Tensor) else self.q_offset
+            end = offset + self.M - self.kv_offset  # the keys up to the last query's own
+            if end > self.N or (end < self.N and Causal() not in pattern.intervals):
+                return None
+            keys = int(end)
+        parts = pattern.intervals
+        if pattern.packed or pattern.chunked:
+            runs = self.runs()
+            parts += (Documents(runs[:, keys - self.M : keys], runs[:, :keys]),)
+        padding = () if self.real is None else self.padding(self.real, keys, facts)
+        packed = None if pattern.chunked or padding else intersect(pattern.intervals)
+        return Values(intersect(parts + padding), keys, packed)
+
+    def runs(self) -> Tensor:
+        """Number the runs of tokens of which each sees the one before it: int32 (B, N)."""
+        entry = torch.arange(self.batch, device=self.device)[:, None]
+        at = torch.arange(self.N, device=self.device)[None, :] + self.kv_offset
+        joined = self.function(entry, torch.zeros_like(entry), at[:, 1:], at[:, :-1])
+        return pad(~joined.expand(self.batch, -1), (1, 0)).cumsum(1, dtype=torch.int32)
+
+    def padding(self, real: Tensor, keys: int, facts: Sequence[int] | None) -> tuple[Mask, ...]:
+        """Return what hides padded keys: nothing, an interval mask, or bools (B, keys)."""
+        real = real[:, self.kv_offset : self.kv_offset + keys]
+        missing = keys - real.shape[1]  # what a static cache has room for
+        if facts is not None:
+            whole, prefix, run = facts
+            if whole and not missing:
+                return ()
+            if run:
+                return (padding_run(real, bool(prefix)),)
+        return (Padding(pad(real, (0, missing))),)
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name; for a closure, that of the function which made it."""
+    return getattr(function, "__qualname__", type(function).__name__).partition(".<locals>")[0]
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """Return what a closure captured, by name."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def read(function: Any) -> Pattern | None:
+    """Return the pattern that a mask function's closures spell, or None for one that is not known."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return None
+    name, held = name_of(function), held_by(function)
+    if name == "causal_mask_function":
+        return Pattern((Causal(),))
+    if name == "bidirectional_mask_function":
+        return Pattern()
+    if name == "sliding_window_overlay" and held["sliding_window"] > 0:
+        return Pattern((Window(held["sliding_window"] - 1, None),))
+    if name == "sliding_window_bidirectional_overlay":
+        return Pattern((Window(held["sliding_window"], held["sliding_window"]),))
+    if name == "packed_sequence_mask_function":
+        return Pattern(packed=True)
+    if name == "chunked_overlay":
+        return Pattern(chunked=True)
+    if name == "remap_positions_for_packed_sequence":  # in a document, positions count by one, as indices do
+        return read(held["mask_function"])
+    if name == "and_masks":
+        parts = [read(each) for each in held["mask_functions"]]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            intervals = tuple(each for part in known for each in part.intervals)
+            return Pattern(intervals, any(part.packed for part in known), any(part.chunked for part in known))
+    return None
+
+
+def unknown_part(function: Any) -> Any:
+    """Return the function within an intersection for which there is no value."""
+    if name_of(function) == "and_masks" and not torch.compiler.is_compiling():
+        unknown = [each for each in held_by(function)["mask_functions"] if read(each) is None]
+        return unknown_part(unknown[0]) if unknown else function
+    return function
+
+
+def told(function: Any, local: int | None, config: Any, causal_skip: bool, bidirectional: bool) -> Pattern | None:
+    """Return the same under torch.compile, where closures cannot be read: from what else transformers passes.
+
+    A causal intersection is packed, unless transformers could have left it out. Chunks are windows cut into runs.
+    """
+    if function.__name__ == "causal_mask_function":
+        return Pattern((Causal(),))
+    if function.__name__ == "bidirectional_mask_function":
+        return Pattern()
+    if function.__name__ != "and_mask":
+        return None
+    if bidirectional:
+        return None if local is None else Pattern((Window(local, local),))
+    intervals = (Causal(),) if local is None else (Causal(), Window(local - 1, None))
+    chunked = local is not None and getattr(config, "attention_chunk_size", None) is not None
+    return Pattern(intervals, not causal_skip, chunked)
