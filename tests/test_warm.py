@@ -73,7 +73,8 @@ def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_p
         ends = [end for end in found[name] if end]
         compiled = Counter(kernel for end in ends for kernel in end["compiled"])
         assert len(ends) == finish, name
-        assert compiled.total() == 2 * compile, name
+        late = name == "no locks"  # without them, a process compiles again what another has begun, not what it has done
+        assert (2 if late else 2 * compile) <= compiled.total() <= 2 * compile, name
         assert all(len(end["compiled"]) + len(end["found"]) == 2 for end in ends), name
         assert all(bool(end["said"]) == (name == "unwritable") for end in ends), name
     assert "set TRITON_CACHE_DIR" in found["unwritable"][0]["said"][0]

@@ -184,7 +184,9 @@ def keys_outside(launch: "Launch") -> "Launch":
     tile = launch.constants["tile"]
     tile = tile._replace(B_R=64, B_C=128 if tile.d <= 128 else 64)
     constants = {"tile": tile, "num_warps": 8, "num_stages": 2}
-    return launch._replace(kernel=kernel, programs=given["heads"], arguments=arguments, constants=constants)
+    return launch._replace(
+        kernel=kernel, programs=given["schedule"].heads // 2, arguments=arguments, constants=constants
+    )
 
 
 CHANGES = {
