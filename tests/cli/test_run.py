@@ -33,6 +33,12 @@ sdpa.install(devices=("cpu",), always=True)
 F.scaled_dot_product_attention(q, q, q)
 F.scaled_dot_product_attention(q, q, q[None])
 """
+IMPORT = """
+import flash_attn, torch
+q = torch.randn(1, 5, 2, 8)
+flash_attn.flash_attn_func(q, q, q)
+print(flash_attn.__tilewise__)
+"""
 NOTHING = "tilewise: ran 0 calls; handed back to PyTorch 0 calls"
 
 
@@ -109,6 +115,28 @@ def test_a_line_says_what_ran_where(folder):
         "tilewise: ran 1 call (cpu: 1); "
         "handed back to PyTorch 1 call (tensors of more than 4 dimensions, or of several ranks: 1)"
     )
+
+
+def test_imports_of_flash_attn_are_answered(folder):
+    (folder / "imports_flash_attn.py").write_text(IMPORT)
+    done = run(folder, "--flash-attn", "imports_flash_attn.py")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert done.stderr.splitlines()[-1] == "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 0 calls"
+
+
+def test_a_real_flash_attn_is_not_replaced(folder):
+    (folder / "flash_attn.py").write_text("")
+    done = run(folder, "--flash-attn", "script.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tilewise run: flash_attn is installed, at ")
+
+
+def test_options_add_up(folder):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    look = "import transformers; print('tilewise' in transformers.AttentionInterface._global_mapping)"
+    (folder / "imports_both.py").write_text(f"{IMPORT}\n{look}")
+    done = run(folder, "--sdpa", "--hf", "--flash-attn", "imports_both.py")
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
 def test_it_needs_no_extra(folder):

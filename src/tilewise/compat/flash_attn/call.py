@@ -66,9 +66,9 @@ def options(
     return Options(mask, score, softmax_scale, deterministic, sink)
 
 
-def number(number: Length) -> int:
+def number(length: Length) -> int:
     """Return an int; a tensor is read, which synchronises with a GPU."""
-    return int(number) if isinstance(number, Tensor) else number
+    return int(length) if isinstance(length, Tensor) else length
 
 
 def refuse(function: str, **given: Any) -> None:
