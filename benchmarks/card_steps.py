@@ -17,7 +17,7 @@ from studies.bench.suites import SUITES
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-SHARED = ("mask", "score", "gradient of a bias", "sums beside a bias", "lists of tiles")
+SHARED = ("mask", "score", "gradient of a bias", "renormalization", "lists of tiles")
 HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
 MINUTES = {"host": 0.5, "variants": 1.5, "paper": 8, "classic": 1.5, "ablation": 1.5, "llmc": 2, "long": 4}
 """About what a suite takes on an H200, in the order in which they are measured."""

@@ -80,7 +80,7 @@ def calls(device: str) -> dict[str, dict[str, Any]]:
         "fp32": {"q": single, "k": single, "v": single, "mask": tw.Causal(), "precision": "bf16x6"},
         "packed": {"q": packed, "k": packed, "v": packed, "layout": tw.Varlen(ends, ends, 300, 300)},
         "lse": {"q": q, "k": q, "v": q, "return_lse": True},
-        "rich": {
+        "combined": {
             "q": q, "k": k, "v": k, "mask": tw.Causal() & tw.Padding(lengths), "sink": slopes, "dropout": 0.1,
             "score": (tw.SoftCap(30.0), tw.Alibi(slopes), tw.Bias(of(1, H, S, S).requires_grad_())),
         },

@@ -160,7 +160,7 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[float | None]]], labels: 
     axes.grid(axis="y", visible=False)
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("rate beside a large matrix product, measured in the same rounds")
+    axes.set_xlabel("rate relative to a large matrix product, measured in the same rounds")
     axes.legend(frameon=False, loc="upper right")
 
 
@@ -263,7 +263,7 @@ def queries_cut(axes: Any) -> None:
     for w, colour in enumerate(PALE):
         piece(axes, 0, w, 4, 1, colour, f"warp {w}")
         piece(axes, 5.2, w, 2.6, 1, colour)
-    label(axes, 6.5, 4.45, "O: rows of its own")
+    label(axes, 6.5, 4.45, "O: separate rows")
 
 
 def warps() -> Any:

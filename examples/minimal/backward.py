@@ -75,8 +75,8 @@ def backward(Q, K, V, O, lse, dO, causal=False, B_r=64, B_c=64):
 def bytes_moved(heads, M, N, d, size, B_r=64, B_c=64):
     """Slow memory: delta; per key tile, Q, dO, lse and delta; per query tile, K and V; the rest once."""
     key_tiles, query_tiles = -(-N // B_c), -(-M // B_r)
-    walks = key_tiles * M * (2 * d + 2) + 4 * N * d + query_tiles * 2 * N * d + M * (3 * d + 2)
-    return heads * size * (M * (2 * d + 1) + walks)
+    loops = key_tiles * M * (2 * d + 2) + 4 * N * d + query_tiles * 2 * N * d + M * (3 * d + 2)
+    return heads * size * (M * (2 * d + 1) + loops)
 
 
 def main():

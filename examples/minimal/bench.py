@@ -88,14 +88,14 @@ def calls(heads, length):
     if GPU and importlib.util.find_spec("tilewise"):
         yield "tilewise, portable", lambda: portable(Q, K, V), forward, 4 * once
     yield "torch sdpa, backward", lambda: torch.autograd.grad(O, leaves, dO, retain_graph=True), backward, 8 * once
-    flash2, walks = importlib.import_module("flash2"), importlib.import_module("backward").bytes_moved
+    flash2, moved_by_loops = importlib.import_module("flash2"), importlib.import_module("backward").bytes_moved
     for stage in WHY:
         module = importlib.import_module(stage) if can_run(stage) else None
         moved = getattr(module, "bytes_moved", None)
         if stage.endswith("backward"):
             _, lse = flash2.attention(Q.float(), K.float(), V.float())
             given = (Q, K, V, O.detach(), lse if stage.startswith("triton") else lse.to(DTYPE), dO)
-            counted = moved(*shape) if moved else walks(*shape, B_r=32, B_c=32)
+            counted = moved(*shape) if moved else moved_by_loops(*shape, B_r=32, B_c=32)
             yield stage, module and (lambda m=module, g=given: m.backward(*g)), backward, counted
         else:
             counted = (

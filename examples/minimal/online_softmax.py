@@ -14,7 +14,7 @@ all terms are wrong by the same factor alpha = e^(m - m_new), and one product re
     l_new = alpha l + sum of the piece's e^(S_j - m_new)         O_new = alpha O + the piece's e^(S_j - m_new) V_j
 
 alpha is at most 1, so nothing overflows. Before the first piece m = -inf and l = O = 0: the empty sum is right too.
-At the end O / l is softmax(S) V. It took one walk over the keys, and memory for one piece of S.
+At the end O / l is softmax(S) V. It took one pass over the keys, and memory for one piece of S.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Stage 6: stage 4 as a GPU kernel, in Triton. One program takes one tile of queries and walks over the keys.
+"""Stage 6: stage 4 as a GPU kernel, in Triton. One program takes one tile of queries and loops over the keys.
 
 Triton moves tiles between slow memory and the chip where the code says load and store, and everything in between stays
 on the chip. New against stage 4: masks for ragged ends, because tiles have a fixed size, and base 2, because e^x is

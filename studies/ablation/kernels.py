@@ -61,11 +61,11 @@ NO_TILE_FULL = Part(anything, unsure, everywhere, ())
 
 
 @gluon.jit
-def fetch(X, channel, y, walk, place, variant, shape):
+def fetch(X, channel, y, loop, place, variant, shape):
     """Start the load of the y-th key tile into its stage, if there is one."""
     B_C: gl.constexpr = channel.memory.shape[3]
-    if y < walk.hi - walk.lo:
-        j = key_tile(variant, walk, walk.hi - 1 - y)
+    if y < loop.hi - loop.lo:
+        j = key_tile(variant, loop, loop.hi - 1 - y)
         bar = expect(channel.full, y, X.block_type.nbytes)
         triton_compat.load(X, [place.b, place.h // shape.group, j * B_C, 0], bar, stage(channel.memory, y))
 
@@ -92,31 +92,31 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     triton_compat.barrier()
 
     place, tile_of_head, _, _ = query_tile(gl.program_id(0), Call(shape, None, variant), tile)
-    walk = loop_of(place, tile_of_head, variant, tile)
+    loop = loop_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))
     for s in gl.static_range(STAGES):
-        fetch(K, keys, s, walk, place, variant, shape)
-        fetch(V, values, s, walk, place, variant, shape)
+        fetch(K, keys, s, loop, place, variant, shape)
+        fetch(V, values, s, loop, place, variant, shape)
 
     q = stage(queries.memory, 0).reshape([ROWS, D])
     zero = gl.zeros([ROWS, B_C], gl.float32, s_layout)
-    x = walk.hi - 1
-    j = key_tile(variant, walk, x)
+    x = loop.hi - 1
+    j = key_tile(variant, loop, x)
     wait(queries.full, 0)
     wait(keys.full, 0)
     k = stage(keys.memory, 0).reshape([B_C, D])
     S = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
-    fetch(K, keys, STAGES, walk, place, variant, shape)
-    m, l, P = begin(S, is_partial(x, walk), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
+    fetch(K, keys, STAGES, loop, place, variant, shape)
+    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
-    while x > walk.lo:
+    while x > loop.lo:
         x -= 1
-        j = key_tile(variant, walk, x)
+        j = key_tile(variant, loop, x)
         wait(keys.full, y + 1)
         k_next = stage(keys.memory, y + 1).reshape([B_C, D])
         S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -124,13 +124,13 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
         o_next = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
         S_new = warpgroup_mma_wait(1, [S_next])
         if MASK_IN_LOOP:  # noqa: SIM102, a constant of the compiler stands alone
-            if is_partial(x, walk):
+            if is_partial(x, loop):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
         P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
         o = warpgroup_mma_wait(0, [o_next])
         triton_compat.barrier()
-        fetch(K, keys, y + 1 + STAGES, walk, place, variant, shape)
-        fetch(V, values, y + STAGES, walk, place, variant, shape)
+        fetch(K, keys, y + 1 + STAGES, loop, place, variant, shape)
+        fetch(V, values, y + STAGES, loop, place, variant, shape)
         p = gl.convert_layout(P_new.to(dtype), p_layout)
         o = o * gl.convert_layout(alpha, o_row_layout)[:, None]
         y += 1

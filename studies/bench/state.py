@@ -77,7 +77,7 @@ KERNELS = {
     "triton fp32 backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
     "gradient of a bias": Kernel(("tile/bias.py:attention_backward_dbias",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),
     "lists of tiles": Kernel(("tile/ranges.py:attention_list_tiles",)),
-    "sums beside a bias": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
+    "renormalization": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
     "rotary": Kernel(("tile/rotary.py:rotary_embedding",)),
     "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),

@@ -579,7 +579,7 @@ def _large() -> Iterator[Case]:
     yield replace(shared, name="large MQA dropout, scores", D=128, dropout=0.1, score=(softcap(50.0),), mask=causal)
     yield replace(shared, name="large MQA deterministic", D=128, mask=causal, deterministic=True)
     yield replace(shared, name="large MQA varlen", D=128, lengths=PACKED_LONG, mask=causal)
-    for D in (64, 128, 256):  # the diagonal meets tiles in their corners, once for every head of a walk
+    for D in (64, 128, 256):  # the diagonal meets tiles in their corners, once for every head of a program
         yield replace(a, name=f"large GQA D {D} aligned", dtype=bf16, M=512, N=512, H=6, D=D, mask=causal)
         yield replace(a, name=f"large GQA D {D}, blocks", dtype=bf16, M=800, N=800, H=8, D=D, mask=_blocks_by_head)
     yield replace(a, name="large long", dtype=bf16, M=2000, N=2000, H=1, H_k=1, mask=causal)

@@ -89,8 +89,8 @@ def test_memory_of_lists():
     assert len(made) == 3, "one list in the forward, two in the backward"
     for one in made:
         rows, columns = (2**18 // one.constants[size] for size in ("B_R", "B_C"))
-        lists, walked = one.arguments[0].ptr, rows if one.constants["BY_KEY"] else columns
-        assert lists.numel() * lists.itemsize == 2 * 4 * rows * columns // walked * (walked + 2)
+        lists, listed = one.arguments[0].ptr, rows if one.constants["BY_KEY"] else columns
+        assert lists.numel() * lists.itemsize == 2 * 4 * rows * columns // listed * (listed + 2)
     (line,) = [line for line in PAGE.splitlines() if line.startswith("| memory of a list")]
     said = [float(amount) * {"k": 1e3, "M": 1e6}[unit] for amount, unit in re.findall(r"([\d.]+) (k|M)B", line)]
     assert said == [pytest.approx(4 * tiles * (tiles + 2), rel=0.01) for tiles in (2**7, 2**9, 2**11, 2**13)]

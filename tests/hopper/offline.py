@@ -29,10 +29,10 @@ DTYPES = torch.bfloat16, torch.float32
 
 
 CALLS = {
-    64: ("full", "long causal", "causal", "scored", "rich", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
+    64: ("full", "long causal", "causal", "scored", "combined", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
     128: (
-        "full", "causal", "varlen", "scored", "bounded", "dropout", "rich", "ordered", "grouped", "fp16x3", "bf16x6",
-        "biased",
+        "full", "causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped", "fp16x3",
+        "bf16x6", "biased",
     ),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
 }  # fmt: skip
@@ -57,7 +57,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
-        "rich": {
+        "combined": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
             "sink": meta(H, dtype=torch.float32),

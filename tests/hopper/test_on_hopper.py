@@ -28,10 +28,10 @@ REPEATS = 250
 SIZES = (64, 128, 256)
 ORDERED = {"mask": tw.Causal(), "deterministic": True}
 KINDS = {"full": {}, "causal": {"mask": tw.Causal()}, "causal, deterministic": ORDERED}
-RICH = {"mask": tw.Causal() & tw.Window(500, 0), "score": tw.SoftCap(30.0), "dropout": 0.1, "seed": 3}
+COMBINED = {"mask": tw.Causal() & tw.Window(500, 0), "score": tw.SoftCap(30.0), "dropout": 0.1, "seed": 3}
 CASES = {
     **{f"{D} {kind}": (D, options) for D, (kind, options) in product(SIZES, KINDS.items())},
-    "128 rich": (128, RICH),
+    "128 combined": (128, COMBINED),
     "64 fp16x3": (64, {"mask": tw.Causal(), "precision": "fp16x3"}),
     "64 bf16x6, deterministic": (64, {**ORDERED, "precision": "bf16x6"}),
     "128 fp16x3, deterministic": (128, {**ORDERED, "precision": "fp16x3"}),

@@ -38,7 +38,7 @@ def tiles(seen, rows, columns):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
+def test_a_loop_over_many_heads_needs_the_mask_where_each_of_them_begins(D):
     for M, N in ((512, 512), (512, 1024), (300, 512)):
         assert launched(M, N, D, H_k=2, mask=tw.Causal()).backward_tile.MASK_IN_LOOP
         assert not launched(M, N, D, H_k=2).backward_tile.MASK_IN_LOOP
@@ -49,7 +49,7 @@ def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
     [
         (8192, 32, 4, False, 4),  # enough loops
         (8192, 32, 4, True, 2),
-        (8192, 4, 1, False, 2),  # few walks, so that shares are smaller
+        (8192, 4, 1, False, 2),  # few programs, so that each takes fewer heads
         (8192, 12, 2, False, 3),  # a divisor of 6
         (8192, 16, 16, False, 1),
         (512, 64, 8, False, 4),
@@ -57,7 +57,7 @@ def test_a_walk_of_many_heads_needs_the_mask_where_each_of_them_begins(D):
         (64, 32, 1, False, 32),
     ],
 )
-def test_query_heads_that_share_keys_are_shared_out_among_walks(M, H, H_k, deterministic, heads):
+def test_query_heads_that_share_keys_are_divided_among_programs(M, H, H_k, deterministic, heads):
     pl = launched(M, M, 128, H=H, H_k=H_k, mask=tw.Causal(), deterministic=deterministic)
     assert (pl.backward_tile.GROUP, pl.backward_tile.GQA_PROGRAMS) == (heads, H // H_k // heads)
     assert pl.backward_shape.heads == 2 * H // heads

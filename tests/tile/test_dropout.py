@@ -14,12 +14,12 @@ SEED = -5
 
 
 @triton.jit
-def factors(Z, dice, row, i0, j0, B_R: tl.constexpr, B_C: tl.constexpr, TRANSPOSED: tl.constexpr):
+def dropout_factors(Z, operands, row, i0, j0, B_R: tl.constexpr, B_C: tl.constexpr, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
         i, j = tl.arange(0, B_R)[None, :], tl.arange(0, B_C)[:, None]
     else:
         i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
-    tl.store(Z + i * B_C + j, dropout.dropout_mask(dice, row, i0, i, j0, j))
+    tl.store(Z + i * B_C + j, dropout.dropout_mask(operands, row, i0, i, j0, j))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -30,8 +30,8 @@ def test_tiles_decide_as_the_reference(B_r, B_c, transposed):
         threshold, rescale = dropout_threshold(p), dropout_rescale(p)
         for m, n in ((0, 0), (3, 5), (4, 6), (1, 7)):
             Z = torch.empty(B_r, B_c, device=DEVICE)
-            dice = dropout.Dropout(seed, threshold, rescale)
-            factors[(1,)](Z, dice, 7, m * B_r, n * B_c, B_r, B_c, transposed)
+            operands = dropout.Dropout(seed, threshold, rescale)
+            dropout_factors[(1,)](Z, operands, 7, m * B_r, n * B_c, B_r, B_c, transposed)
             i, j = m * B_r + torch.arange(B_r)[:, None], n * B_c + torch.arange(B_c)
             keep = dropout_keep(SEED, torch.tensor(7), i, j, p)
             torch.testing.assert_close(Z.cpu(), keep * rescale)

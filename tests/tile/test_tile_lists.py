@@ -1,4 +1,4 @@
-"""Which tiles the kernels visit: those with an entry that the mask leaves, each once, against the mask written out."""
+"""Which tiles the kernels compute: those with an entry that the mask leaves, each once, by the mask written out."""
 
 from itertools import combinations
 
@@ -18,12 +18,12 @@ from tilewise.triton.tiles import FORWARD, Tiles
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
 
 NEVER, PARTIAL, FULL = 0, 1, 16
-"""What `walk` adds to a tile each time it visits it; any other number is a tile visited twice."""
+"""What `mark` adds to a tile each time it is computed; any other number is a tile computed twice."""
 
 
 @triton.jit
-def walk(marks, variant, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr):
-    """Marks what one program of the forward (or BY_KEY of dkdv) visits, by the same functions in the same loops."""
+def mark(marks, variant, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr):
+    """Marks what one program of the forward (or BY_KEY of dkdv) computes, by the same functions in the same loops."""
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
     lists = list_at(variant.lists, b, h, t)
@@ -42,7 +42,7 @@ def walk(marks, variant, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.
 
 @triton.jit
 def ranges(out, variant, M, N, B_R: tl.constexpr, B_C: tl.constexpr):
-    """How many key tiles each program of the forward visits."""
+    """How many key tiles each program of the forward computes."""
     t = tl.program_id(0)
     lo, _, _, hi = key_range(variant, 0, Place(0, 0, 0, t * B_R, M, N, N - M), B_R, B_C)
     tl.store(out + t, hi - lo)
@@ -67,7 +67,7 @@ def describe(mask, B, H, M, N):
     return problem_on(x, recipe, longest, "cpu"), x
 
 
-def visited(mask, B, H, M, N, tiles, by_key=False):
+def computed_tiles(mask, B, H, M, N, tiles, by_key=False):
     """(B, H, query tiles, key tiles): NEVER, PARTIAL or FULL."""
     p, x = describe(mask, B, H, M, N)
     parts, _, _ = launch.device_values(p, x.extra)
@@ -78,7 +78,7 @@ def visited(mask, B, H, M, N, tiles, by_key=False):
     of_rows, of_columns = triton.cdiv(M, tiles.B_r), triton.cdiv(N, tiles.B_c)
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
     marks = torch.zeros(B, H, count, across, dtype=torch.int32)
-    walk[(B * H * count,)](marks, Variant(parts, (), None, lists), M, N, H, count, across, tiles.B_r, tiles.B_c, by_key)
+    mark[(B * H * count,)](marks, Variant(parts, (), None, lists), M, N, H, count, across, tiles.B_r, tiles.B_c, by_key)
     return marks.mT if by_key else marks
 
 
@@ -160,24 +160,24 @@ def make(shape, names):
 @pytest.mark.parametrize(
     ("shape", "names"), CASES, ids=lambda given: given if isinstance(given, str) else "&".join(given)
 )
-def test_a_kernel_visits_the_tiles_with_an_entry_and_no_others(shape, names):
+def test_a_kernel_computes_the_tiles_with_an_entry_and_no_others(shape, names):
     mask, sizes = make(shape, names)
     tiles = Tiles(16, 32, 4, 1)
     some, every, inside_rows, inside_keys = expected(mask, *sizes, tiles)
     listed = any(not part.interval for part in mask.parts)
-    forward, backward = visited(mask, *sizes, tiles), visited(mask, *sizes, tiles, by_key=True)
+    forward, backward = computed_tiles(mask, *sizes, tiles), computed_tiles(mask, *sizes, tiles, by_key=True)
     spare = 1 if "padding" in names and {"window", "diagonal"} & {*names} else 0
     for marks, inside, most in ((forward, inside_keys, 0), (backward, inside_rows, spare)):
         assert set(marks.unique().tolist()) <= {NEVER, PARTIAL, FULL}, "every tile at most once"
-        assert not (some & (marks == NEVER)).any(), "visited, if an entry is seen"
+        assert not (some & (marks == NEVER)).any(), "computed, if an entry is seen"
         # a tile of keys that ends in padding asks for the rows that a window gives its padded keys, too
         extra = ((marks != NEVER) & ~some).sum(-1)
-        assert extra.max() <= most, "visited, only if an entry is seen"
+        assert extra.max() <= most, "computed, only if an entry is seen"
         # a full tile is loaded without bounds along the loop; a list's, along neither side
         whole = inside_rows & inside_keys if listed else inside
         assert torch.equal(marks == FULL, every & some & whole), "full, if and only if every entry is seen"
     if not spare:
-        assert torch.equal(forward != NEVER, backward != NEVER), "the backward's visits are the transpose"
+        assert torch.equal(forward != NEVER, backward != NEVER), "the backward computes the transpose"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_an_interval_holds_what_is_seen_and_nothing_else(shape, names):
 def test_the_tiles_of_a_mask_add_up_to_it():
     mask, (B, H, M, N) = make("ragged", ("causal", "window"))
     tiles = Tiles(16, 16, 4, 1)
-    marks = visited(mask, B, H, M, N, tiles)
+    marks = computed_tiles(mask, B, H, M, N, tiles)
     rows, columns = torch.arange(M) // tiles.B_r, torch.arange(N) // tiles.B_c
     of_entry = marks[:, :, rows[:, None], columns[None, :]]
     dense = mask.dense(M, N).expand(B, H, M, N)
@@ -226,10 +226,10 @@ def test_a_window_of_1k_in_16k_tokens_costs_a_seventh_of_causal(tiles):
 def test_documents_cost_their_own_squares():
     """Four documents of 64 tokens: a quarter of the tiles, all of them full."""
     ids = (torch.arange(256) // 64).repeat(1, 1)
-    marks = visited(tw.Documents(ids, ids), 1, 1, 256, 256, Tiles(32, 32, 4, 1))
+    marks = computed_tiles(tw.Documents(ids, ids), 1, 1, 256, 256, Tiles(32, 32, 4, 1))
     squares = torch.block_diag(*[torch.ones(2, 2, dtype=torch.int32)] * 4)
     assert torch.equal(marks[0, 0], squares * FULL)
-    marks = visited(tw.Documents(ids, ids) & tw.Causal(), 1, 1, 256, 256, Tiles(32, 32, 4, 1))
+    marks = computed_tiles(tw.Documents(ids, ids) & tw.Causal(), 1, 1, 256, 256, Tiles(32, 32, 4, 1))
     below = torch.block_diag(*[torch.tensor([[PARTIAL, NEVER], [FULL, PARTIAL]], dtype=torch.int32)] * 4)
     assert torch.equal(marks[0, 0], below)
 

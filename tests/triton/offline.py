@@ -68,19 +68,19 @@ class Call(NamedTuple):
     kernels: tuple[str, ...]
 
 
-WALKS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
-"""The kernels that walk tiles."""
+MAIN_KERNELS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
+"""The kernels that compute the forward pass and the gradients of Q, K and V."""
 
 
 def calls(target: str) -> Iterator[Call]:
-    """Full, causal ("plain"), rich, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
+    """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
     units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
-        yield Call("plain", half, D, (*WALKS, "attention_backward_delta"))
-    yield Call("plain", torch.float32, 64, WALKS)
-    yield Call("rich", half, 64 if old else 128, WALKS)
+        yield Call("plain", half, D, (*MAIN_KERNELS, "attention_backward_delta"))
+    yield Call("plain", torch.float32, 64, MAIN_KERNELS)
+    yield Call("combined", half, 64 if old else 128, MAIN_KERNELS)
     yield Call(
         "listed",
         half,
@@ -90,28 +90,28 @@ def calls(target: str) -> Iterator[Call]:
     if target in ("sm_86", "sm_120"):  # with little shared memory
         yield Call("biased", half, 128, ("attention_backward_dbias",))
     if target in MAIN:
-        yield Call("full", half, 64, WALKS)
+        yield Call("full", half, 64, MAIN_KERNELS)
         yield Call("biased", half, 256, ("attention_backward_dbias",))
-        yield Call("plain", half, 256, WALKS)
-        yield Call("rich", half, 64, WALKS)
-        yield Call("plain", torch.float32, 128, WALKS)
-        yield Call("listed", half, 64, (*WALKS, "attention_backward_dbias"))
+        yield Call("plain", half, 256, MAIN_KERNELS)
+        yield Call("combined", half, 64, MAIN_KERNELS)
+        yield Call("plain", torch.float32, 128, MAIN_KERNELS)
+        yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_dbias"))
     if target in ("sm_80", "sm_90"):
-        yield Call("ieee", torch.float32, 64, WALKS)
-        yield Call("ieee", torch.float32, 128, WALKS)
+        yield Call("ieee", torch.float32, 64, MAIN_KERNELS)
+        yield Call("ieee", torch.float32, 128, MAIN_KERNELS)
     if target == "sm_90":
-        yield Call("tf32x3", torch.float32, 128, WALKS)
-        yield Call("tf32x3", torch.float32, 256, WALKS)
-        yield Call("strides of 1", half, 128, (*WALKS, "attention_backward_delta", "attention_backward_dbias"))
+        yield Call("tf32x3", torch.float32, 128, MAIN_KERNELS)
+        yield Call("tf32x3", torch.float32, 256, MAIN_KERNELS)
+        yield Call("strides of 1", half, 128, (*MAIN_KERNELS, "attention_backward_delta", "attention_backward_dbias"))
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
     """The launches of a call that are to be compiled."""
     B, S, H = 2, 1024, 4
-    rich = call.variant == "rich"
-    q, k = meta(B, S, H, call.D, dtype=call.dtype), meta(B, S, H // 2 if rich else H, call.D, dtype=call.dtype)
+    combined = call.variant == "combined"
+    q, k = meta(B, S, H, call.D, dtype=call.dtype), meta(B, S, H // 2 if combined else H, call.D, dtype=call.dtype)
     options: dict[str, Any] = {"mask": tw.Full() if call.variant == "full" else tw.Causal()}
-    if rich:
+    if combined:
         lengths, slopes = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
         options = {
             "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths),

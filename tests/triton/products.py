@@ -38,7 +38,7 @@ def calls() -> dict[str, dict[str, Any]]:
     real, seen = meta(S, B, dtype=torch.bool).T, meta(S, S, H, B, dtype=torch.bool).permute(3, 2, 1, 0)
     return {
         "full": {},
-        "rich": {
+        "combined": {
             "mask": tw.Causal() & tw.Window(255, 3) & tw.Prefix(meta(B, dtype=torch.int64)),
             "score": [tw.SoftCap(30.0), tw.Alibi(meta(H, B, dtype=torch.float32).T)],
             "sink": meta(H, dtype=torch.float32),

@@ -51,7 +51,7 @@ ALLOWED = {
         "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
         "hopper/backward/deterministic.py": ("slot * SEMAPHORE_TILES",),
     },
-    "a kibibyte of a walk's sums of dQ, which would fill 2^43 bytes": {
+    "a kibibyte of one program's dq_accum, which would fill 2^43 bytes": {
         "hopper/backward/kernel.py": (
             "part * each", "(part + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
