@@ -19,7 +19,16 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 SHARED = ("mask", "score", "gradient of a bias", "renormalization", "lists of tiles")
 HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
-MINUTES = {"host": 0.5, "variants": 1.5, "paper": 8, "classic": 1.5, "ablation": 1.5, "llmc": 2, "long": 4}
+MINUTES = {
+    "host": 0.5,
+    "variants": 1.5,
+    "paper": 8,
+    "classic": 1.5,
+    "short": 1.5,
+    "ablation": 1.5,
+    "llmc": 2,
+    "long": 4,
+}
 """About what a suite takes on an H200, in the order in which they are measured."""
 CHIPS = ("hopper",)
 """The kind of the portable kernels' rows that an H200 reads."""

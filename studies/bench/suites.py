@@ -145,6 +145,15 @@ def _cpu() -> tuple[Case, ...]:
     )
 
 
+def _short() -> tuple[Case, ...]:
+    return tuple(
+        Case(32768 // length, 1024 // head_size, length, head_size, "bf16", causal)
+        for head_size in (64, 128)
+        for causal in (False, True)
+        for length in (32, 64, 128, 197, 256, 512)
+    )
+
+
 def _short_cpu() -> tuple[Case, ...]:
     return (
         Case(1024, 8, 4, 64, "fp32", causal=True, variant="GQA 4"),
@@ -179,6 +188,10 @@ SUITES = {
         Suite(
             "long", "16K to 128K tokens, hidden size 2048, causal", _long(), (FORWARD, BACKWARD),
             ("tilewise", *SDPA[:3], *PACKAGES, "standard"), 3, 8192, (16384, 65536),
+        ),
+        Suite(
+            "short", "32 to 512 tokens, as in ViT, CLIP and BERT: 32k tokens, hidden size 1024", _short(),
+            (FORWARD, BACKWARD), ("tilewise", "tilewise triton", "sdpa cudnn", "sdpa flash"), 5, 8192, (128, 256),
         ),
         Suite(
             "cpu", "8 heads of 64 on the CPU", _cpu(), (FORWARD, BOTH),

@@ -343,6 +343,7 @@ PICTURES: dict[str, tuple[tuple[str, str, Callable[[Sequence[Row], Path], None]]
     "long": (("rate", "Arithmetic a second, by length", rates), ("memory", "Peak memory, by length", memory)),
     "ablation": (("worth", "What each technique is worth: time with one change", worth),),
     "variants": (("cost", "What each variant costs: speed per visited tile, causal unless it says full mask", prices),),
+    "short": (("rate", "Arithmetic a second, by length", rates),),
     "cpu": (("rate", "Arithmetic a second, by length", rates),),
     "short-cpu": (),
     "llmc": (

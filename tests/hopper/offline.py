@@ -29,7 +29,10 @@ DTYPES = torch.bfloat16, torch.float32
 
 
 CALLS = {
-    64: ("full", "long causal", "causal", "scored", "combined", "fp16x3", "bf16x6", "fp16x3 varlen", "biased"),
+    64: (
+        "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
+        "fp16x3 varlen", "biased",
+    ),
     128: (
         "full", "causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped", "fp16x3",
         "bf16x6", "biased",
@@ -44,6 +47,8 @@ def calls() -> dict[str, dict[str, Any]]:
     ends = meta(B + 1, dtype=torch.int32)
     return {
         "full": {},
+        "short": {"S": 128},
+        "short causal": {"mask": tw.Causal(), "S": 128},
         "causal": {"mask": tw.Causal()},
         "long causal": {"mask": tw.Causal(), "S": 8192},
         "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},

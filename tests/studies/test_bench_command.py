@@ -23,7 +23,7 @@ def sentence(result):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("bench --suite nope", "choose from paper, classic, long, cpu"),
+        ("bench --suite nope", "choose from paper, classic, long, short, cpu"),
         ("bench --suite paper --device cpu", "must be cuda, got cpu; run it where there is a GPU"),
         ("bench --suite cpu --device cpu --match D128", "got D128; choose from a name such as fp32 full"),
         ("bench --peer me --device cpu", "--peer must name a peer, got 'me'; choose from"),
