@@ -36,7 +36,8 @@ def snippets(page, language="python"):
 
 GUIDE = snippets("docs/use/guide.md")
 IN_ORDER = (
-    "quickstart", "with-sdpa", "with-transformers", "from-sdpa", "from-flash-attn", "from-flexattention",
+    "quickstart", "with-sdpa", "with-transformers", "with-diffusers", "from-sdpa", "from-flash-attn",
+    "from-flexattention",
 )  # fmt: skip
 SOURCES = ("src", "studies", "benchmarks", "tests")
 
@@ -72,8 +73,9 @@ def test_the_guide_runs(index):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("page", IN_ORDER)
 def test_pages_for_newcomers_run_in_order(page, monkeypatch):
-    if page == "with-transformers":
-        pytest.importorskip("transformers", reason="transformers is not installed")
+    if page in ("with-transformers", "with-diffusers"):
+        client = page.removeprefix("with-")
+        pytest.importorskip(client, reason=f"{client} is not installed")
     blocks, module = snippets(f"docs/use/{page}.md"), ModuleType("newcomer")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks up its globals there
     assert len(blocks) >= 3
