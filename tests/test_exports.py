@@ -27,6 +27,7 @@ NAMES = [
     "attention_qkvpacked",
     "count_calls",
     "explain",
+    "listed",
     "merge",
     "rotary",
     "rotary_qk",

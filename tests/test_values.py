@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.mask import PaddingKeys, PaddingLengths
+from tilewise.mask import Listed, PaddingKeys, PaddingLengths, TileList
 from tilewise.problem import KINDS
 
+NEW = ("padding range", "list", "listed")
+"""Values that 0.1.0 did not have."""
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
 """What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
 TENSORS = {
@@ -24,6 +26,7 @@ TENSORS = {
     "real": torch.tensor([[True, False, True]]),
     "q_ids": torch.tensor([[0, 1]]),
     "k_ids": torch.tensor([[0, 0, 1]]),
+    "tiles": torch.tensor([[[[1, 0, 0]]]], dtype=torch.int32),
     "seen": torch.tensor([[True, False], [True, True]]),
     "slopes": torch.tensor([0.5, 0.25]),
     "bias": torch.tensor([0.0, 1.0, -1.0]),
@@ -44,6 +47,8 @@ def values(of=TENSORS):
         "padding bool": tw.Padding(of["real"]),
         "documents": tw.Documents(of["q_ids"], of["k_ids"]),
         "dense": tw.Dense(of["seen"]),
+        "list": TileList(of["tiles"], False, 16, 16, 2, 2),
+        "listed": Listed(tw.Dense(of["seen"]), (TileList(of["tiles"], False, 16, 16, 2, 2),)),
         "and": tw.Causal() & tw.Window(5, 0) & tw.Padding(of["more lengths"]),
         "softcap": tw.SoftCap(2.5),
         "alibi": tw.Alibi(of["slopes"]),
@@ -104,7 +109,7 @@ def test_torch_load_takes_values_with_its_defaults(name):
     assert same(pickle.loads(pickle.dumps(values()[name])), values()[name])
 
 
-@pytest.mark.parametrize("name", [name for name in values() if name != "padding range"])  # which 0.1.0 did not have
+@pytest.mark.parametrize("name", [name for name in values() if name not in NEW])
 def test_values_saved_by_0_1_0_load(name):
     pickled = pickle.loads((OLD / "values.pickle").read_bytes())
     saved = torch.load(OLD / "values.pt", weights_only=True)
@@ -135,12 +140,12 @@ def test_padding_is_a_class_of_two_kinds():
 
 
 def test_every_kind_is_found_by_its_name():
-    shown = {type(value) for value in values().values()} - {tw.Full, tw.Varlen, type(tw.Causal() & tw.Causal())}
+    shown = {type(value) for value in values().values()} - {tw.Full, tw.Varlen, Listed, type(tw.Causal() & tw.Causal())}
     assert set(KINDS.values()) == shown
     assert all(name == kind.__name__ for name, kind in KINDS.items())
 
 
-@pytest.mark.parametrize("name", [name for name, value in values().items() if type(value) in KINDS.values()])
+@pytest.mark.parametrize("name", [name for name, value in values().items() if getattr(value, "device", "")])
 def test_a_value_declares_what_its_device_functions_read(name):
     masks, scores = pytest.importorskip("tilewise.tile.masks"), pytest.importorskip("tilewise.tile.scores")
     value = values()[name]

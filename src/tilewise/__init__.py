@@ -4,6 +4,7 @@ from .api import attention, attention_backward, attention_qkvpacked
 from .count import Calls, count_calls
 from .explain import Explanation, explain
 from .layout import Varlen
+from .listed import listed
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .merge import merge
 from .problem import Unsupported
@@ -36,6 +37,7 @@ __all__ = [
     "attention_qkvpacked",
     "count_calls",
     "explain",
+    "listed",
     "merge",
     "rotary",
     "rotary_qk",

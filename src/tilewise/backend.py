@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .mask import TileList
 from .problem import Grads, Operands, Problem, Saved, Unsupported
 
 ORDER = ("hopper", "triton", "cpu")
@@ -25,6 +26,13 @@ class Backend(Protocol):
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles and kernels that the problem would use, as text."""
+        ...
+
+    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
+        """List the mask's tiles for the forward, with `gradients` also for the backward; () if these read no lists.
+
+        q, k and v of x may be on the meta device.
+        """
         ...
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backend import ORDER
 from .layout import Varlen
-from .mask import OPEN, Mask, Value, constant
+from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
 from .problem import (
     FLOATING_TYPES,
@@ -93,7 +93,7 @@ def check_arguments(
         q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
-    parts = mask.parts
+    parts = mask.parts + mask.lists
     values = (*parts, *changes)
     if values:
         check_values(values)
@@ -317,6 +317,12 @@ def _check_recipe(p: Problem) -> None:
                     f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
                     "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
                 )
+    for name, *numbers in r.mask:
+        if name == TileList.__name__ and (made_for := numbers[-2:]) != [p.M, p.N]:
+            raise ValueError(
+                f"mask must be listed for {p.M} queries and {p.N} keys, got one for {made_for[0]} and {made_for[1]}; "
+                "call tilewise.listed with q, k and v of these lengths"
+            )
 
 
 def _check_lengths(p: Problem) -> None:
@@ -333,8 +339,8 @@ def _check_lengths(p: Problem) -> None:
 
 def _check_extra(p: Problem) -> None:
     specs = iter(p.extra)
-    for kind in p.kinds:
-        for n, whole in enumerate(kind.whole_shapes(p)):
+    for kind, (_, *numbers) in zip(p.kinds, p.recipe.mask + p.recipe.score, strict=True):
+        for n, whole in enumerate(kind.whole_shapes(p, tuple(numbers))):
             spec, name = next(specs), f"{kind.public_name()}: {kind.captures[n]}"
             _same_device(p, name, spec)
             if _fits(kind, spec.shape, whole):
@@ -343,7 +349,7 @@ def _check_extra(p: Problem) -> None:
                 allowed = f"broadcast to ({', '.join(kind.shapes[n])}) = {whole}"
             else:
                 allowed = f"have shape {f'{whole[1:]} or {whole}' if kind.unbatched else whole}"
-            transposed = _fits(kind, spec.shape, kind.whole_shapes(_heads_first(p))[n])
+            transposed = _fits(kind, spec.shape, kind.whole_shapes(_heads_first(p), tuple(numbers))[n])
             hint = TRANSPOSE if transposed else "expand or reshape it" if kind.broadcasts else "make it fit q and k"
             raise ValueError(f"{name} must {allowed}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:

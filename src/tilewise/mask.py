@@ -81,8 +81,11 @@ class Value(Frozen):
         return cls.__name__
 
     @classmethod
-    def whole_shapes(cls, problem: Any) -> list[tuple[int, ...]]:
-        """Return the shape of each captured tensor with all its dimensions, in a problem with sizes B, H, M and N."""
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[int, ...]]:
+        """Return the shape of each captured tensor with all its dimensions, in a problem with sizes B, H, M and N.
+
+        `numbers` are the value's own, as in `plain`.
+        """
         return [tuple([getattr(problem, size) for size in shape]) for shape in cls.shapes]
 
     @property
@@ -134,6 +137,9 @@ class Value(Frozen):
 
 class Mask(Value):
     """Every mask derives from this class. `mask & other` shows the keys that both show."""
+
+    lists: tuple["TileList", ...] = ()
+    """Lists of its tiles, which `tilewise.listed` has made."""
 
     @property
     def parts(self) -> tuple["Mask", ...]:
@@ -196,6 +202,21 @@ class And(Mask):
 
     def to(self, device: torch.device | str | int) -> "And":
         return And(tuple([mask.to(device) for mask in self.masks]))
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Mask):
+    """Show what `mask` shows, and carry lists of its tiles. `listed & other` is `mask & other`, whose tiles differ."""
+
+    mask: Mask
+    lists: tuple["TileList", ...]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.mask.parts
+
+    def to(self, device: torch.device | str | int) -> "Listed":
+        return Listed(self.mask.to(device), tuple([one.to(device) for one in self.lists]))
 
 
 def intersect(parts: tuple[Mask, ...]) -> Mask:
@@ -473,6 +494,39 @@ class Dense(Mask):
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
+
+
+@dataclass(frozen=True, eq=False)
+class TileList(Mask):
+    """Tell kernels which tiles a mask of M x N leaves; it hides nothing itself.
+
+    tiles: (B, H, tiles of queries, 2 + tiles of keys) int32, or `by_key` (B, H, tiles of keys, 2 + tiles of queries).
+    B and H may be 1. Each row has how many tiles are partly visible and how many wholly, then which. A tile has B_r
+    queries and B_c keys.
+    """
+
+    tiles: Tensor
+    by_key: bool
+    B_r: int
+    B_c: int
+    M: int
+    N: int
+    device = ""  # the loops over tiles read it, not a function of the mask
+    captures = ("tiles",)
+    shapes = ("BHTL",)
+    broadcasts = True
+    varlen = False
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "listed"
+
+    @classmethod
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[int, ...]]:
+        by_key, B_r, B_c, M, N = numbers
+        of_rows, of_columns = -(-M // B_r), -(-N // B_c)
+        count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
+        return [(problem.B, problem.H, count, across + 2)]
 
 
 def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

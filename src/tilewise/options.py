@@ -12,10 +12,9 @@ from .mask import Mask
 from .score import Score
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `attention`, except return_lse, which changes the type of the result."""
+class Unmasked(TypedDict, total=False):
+    """The keyword arguments of `attention` without mask and return_lse."""
 
-    mask: Mask
     score: Score | Sequence[Score]
     scale: float | None
     sink: Tensor | None
@@ -25,6 +24,12 @@ class Options(TypedDict, total=False):
     precision: str | None
     deterministic: bool
     backend: str | None
+
+
+class Options(Unmasked, total=False):
+    """The keyword arguments of `attention`, except return_lse, which changes the type of the result."""
+
+    mask: Mask
 
 
 class Everything(Options, total=False):

@@ -24,7 +24,7 @@ KINDS: dict[str, type[Value]] = {
 }
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
-torch.serialization.add_safe_globals([masks.Full, masks.And, *KINDS.values(), Varlen])  # for torch.load
+torch.serialization.add_safe_globals([masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen])  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 256

@@ -17,6 +17,7 @@ from .api import SIGNATURE, with_defaults
 from .backend import select
 from .check import check_arguments
 from .explain import problem_on
+from .mask import Listed
 from .options import Everything, spell_out
 from .problem import Problem, TensorSpec, target_of
 
@@ -155,6 +156,8 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
     chosen = with_defaults("warm", options)
     lse = chosen.pop("return_lse")
     chosen.pop("seed")
+    if isinstance(chosen["mask"], Listed):  # its lists have one length; the kernels are the same
+        chosen["mask"] = chosen["mask"].mask
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if device is None and x.q.is_meta:
         if not torch.cuda.is_available():

@@ -69,7 +69,7 @@ def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles
     """Return one launch, and one before it if tiles are listed."""
     pl = planned(p, accumulate, tiles)
     parts, _, _ = device_values(p, x.extra)
-    lists, listing = tile_lists(p, pl, tiles, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, tiles, parts, x, by_key=False)
     across, heads = cdiv(p.M, tiles.B_r), p.B * p.H
     arguments = (
         *(rows(p, t) for t in (*x[:3], o)), Variant(parts, (), None, lists), pl.c, float(accumulate.lower(p.N)),

@@ -8,12 +8,15 @@ import torch
 from hopper.calls import call, problem
 
 import tilewise as tw
+from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
 from tilewise.hopper.backward import scores as backward_scores
-from tilewise.hopper.launch import forward_launches
+from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
 from tilewise.hopper.parts import scores
 from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
-from tilewise.host.launch import DEVICE_SCORES, device_values, empty_saved
+from tilewise.host.launch import DEVICE_SCORES, Launch, device_values, empty_grads, empty_saved
+from tilewise.mask import Listed
 from tilewise.problem import KINDS
+from tilewise.tile.ranges import Variant
 from tilewise.tile.softmax import LOG2E
 
 MASKS = (
@@ -150,7 +153,7 @@ def test_the_exponent_or_the_first_score_takes_the_scale(scale):
 
 
 @dataclass(frozen=True, eq=False)
-class Listed(tw.Mask):
+class CausalListed(tw.Mask):
     """Causal, whose tiles are listed all the same; it has no tensor."""
 
     device = "causal"
@@ -161,14 +164,50 @@ class Listed(tw.Mask):
         return j <= i
 
 
-@pytest.mark.parametrize("mask", [Listed(), tw.Causal()], ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("mask", [CausalListed(), tw.Causal()], ids=lambda mask: type(mask).__name__)
 def test_a_mask_without_tensors_is_listed_for_every_call(mask, monkeypatch):
     """Such a variant holds no tensor but its lists, which every call writes."""
-    monkeypatch.setitem(KINDS, "Listed", Listed)
+    monkeypatch.setitem(KINDS, "CausalListed", CausalListed)
     p, x = call(512, 512, 64, mask=mask)
-    listed = isinstance(mask, Listed)
+    listed = isinstance(mask, CausalListed)
     for _ in range(2):
         *before, main = forward_launches(p, plan(p), x, empty_saved(p, x, None), torch.zeros(2, dtype=torch.int32))
         assert [launch.kernel.fn.__name__ for launch in before] == ["attention_list_tiles"] * listed
         (variant,) = [a for a in main.arguments if hasattr(a, "lists")]
         assert (variant.lists is not None) == listed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeypatch):
+    """One by query for the forward, one by key for the backward, each with the tiles of its kernel."""
+    mask = tw.Documents(*[torch.zeros(2, 512, dtype=torch.int32)] * 2) & tw.Causal()
+    p, x = call(512, 512, 64, mask=mask, dtype=dtype)
+    written = []
+    monkeypatch.setattr(Launch, "run", lambda launch, _: written.append(launch.kernel.fn.__name__))
+    lists = backend.list_tiles(p, x, True)
+    assert written == ["attention_list_tiles"] * 2
+    assert [one.by_key for one in lists] == [False, True]
+    assert backend.list_tiles(p, x, False)[0].B_c == lists[0].B_c
+    p, x = call(512, 512, 64, mask=Listed(mask, lists), dtype=dtype)
+    counter, saved = torch.zeros(2, dtype=torch.int32), empty_saved(p, x, None)
+    if dtype == torch.float32:
+        pl = fp32_launch.plan(p)
+        keys, scratch = (
+            fp32_backward_launch.empty_keys(p, x.q.device),
+            fp32_backward_launch.empty_scratch(p, x.q.device),
+        )
+        of_forward = fp32_launch.forward_launches(p, pl, x, saved, keys, counter)
+        back = fp32_backward_launch.sizes_of(p).row
+        of_backward = fp32_backward_launch.launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
+    else:
+        pl = plan(p)
+        of_forward, back = forward_launches(p, pl, x, saved, counter), pl.backward
+        scratch = empty_scratch(p, pl, x.q.device)
+        of_backward = backward_launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
+    assert (lists[0].B_r, lists[0].B_c) == (pl.forward.B_r, pl.forward.B_c)
+    assert (lists[1].B_r, lists[1].B_c) == (back.B_r, back.B_c)
+    given = []
+    for launch in (*of_forward, *of_backward):
+        assert launch.kernel.fn.__name__ != "attention_list_tiles"
+        given += [a.lists.ptr for a in launch.arguments if isinstance(a, Variant)]
+    assert [id(one) for one in given] == [id(one.tiles) for one in lists]

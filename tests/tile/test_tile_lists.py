@@ -71,7 +71,7 @@ def computed_tiles(mask, B, H, M, N, tiles, by_key=False):
     """(B, H, query tiles, key tiles): NEVER, PARTIAL or FULL."""
     p, x = describe(mask, B, H, M, N)
     parts, _, _ = launch.device_values(p, x.extra)
-    lists, listing = launch.tile_lists(p, launch.plan(p), tiles, parts, x.q.device, by_key)
+    lists, listing = launch.tile_lists(p, launch.plan(p), tiles, parts, x, by_key)
     for one in listing:
         one.run()
     assert bool(listing) == any(not part.interval for part in mask.parts), "lists are for masks that are no intervals"
@@ -240,7 +240,7 @@ def test_lists_are_shared_where_the_mask_does_not_differ():
     for shape in ((1, 1), (2, 1), (1, 3), (2, 3)):
         p, x = describe(tw.Dense(torch.ones(*shape, 64, 64, dtype=torch.bool)), 2, 3, 64, 64)
         parts, _, _ = launch.device_values(p, x.extra)
-        lists, _ = launch.tile_lists(p, launch.plan(p), tiles, parts, x.q.device, by_key=False)
+        lists, _ = launch.tile_lists(p, launch.plan(p), tiles, parts, x, by_key=False)
         assert lists.ptr.shape == (*shape, 4, 6)
         assert (lists.batch == 0) == (shape[0] == 1)
         assert (lists.head == 0) == (shape[1] == 1)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved
 from . import fused, tiled
 from .precision import exact_products
@@ -31,6 +32,9 @@ class Cpu:
             return tiles
         of_backward = f"; backward: {tiles}" if fused.why_not_backward(problem) else ""
         return f"PyTorch's fused CPU kernel{of_backward}"
+
+    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
+        return ()
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         with exact_products(problem.dtype):

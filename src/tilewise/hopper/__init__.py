@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.launch import on_device
+from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
+from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
 from . import fp32_launch, launch, plan
+from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, current, current_fp32, precision
 
 
@@ -50,6 +52,13 @@ class Hopper:
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"backward {back.B_r}x{back.B_c}, split by {split}; {source_of_rows(problem.q.device)}"
         )
+
+    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
+        _, planned = _launches(problem)
+        back = sizes_of(problem).row if problem.dtype == torch.float32 else planned.backward
+        of_backward = ((back, True),) if gradients else ()
+        with on_device(x.extra[0]):
+            return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, planned = _launches(problem)

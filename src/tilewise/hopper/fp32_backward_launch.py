@@ -218,7 +218,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     row, D, kind, query_tiles, key_tiles, *_, per_program = sizes_of(p)
     where, (M, N) = packed(p, x), lengths(p)
     parts, _, _ = pl.values or device_values(p, x.extra)
-    lists, listing = tile_lists(p, pl, row, parts, x.q.device, by_key=True)
+    lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, (), None, lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // per_program
     masked_loop = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0

@@ -107,7 +107,7 @@ def forward_launches(
     """Return the launches: list tiles if needed, split K and V into pieces, then attention, which begins while these
     are made."""
     parts, _, sink = pl.values or device_values(p, x.extra)
-    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     scales = (keys.k_descale, keys.v_descale) if pl.kind.type == torch.float16 else (None, None)
     B_c = pl.forward.B_c
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)

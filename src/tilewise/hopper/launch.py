@@ -61,7 +61,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 def forward_variant(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> tuple[Variant, list[Launch]]:
     """Return the forward's variant, and the launches that list tiles."""
     parts, changes, sink = pl.values or device_values(p, x.extra, scores)
-    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     return Variant(parts, changes, dropout(p, seed), lists, sink), listing
 
 
@@ -76,7 +76,7 @@ def backward_launches(
     aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
     key = do.stride(), saved.o.stride(), aligned, dL is None
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
-    lists, listing = tile_lists(p, pl, row, parts, x.q.device, by_key=True)
+    lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks

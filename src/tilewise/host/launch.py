@@ -1,6 +1,6 @@
 """Kernel arguments and launches, for all GPU back ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import knobs
 
 from ..dropout import dropout_rescale, dropout_threshold
+from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
@@ -30,6 +31,9 @@ by default, which changes results and times."""
 
 NARROW = (16, 32)
 """Head sizes whose blocks have fewer than 64 columns in 16-bit types."""
+
+TILE_LIST = TileList.__name__
+"""What a recipe calls it."""
 
 NO_CONTEXT = nullcontext()
 """A context that does nothing, made once because every call enters it."""
@@ -109,26 +113,66 @@ called on meta tensors thus records what the same call launches on a GPU (see pr
 
 
 def tile_lists(
-    p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool
+    p: Problem, pl: Any, tiles: Any, parts: Any, x: Operands, by_key: bool
 ) -> tuple[TileLists | None, list[Launch]]:
-    """Return lists of the tiles with unmasked entries, 4 bytes a tile, and the launch that writes them.
+    """Return lists of the tiles with unmasked entries, and the launch that writes them.
 
-    Interval masks need no lists: there the result is (None, []). `by_key` makes one list per tile of keys, else one per
-    tile of queries. This function reads `listed` and `compiled` of the plan `pl`, and `B_r` and `B_c` of its tiles.
+    Interval masks need no lists: there the result is (None, []). A mask that carries its lists needs no launch. This
+    function reads `listed` and `compiled` of the plan `pl`, and `B_r` and `B_c` of its tiles.
     """
     if not pl.listed:
         return None, []
+    if TILE_LIST in [name for name, *_ in p.recipe.mask]:
+        made = [part for part in p.values(x.extra)[0] if isinstance(part, TileList)]
+        return addresses(made_for(made, tiles, by_key)), []
+    lists, launch = new_lists(p, pl, tiles, parts, x.q.device, by_key)
+    return addresses(lists), [launch]
+
+
+def made_for(made: Sequence[TileList], tiles: Any, by_key: bool) -> Tensor:
+    """Return the one of a mask's lists that holds these tiles. Raise ValueError if none does."""
+    for one in made:
+        if (one.by_key, one.B_r, one.B_c) == (by_key, tiles.B_r, tiles.B_c):
+            return one.tiles
+    shown = ", ".join(f"{one.B_r}x{one.B_c} by {'key' if one.by_key else 'query'}" for one in made)
+    raise ValueError(
+        f"mask must be listed for tiles of {tiles.B_r}x{tiles.B_c} by {'key' if by_key else 'query'}, got {shown}; "
+        "call tilewise.listed with the type, head sizes and options of this call, and with gradients enabled if it has "
+        "a backward"
+    )
+
+
+def make_lists(p: Problem, pl: Any, x: Operands, kernels: Sequence[tuple[Any, bool]]) -> tuple[TileList, ...]:
+    """List the mask's tiles for every (tiles, by_key) of `kernels`, each kind once. q, k and v of x are not read."""
+    if not pl.listed:
+        return ()
+    parts, _, _ = device_values(p, x.extra)
+    device, made = x.extra[0].device, {}
+    for tiles, by_key in kernels:
+        kind = by_key, tiles.B_r, tiles.B_c
+        if kind not in made:
+            lists, launch = new_lists(p, pl, tiles, parts, device, by_key)
+            launch.run(current_stream(device))
+            made[kind] = TileList(lists, *kind, p.M, p.N)
+    return tuple(made.values())
+
+
+def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool) -> tuple[Tensor, Launch]:
+    """Return lists, unwritten, 4 bytes a tile: one per tile of queries, or `by_key` of keys; and what writes them."""
     of_rows, of_columns = cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c)
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
-    strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    made = TileLists(lists, strides[0], strides[1], lists.stride(2))
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
-    arguments = (made, parts, p.M, p.N, heads, count, across)
-    return made, [
-        Launch(attention_list_tiles, batch * heads * count, arguments, constants, pl.compiled, (tiles, by_key))
-    ]
+    arguments = (addresses(lists), parts, p.M, p.N, heads, count, across)
+    programs = batch * heads * count
+    return lists, Launch(attention_list_tiles, programs, arguments, constants, pl.compiled, (tiles, by_key))
+
+
+def addresses(lists: Tensor) -> TileLists:
+    """Return lists as a kernel argument."""
+    strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
+    return TileLists(lists, strides[0], strides[1], lists.stride(2))
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
@@ -147,7 +191,7 @@ def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tup
     `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
     """
     mask, score, sink = p.values(extra)
-    parts = tuple([_mask_part(p, part) for part in mask])
+    parts = tuple([_mask_part(p, part) for part in mask if not isinstance(part, TileList)])
     changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])
     return parts, changes, None if sink is None else sink.contiguous()
 

@@ -4,8 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import on_device
+from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
+from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import launch
 from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
@@ -39,6 +40,13 @@ class Portable:
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
+
+    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
+        wide = _widened(problem, x)[0] if problem.target == "cpu" else problem
+        pl = launch.plan(wide)
+        of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
+        with on_device(x.extra[0]):
+            return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":

@@ -128,7 +128,7 @@ def empty_scratch(p: Problem, x: Operands) -> RowValues:
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
     """Yield the forward's launch; before it, one that lists tiles if the plan needs it."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
-    lists, listing = tile_lists(p, pl, pl.forward, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     arguments = (
@@ -171,14 +171,14 @@ def backward_launches(
         p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, of_dq, pl, key
     )  # fmt: skip
 
-    lists, listing = tile_lists(p, pl, pl.dkdv, parts, x.q.device, by_key=True)
+    lists, listing = tile_lists(p, pl, pl.dkdv, parts, x, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (M, N, p.H_k, schedule(tiles, heads, pl.section))
     arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
 
-    lists, listing = tile_lists(p, pl, pl.dq, parts, x.q.device, by_key=False)
+    lists, listing = tile_lists(p, pl, pl.dq, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (M, N, p.H, schedule(tiles, heads, pl.section))
