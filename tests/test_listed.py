@@ -227,3 +227,11 @@ def test_the_operator_takes_lists():
     assert set(torch.library.opcheck(torch.ops.tilewise.attention, arguments, test_utils=checks).values()) == {
         "SUCCESS"
     }
+
+
+def test_lists_go_with_a_bias_a_sink_and_dropout():
+    interpreted()
+    x, mask = operands(), MASKS["causal and dense"]()
+    learned = {"score": tw.Bias(torch.randn(H, M, N, requires_grad=True)), "sink": torch.randn(H, requires_grad=True)}
+    options = {**learned, "dropout": 0.3, "seed": 5, "backend": "triton"}
+    agree(x, mask, tw.listed(mask, *x, **options), **options)

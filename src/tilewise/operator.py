@@ -19,27 +19,31 @@ from .backend import select
 from .check import check_contents, describe, describe_fake
 from .count import COUNTING, count_ran
 from .import_hook import when_imported
-from .problem import Operands, Recipe, Saved, batched_ranks
+from .problem import Operands, Problem, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
 PLAIN = {Tensor, torch.nn.Parameter}
 """Classes whose memory a back end may read directly; another subclass may store its data anywhere."""
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 Longest = tuple[int, int]
+Call = tuple[Recipe, Longest, Problem | None]
+"""Everything about a call but its tensors; the Problem where the caller has described it already."""
 Tensors = Sequence[Any]
 """q, k, v, then every extra operand; if packed, qkv, None, None, then those. Gradients come in the same order."""
 
 
-def attend(x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> tuple[Tensor, Tensor]:
-    """Return o and lse, differentiable, by the operator or the eager path."""
+def attend(
+    x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
     refuse_forward_mode(*x)
     if intercepted(*_present(x if seed is None else (*x, seed))):
         return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
-        return _Transformed.apply(recipe, longest, seed, *x)
+        return _Transformed.apply((recipe, longest, None), seed, *x)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in x):
-        return _forward(x, seed, recipe, longest)[:2]
-    return _apply_eager(recipe, longest, seed, *x)
+        return _forward(x, seed, recipe, longest, problem)[:2]
+    return _apply_eager((recipe, longest, problem), seed, *x)
 
 
 def attend_backward(
@@ -102,9 +106,11 @@ def _operands(tensors: Tensors) -> Operands:
     return Operands(q, k, v, tuple(tensors[3:]))
 
 
-def _forward(tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest) -> Saved:
+def _forward(
+    tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
+) -> Saved:
     x = _operands(tensors)
-    problem = describe(x, recipe, longest)
+    problem = problem or describe(x, recipe, longest)
     if CHECK or not x.q.is_cuda:
         check_contents(problem, x)
     backend = select(problem)
@@ -154,26 +160,26 @@ class _Eager(ReverseMode):
     """The eager path: it has no dispatcher between autograd and the back end."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        saved = _forward(tensors, seed, recipe, longest)
-        ctx.call = recipe, longest
+    def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
+        saved = _forward(tensors, seed, *call)
+        ctx.call = call[:2]
         ctx.save_for_backward(*tensors, saved.o, saved.lse, saved.seed, *saved.kept)
         ctx.set_materialize_grads(False)
         return saved.o, saved.lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 3
+        given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
         tensors, (o, lse, seed, *kept) = given[:count], given[count:]
         recipe, longest = ctx.call
-        wanted = tuple(ctx.needs_input_grad[6:])
+        wanted = tuple(ctx.needs_input_grad[5:])
         if do is None and dlse is None:
-            return (None,) * (3 + len(tensors))
+            return (None,) * (2 + len(tensors))
         call = recipe, longest, wanted
         if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
             grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
-            return None, None, None, *_spread(grads, recipe.packed, wanted)
-        return None, None, None, *_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
+            return None, None, *_spread(grads, recipe.packed, wanted)
+        return None, None, *_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
 
 
 _apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
@@ -184,19 +190,19 @@ class _Transformed(_Eager):
     """The same path under torch.func's transforms, which need a separate setup_context and a rule for vmap."""
 
     @staticmethod
-    def forward(recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return _forward(tensors, seed, recipe, longest)[:2]
+    def forward(call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
+        return _forward(tensors, seed, *call)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        recipe, longest, seed, *tensors = inputs
-        ctx.call = recipe, longest
+        call, seed, *tensors = inputs
+        ctx.call = call[:2]
         ctx.save_for_backward(*tensors, *output, seed)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, recipe: Recipe, longest: Longest, seed: Tensor | None, *tensors: Tensor) -> Any:
-        return _vmap(info.batch_size, in_dims[3:], in_dims[2], tensors, seed, recipe, longest)
+    def vmap(info: Any, in_dims: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
+        return _vmap(info.batch_size, in_dims[2:], in_dims[1], tensors, seed, *call[:2])
 
 
 class _Gradient(ReverseMode):

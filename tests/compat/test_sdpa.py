@@ -395,11 +395,10 @@ def on(target, M, N, D=64, dtype=torch.bfloat16, causal=False, mask=()):
         ("sm_80", 255, 256, {}, True, "short"),
     ],
 )
-def test_measured_rows_decide(monkeypatch, target, M, N, more, gradients, against):
-    monkeypatch.setattr(sdpa, "_described", lambda x, recipe: (on(target, M, N, **more), "hopper"))
+def test_measured_rows_decide(target, M, N, more, gradients, against):
     x = torch.zeros(1, requires_grad=gradients)
     with sdpa.use(devices=("cuda",)):
-        reason = sdpa._against_running(Operands(x, x, x, ()), Recipe())
+        reason = sdpa._against_running(Operands(x, x, x, ()), on(target, M, N, **more), "hopper")
     assert reason is None if against is None else against in reason
 
 

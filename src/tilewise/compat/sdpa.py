@@ -179,12 +179,14 @@ def _route(
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
         try:
             x, recipe, longest = check_arguments(q, k, v, mask, score, scale, None, dropout_p, None, None, False, None)
-            against = _against_running(x, recipe)
+            problem, name = _described(x, recipe)
+            against = _against_running(x, problem, name)
         except (TypeError, ValueError) as error:
             against = str(error).partition(";")[0]
         else:
             if against is None:
-                o = attend((*x[:3], *x.extra), dropout_seed(None, x.q, recipe.dropout), recipe, longest)[0]
+                seed = dropout_seed(None, x.q, recipe.dropout)
+                o = attend((*x[:3], *x.extra), seed, recipe, longest, problem)[0]
                 return o.transpose(1, 2) if query.ndim == 4 else o[:, :, 0] if query.ndim == 3 else o[0, :, 0]
     if COUNTING:
         count_handed_back(against)
@@ -257,10 +259,9 @@ def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, t
     return (Dense(seen), ()) if seen.dtype == torch.bool else (Full(), (Bias(seen),))
 
 
-def _against_running(x: Operands, recipe: Recipe) -> str | None:
+def _against_running(x: Operands, problem: Problem, name: str | None) -> str | None:
     """Return why a call is left to PyTorch although tilewise can express it: no back end, or it would not be faster."""
     settings = _installed.settings if _installed else Settings((), True)
-    problem, name = _described(x, recipe)
     if name is None:
         return f"no back end takes it on {problem.target}"
     if settings.always:

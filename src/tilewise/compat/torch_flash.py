@@ -12,17 +12,19 @@ and calls that no back end takes. Rows that see no key have lse = -inf.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_backward, with_defaults
+from ..api import with_defaults
 from ..backend import select
-from ..check import check_arguments, describe
+from ..check import check_arguments, check_results, describe
 from ..count import COUNTING, count_handed_back
 from ..layout import Varlen
 from ..mask import Causal, Full, Window
+from ..operator import attend, attend_backward
+from ..problem import Operands, Problem, Recipe, Saved
 from .sdpa import check_devices
 
 __all__ = ["register"]
@@ -50,6 +52,15 @@ def register(name: str = "tilewise", devices: Sequence[str] = ("cuda",)) -> None
     torch.nn.attention.register_flash_attention_impl(name, register_fn=lambda: Handle(taken))
 
 
+class Call(NamedTuple):
+    """Hold a call in tilewise's terms."""
+
+    x: Operands
+    recipe: Recipe
+    longest: tuple[int, int]
+    problem: Problem
+
+
 class Handle:
     """Override both operators until `remove`."""
 
@@ -67,8 +78,8 @@ class Handle:
         """Compute `_flash_attention_forward`, or hand it back."""
         *call, return_debug_mask = args
         given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **options)
-        if isinstance(given, dict):
-            o, lse = attention(q, k, v, return_lse=True, **given)
+        if isinstance(given, Call):
+            o, lse = attend((*given.x[:3], *given.x.extra), None, *given[1:])
             return o, lse, torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0), q.new_empty(0)
         if COUNTING and q.device.type in self.devices:
             count_handed_back(given)
@@ -79,8 +90,12 @@ class Handle:
     ) -> Any:
         """Compute `_flash_attention_backward` of what `forward` has taken."""
         given = self.translated(q, k, v, *args[:-2], **options)
-        if isinstance(given, dict):
-            return attention_backward(do, q, k, v, o, lse, **given)
+        if isinstance(given, Call):
+            x, recipe, longest, _ = given
+            check_results(x, recipe, do=do, o=o, lse=lse, dlse=None, delta=None)
+            wanted = (False,) * len(x.extra)
+            saved = Saved(o.contiguous(), lse)
+            return attend_backward((*x[:3], *x.extra), saved, do, None, recipe, longest, wanted)[:3]
         return BACKWARD.redispatch(keys.remove(SELECT), do, q, k, v, o, lse, *args, **options)
 
     def translated(
@@ -100,8 +115,8 @@ class Handle:
         window_size_right: int | None = None,
         num_splits: int | None = None,
         **unknown: Any,
-    ) -> dict[str, Any] | str:
-        """Return the options of `attention` for a call, or why it is handed back. num_splits is a hint, and ignored."""
+    ) -> Call | str:
+        """Return a call in tilewise's terms, or why it is handed back. num_splits is a hint, and ignored."""
         if q.device.type not in self.devices:
             return "another device"
         if named := [name for name, value in unknown.items() if value is not None]:
@@ -116,7 +131,8 @@ class Handle:
             every = with_defaults("attention", options)
             del every["seed"], every["return_lse"]
             x, recipe, longest = check_arguments(q, k, v, **every)
-            select(describe(x, recipe, longest))
+            problem = describe(x, recipe, longest)
+            select(problem)
         except (TypeError, ValueError) as error:
             return str(error).partition(";")[0]
-        return options
+        return Call(x, recipe, longest, problem)

@@ -112,9 +112,8 @@ def main_launch(
 ) -> Launch:  # fmt: skip
     """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
-    Q, K, V = (Descriptor(t, *seen) for t, seen in zip(x[:3], pl.boxes[4:], strict=True))
-    box_shape = (row.B_c, 8192 // row.B_c) if row.split_dkdv else (64, D)
-    dK, dV = (Descriptor(t, *box(t.shape, t.stride(), *box_shape, p)) for t in grads[1:3])
+    tensors = *x[:3], grads.k, grads.v
+    Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
     dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
     arguments = (

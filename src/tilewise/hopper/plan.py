@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..host.launch import cdiv, device_values, lengths
 from ..mask import OPEN
-from ..problem import KINDS, Problem, hides_later_keys
+from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
 from ..score import SoftCap
 from ..tile.ranges import Variant
 from ..tile.schedule import assign
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     c: float
     """Turns logits into base 2, as a factor."""
     boxes: tuple[Box, ...]
-    """Describe q, k, v and o to the forward's TMA, then q, k and v to the backward's."""
+    """Describe q, k, v and o to the forward's TMA, then q, k, v, dk and dv to the backward's."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
@@ -83,7 +83,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
         box(p.v.shape, p.v.stride, row.B_c, D, p), box(o, contiguous(o), 64, D, p),
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
-        box(p.v.shape, p.v.stride, back.B_c, D, p),
+        box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
@@ -97,6 +97,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {},
     )  # fmt: skip
+
+
+def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
+    """Describe dk and dv to TMA, with the strides that they will have."""
+    x = Operands(*[torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v)], ())
+    size = (row.B_c, 8192 // row.B_c) if row.split_dkdv else (64, padded(p))
+    return [box(t.shape, t.stride(), *size, p) for t in empty_parts(p, x)[1:]]
 
 
 def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:

@@ -235,8 +235,10 @@ def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -
 
 def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
+    if not p.biased:
+        return changes
     shift = scores.Part(DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, p.H, p.M, p.N))
-    return (*changes, shift) if p.biased else changes
+    return (*changes, shift)
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:

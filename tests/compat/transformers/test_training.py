@@ -1,9 +1,13 @@
 """What trainings do besides a forward: checkpoints, dropout, autocast, adapters, the Trainer, other processes."""
 
+from functools import partial
+
 import pytest
 import torch
 from compat.transformers.models import difference, forward, inputs, make, spawned, transformers
 from torch import Tensor
+
+from tilewise.compat.transformers import layer, view
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 SOME = ("llama", "gpt_oss", "gemma2")
@@ -161,3 +165,23 @@ def test_compile_in_one_graph(name, form):
         assert difference(got, wanted) < 1e-5
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_all_layers_share_the_lists_of_a_mask(reentrant, monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("runs in Triton's interpreter")
+    from tilewise.host.launch import Launch
+
+    names, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self, *at: names.append(self.kernel.fn.__name__) or run(self, *at))
+    monkeypatch.setattr(layer, "attention", partial(layer.attention, backend="triton"))
+    monkeypatch.setattr(view, "listed", partial(view.listed, backend="triton"))
+    model = make("llama").train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    given = inputs("llama", "packed")
+    assert difference(*both(model, lambda: forward(model, given))) < 1e-5
+    assert names.count("attention_forward") == (2 if reentrant is None else 4)
+    assert 0 < names.count("attention_list_tiles") <= 3

@@ -63,7 +63,11 @@ def attend(
     sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
     options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
     if cu is None:
-        return attention(q, k[:, :N], v[:, :N], mask=mask, score=scores, **options), None
+        k, v, options["score"] = k[:, :N], v[:, :N], scores
+        if isinstance(attention_mask, MaskView):
+            gradients = torch.is_grad_enabled() or module.training  # a checkpoint recomputes what runs without
+            mask = attention_mask.listed(mask, q, k, v, gradients, options)
+        return attention(q, k, v, mask=mask, **options), None
     if packed is None or q.shape[0] != 1:
         raise Unsupported(
             "cu_seq_lens_q came with padding, chunks or several rows, and then its documents cannot be told apart; "

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...check import autocast_type
+from ...listed import listed
 from ...mask import Dense, Mask
+from ...operator import intercepted, transformed
 from ...problem import Unsupported
 
 DRAWN = (
@@ -68,6 +71,7 @@ class MaskView:
     ) -> None:
         self.shape, self._asked, self._settle, self._draw, self._reason = shape, asked, settle, draw, reason
         self._values: Values | None = None
+        self._listed: dict[Any, Mask] = {}
         self._drawn: Tensor | None = None
         if asked:
             _waiting.views.append(weakref.ref(self))
@@ -77,6 +81,22 @@ class MaskView:
         if self._values is None:
             _settle(self)
         return self._values  # type: ignore[return-value]
+
+    def listed(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor, gradients: bool, options: dict[str, Any]) -> Mask:
+        """Return the view's mask with its tiles listed: once for all layers whose q, k, v and options are alike.
+
+        Any other mask is returned as it is, and so is every mask where tensors are traced or transformed.
+        """
+        ours = self._values is not None and mask is self._values.mask
+        if not ours or all([part.interval for part in mask.parts]) or intercepted(q, k, v) or transformed():
+            return mask
+        kinds = tuple([type(score) for score in options["score"]])
+        chosen = options["sink"] is None, options["dropout"] > 0.0, options["deterministic"], gradients
+        like = (*[(t.shape, t.dtype, t.device) for t in (q, k, v)], kinds, *chosen, autocast_type(q))
+        if like not in self._listed:
+            with torch.set_grad_enabled(gradients):
+                self._listed[like] = listed(mask, q, k, v, **options)
+        return self._listed[like]
 
     def tensor(self, reason: str = "a model reads its mask as a tensor") -> Tensor:
         """Return the bool tensor (B, 1, M, N), true where the query sees the key. `reason`: for the warning."""
@@ -100,8 +120,12 @@ class MaskView:
     def to(self, device: Any, **kwargs: Any) -> "MaskView":
         """Return the view with its values on a device, where accelerate moves what a layer gets."""
         mask, keys, intervals = self.values()
-        moved = Values(mask.to(device), keys, intervals)
-        return MaskView(self.shape, (), lambda _: moved, lambda: self.tensor().to(device), "")
+        moved = mask.to(device)
+        tensors = [[t for part in each.parts for t in part.tensors] for each in (mask, moved)]
+        if all([here is there for here, there in zip(*tensors, strict=True)]):
+            return self
+        values = Values(moved, keys, intervals)
+        return MaskView(self.shape, (), lambda _: values, lambda: self.tensor().to(device), "")
 
     def __getattr__(self, name: str) -> Any:
         return object.__getattribute__(self, name) if name.startswith("__") else getattr(self.tensor(), name)
