@@ -98,7 +98,7 @@ def run(target: str, given: dict[str, Any], backward: bool = True) -> None:
     saved = select(p).forward(p, x, torch.zeros((), dtype=torch.int64) if recipe.dropout else None)
     for dlse in (None, saved.lse)[: (1 + lse) * backward]:
         p = describe(x, recipe, longest, tuple(t.requires_grad for t in x.extra))._replace(target=target)
-        select(p).backward(p, x, saved, torch.zeros_like(saved.o), dlse)
+        select(p, backward=True).backward(p, x, saved, torch.zeros_like(saved.o), dlse)
 
 
 def small() -> dict[str, Any]:

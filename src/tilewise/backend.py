@@ -24,6 +24,10 @@ class Backend(Protocol):
         """Return the reasons against running the problem; empty if it can. Allocate nothing, and run nothing."""
         ...
 
+    def slower(self, problem: Problem, backward: bool) -> bool:
+        """Tell whether the next back end that takes the problem is measured to be faster in one of its two passes."""
+        ...
+
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles and kernels that the problem would use, as text."""
         ...
@@ -102,14 +106,16 @@ def refusals(problem: Problem) -> dict[str, list[str]]:
 
 
 @lru_cache(4096)
-def select(problem: Problem) -> Backend:
-    """Return the requested back end, or the first that accepts the problem.
+def select(problem: Problem, backward: bool = False) -> Backend:
+    """Return the requested back end, or the first that accepts the problem and is not slower, for one of two passes.
 
-    Raise Unsupported with the reasons of the requested one, or of all.
+    Every back end's backward takes what another one's forward saved. Raise Unsupported with the reasons of the
+    requested one, or of all.
     """
-    for name in candidates(problem):
-        if not load(name).why_not(problem):
-            return load(name)
+    able = (load(name) for name in candidates(problem) if not load(name).why_not(problem))
+    first = next(able, None)
+    if first is not None:
+        return next(able, first) if not problem.recipe.backend and first.slower(problem, backward) else first
     asked = problem.recipe.backend
     remedy = "leave backend out to have one chosen" if asked else "change the argument named, or move the tensors"
     lines = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals(problem).items() if asked in (None, name))

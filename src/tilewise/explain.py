@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .api import SIGNATURE, with_defaults
-from .backend import candidates, load, refusals
+from .backend import candidates, refusals, select
 from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
@@ -17,18 +17,25 @@ from .problem import Operands, Problem, Recipe, matmul_setting, target_of
 class Explanation:
     """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
 
-    `backend` is None if every back end refuses. `refusals` holds the reasons against each one.
+    `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
+    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles.
     """
 
     backend: str | None
     tiles: str
     refusals: dict[str, list[str]]
+    backward: str | None = None
+    backward_tiles: str = ""
 
     def __str__(self) -> str:
         lines = [f"{'back end':<10}{'verdict'}"]
         for name, reasons in self.refusals.items():
-            if name == self.backend:
+            if name == self.backend == self.backward:
                 lines.append(f"{name:<10}runs this: {self.tiles}")
+            elif name == self.backend:
+                lines.append(f"{name:<10}runs the forward: {self.tiles}")
+            elif name == self.backward:
+                lines.append(f"{name:<10}runs the backward: {self.backward_tiles}")
             elif reasons:
                 lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
             else:
@@ -46,7 +53,8 @@ def explain(
         device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
 
     Returns:
-        An Explanation with .backend (None if all refuse), .tiles and .refusals. Print it to see a table.
+        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward and .backward_tiles. Print it to
+        see a table.
 
     Raises:
         TypeError, ValueError: as for `attention`.
@@ -57,8 +65,10 @@ def explain(
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     problem = problem_on(x, recipe, longest, device)
     against = refusals(problem)
-    chosen = next((name for name in candidates(problem) if not against[name]), None)
-    return Explanation(chosen, load(chosen).tiles(problem) if chosen else "", against)
+    if all(against[name] for name in candidates(problem)):
+        return Explanation(None, "", against)
+    one, other = select(problem), select(problem, backward=True)
+    return Explanation(one.name, one.tiles(problem), against, other.name, other.tiles(problem))
 
 
 spell_out(explain, SIGNATURE)

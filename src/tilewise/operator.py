@@ -129,7 +129,7 @@ def _backward(
     do, dlse = _readable(do), _readable(dlse)
     x = _operands(tensors)
     problem = describe(x, *call)
-    grads = select(problem).backward(problem, x, saved, do, dlse)
+    grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
     return *own, *grads.extra
 

@@ -48,9 +48,24 @@ def test_what_it_refuses_goes_to_the_portable_kernels(given, words):
     assert words in "; ".join(reasons)
 
 
-@pytest.mark.parametrize("given", [{"S": 64}, {"deterministic": True, "mask": tw.Causal()}])
+@pytest.mark.parametrize("given", [{"S": 72}, {"deterministic": True, "mask": tw.Causal()}])
 def test_it_takes_small_and_deterministic_calls(given):
     assert ask(**given)[0] == "hopper"
+
+
+def test_of_the_shortest_calls_each_back_end_runs_the_pass_in_which_it_is_faster():
+    for D, S, forward, backward in (
+        (64, 64, "hopper", "triton"), (64, 65, "hopper", "hopper"), (128, 64, "triton", "hopper"),
+        (128, 65, "hopper", "hopper"), (256, 64, "hopper", "hopper"),
+    ):  # fmt: skip
+        q = torch.empty(2, S, 16, D, dtype=torch.bfloat16, device="meta")
+        found = tw.explain(q, q, q, device="sm_90")
+        assert (found.backend, found.backward) == (forward, backward), found
+        assert ("runs this" in str(found)) == (forward == backward)
+        assert found.tiles
+        assert found.backward_tiles
+        named = tw.explain(q, q, q, device="sm_90", backend="hopper")
+        assert named.backend == named.backward == "hopper"
 
 
 def test_addresses_that_tma_cannot_reach_are_named():

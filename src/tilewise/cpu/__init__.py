@@ -24,6 +24,9 @@ class Cpu:
             return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
         return []
 
+    def slower(self, problem: Problem, backward: bool) -> bool:
+        return False
+
     def tiles(self, problem: Problem) -> str:
         """Describe the path taken, and the tile size of the tiled path."""
         heads, rows, columns = choose_tiles(problem)

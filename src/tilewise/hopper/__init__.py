@@ -11,7 +11,10 @@ from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
-from .tiles import KINDS, current, current_fp32, precision
+from .tiles import KINDS, current, current_fp32, padded, precision
+
+SHORTEST = 64
+"""Tokens up to which a tile of these kernels is mostly empty."""
 
 
 class Hopper:
@@ -40,6 +43,13 @@ class Hopper:
         if p.recipe.deterministic and p.listed:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against
+
+    def slower(self, problem: Problem, backward: bool) -> bool:
+        """Tell whether the portable kernels are faster: their backward at head size 64, and their forward at 128, for
+        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`)."""
+        p, recipe = problem, problem.recipe
+        plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
+        return plain and max(p.M, p.N) <= SHORTEST and padded(p) == (64 if backward else 128)
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the two main kernels."""

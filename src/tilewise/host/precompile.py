@@ -44,13 +44,12 @@ def launches(call: Call) -> list[Launch]:
     found: list[Launch] = []
     token = RECORDED.set(found)
     try:
-        backend = select(p)
-        saved = backend.forward(p, x, seed)
+        saved = select(p).forward(p, x, seed)
         if call.wanted is not None:
             p = p._replace(wanted=call.wanted)
             do = meta_tensor(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
             for dlse in (None, saved.lse)[: 1 + call.lse]:
-                backend.backward(p, x, saved, do, dlse)
+                select(p, backward=True).backward(p, x, saved, do, dlse)
     finally:
         RECORDED.reset(token)
     return found

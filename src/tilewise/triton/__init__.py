@@ -31,6 +31,9 @@ class Portable:
             against.append(f"precision {problem.recipe.precision!r} is not available on {problem.target}; it has {has}")
         return against
 
+    def slower(self, problem: Problem, backward: bool) -> bool:
+        return False
+
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the three kernels."""
         parts = [
