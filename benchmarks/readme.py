@@ -9,8 +9,7 @@ from typing import Any
 
 from studies.accuracy import measure as study
 from studies.accuracy.page import findings_of
-from studies.bench.costs import OURS
-from studies.bench.results import load, repeated, rows_of
+from studies.bench.results import OURS, load, repeated, rows_of
 from studies.bench.suites import BACKWARD, FORWARD
 from studies.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 from studies.pages import field

@@ -12,7 +12,7 @@ from studies.accumulation.speed import Time
 from studies.accuracy import measure as accuracy
 from studies.accuracy.page import findings_of
 from studies.bench.accuracy import NAMES
-from studies.bench.costs import OURS
+from studies.bench.results import OURS
 from studies.bench.tables import EFFICIENT, STANDARD, geometric_mean, is_ours, markdown
 from studies.pages.fp32 import WAYS_TABLE
 from studies.pages.marked import write as fill

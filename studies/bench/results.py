@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilewise import explain
 from tilewise.cli.machine import device_name, versions
 from tilewise.problem import target_of
 
@@ -25,6 +26,8 @@ from .variants import VARIANTS
 OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
 DIGITS = 6
 """Significant digits of a measured number in a file: enough that no page shows another number."""
+OURS = "tilewise"
+"""The implementation that is asked for nothing more."""
 EXACT = {"case", "point", "combination", "settings", "losses"}
 """What keeps every digit: inputs, and losses, whose differences are read."""
 WIDTH = 120
@@ -78,12 +81,19 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     ours = "triton" if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32") else "hopper"
     kind = "fp32 " if case.dtype == "fp32" else ""
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
-    names = {f"{ours} {kind}{name} D{size}" for name in passes}
+    names = {f"{_run_by(case, name) if implementation == OURS else ours} {kind}{name} D{size}" for name in passes}
     names = {name if name in known else name.replace("hopper", "triton") for name in names}
     varied = VARIANTS.get(implementation, case.varied)
     names |= {f"mask {part.device}" for part in (*case.mask.parts, *varied.mask.parts)}
     names |= {f"score {score.device}" for score in varied.score(case.heads, torch.device("cpu"))}
     return names | ({"ablation"} if change else set())
+
+
+def _run_by(case: Case, pass_: str) -> str:
+    """Return the back end on Hopper whose kernels a pass of a plain call runs."""
+    q = torch.empty(case.shape, dtype=case.type, device="meta")
+    found = explain(q, q, q, mask=case.mask, device="sm_90")
+    return (found.backward if pass_ == BACKWARD else found.backend) or "hopper"
 
 
 def slug(name: str) -> str:

@@ -7,15 +7,15 @@ from dataclasses import replace
 from statistics import median_high
 from typing import NamedTuple
 
-from .costs import OURS, Cost, costs
+from .costs import Cost, costs
 from .peers import CHANGED
-from .results import OK, REFUSED, WRONG, Row
+from .results import OK, OURS, REFUSED, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
 from .variants import VARIANTS
 
 NUMBER = re.compile(r"\**[-+<]?\d")
 """How a number begins, bold or not."""
-CUDNN, STANDARD, EFFICIENT = "sdpa cudnn", "standard", "sdpa efficient"
+CUDNN, FLASH, STANDARD, EFFICIENT = "sdpa cudnn", "sdpa flash", "standard", "sdpa efficient"
 
 
 def is_ours(name: str) -> bool:
@@ -305,6 +305,15 @@ def _short_cpu(rows: Sequence[Row]) -> list[str]:
     return [f"{row.of}, {row.pass_}: {r:.2f} of the speed of sdpa." for row, r in found.items()]
 
 
+def _short(rows: Sequence[Row]) -> list[str]:
+    """Say where the fastest of PyTorch's kernels is faster, and by how much."""
+    against = [ratios(rows, peer, lambda row: row.milliseconds) for peer in (CUDNN, FLASH)]
+    found = {row: min(each[row] for each in against if row in each) for row in {**against[0], **against[1]}}
+    slower = {row: r for row, r in found.items() if r < 1}
+    lines = [f"tilewise is at least as fast as cuDNN and flash in {len(found) - len(slower)} of {len(found)} cells."]
+    return lines + [f"{row.of}, {row.pass_}: {r:.2f} of the speed of the faster." for row, r in slower.items()]
+
+
 def _llmc(rows: Sequence[Row]) -> list[str]:
     lines = []
     for ours in _unique(row.implementation for row in rows if is_ours(row.implementation)):
@@ -348,6 +357,7 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "long": _long,
     "cpu": _cpu,
     "short-cpu": _short_cpu,
+    "short": _short,
     "llmc": _llmc,
     "ablation": _ablation,
     "variants": _variants,

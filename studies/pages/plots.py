@@ -10,9 +10,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from ..bench.costs import OURS, Cost, costs
+from ..bench.costs import Cost, costs
 from ..bench.peers import CHANGED
-from ..bench.results import OK, Row
+from ..bench.results import OK, OURS, Row
 from ..bench.suites import BOTH, Case
 from ..bench.tables import (
     EFFICIENT,

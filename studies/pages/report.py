@@ -15,8 +15,7 @@ from ..accumulation.page import section as accumulation_section
 from ..accuracy import measure as study
 from ..accuracy.page import section as accuracy_section
 from ..bench import state
-from ..bench.costs import OURS
-from ..bench.results import OK, changed, kernels_of, load, rows_of
+from ..bench.results import OK, OURS, changed, kernels_of, load, rows_of
 from ..bench.suites import SUITES
 from ..bench.tables import (
     COST,

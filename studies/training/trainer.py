@@ -20,9 +20,9 @@ from torch import Tensor
 import tilewise as tw
 
 from .. import environment
-from ..bench.costs import OURS
 from ..bench.measure import Resident, pace, sample, spread, synchronize
 from ..bench.peers import PEERS
+from ..bench.results import OURS
 from ..bench.suites import Case
 from ..bench.tables import is_ours
 from .contests import MOVED

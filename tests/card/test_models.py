@@ -17,6 +17,7 @@ from tilewise.compat.transformers import install, uninstall  # noqa: E402
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can answer"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),  # transformers sets it
 ]
 N = 8192
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

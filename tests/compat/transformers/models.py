@@ -103,7 +103,7 @@ def forward(model: Any, given: dict[str, Any]) -> list[Tensor]:
     logits = model(**given).logits
     real = given.get("attention_mask")
     seen = logits * real[..., None] if real is not None and real.shape == logits.shape[:2] else logits
-    (seen * torch.linspace(-1, 1, seen.numel()).reshape(seen.shape)).sum().backward()
+    (seen * torch.linspace(-1, 1, seen.numel(), device=seen.device).reshape(seen.shape)).sum().backward()
     return [seen.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
