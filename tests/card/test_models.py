@@ -1,6 +1,7 @@
 """Models on a GPU: transformers' families in bf16, and what a training step of large layers and of nanoGPT costs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -53,7 +54,14 @@ def halved(given):
 
 
 def errors(found, exact):
-    return [((a.float() - b).abs().max() / (1e-6 + b.abs().max())).item() for a, b in zip(found, exact, strict=True)]
+    """The largest error of each result, relative to its largest entry; one that is 0 but for rounding (the gradient of
+    a bias of K) is compared with the others."""
+    least = 1e-2 * max(b.abs().max() for b in exact)
+    return [((a.float() - b).abs().max() / max(least, b.abs().max())).item() for a, b in zip(found, exact, strict=True)]
+
+
+def number(version):
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 @pytest.mark.parametrize("form", ["right", "left", "packed"])
@@ -69,27 +77,29 @@ def test_bf16_is_as_accurate_as_eager(name, form):
     model.set_attn_implementation("tilewise")
     with tw.count_calls() as calls:
         ours = errors(forward(model, given), exact)
+    if name == "t5" and number(transformers.__version__) < (5, 18):
+        pytest.skip("before transformers 5.18 it has attention of its own")
     assert calls.ran.total() > 0
     assert calls.ran.keys() <= {"hopper", "triton"}
     assert ours[0] <= 2 * eager[0]
     assert max(ours) <= 2 * max(eager)
 
 
-def medians(calls: dict[str, Callable[[], None]], rounds: int = 7) -> dict[str, float]:
-    """Milliseconds of each call, round by round, so that all see the same clocks."""
-    for call in calls.values():
-        for _ in range(3):
-            call()
+def medians(calls: dict[str, tuple[Callable, Callable[[], None]]], rounds: int = 7) -> dict[str, float]:
+    """Milliseconds of each call in its context, round by round, so that all see the same clocks."""
     found = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(3):
+    for turn in range(rounds + 1):
+        for name, (context, call) in calls.items():
+            with context():
                 call()
-            end.record()
-            torch.cuda.synchronize()
-            found[name].append(begin.elapsed_time(end) / 3)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(3):
+                    call()
+                end.record()
+                torch.cuda.synchronize()
+            if turn:  # the first round compiles
+                found[name].append(begin.elapsed_time(end) / 3)
     return {name: sorted(times)[rounds // 2] for name, times in found.items()}
 
 
@@ -116,7 +126,7 @@ def test_cost_of_a_training_step_of_large_layers(name, monkeypatch):
         return torch.cuda.max_memory_allocated()
 
     kinds = ("tilewise", *others, "flex_attention")
-    times = medians({kind: lambda kind=kind: step(kind) for kind in kinds})
+    times = medians({kind: (nullcontext, lambda kind=kind: step(kind)) for kind in kinds})
     masked, plain = peak(real), peak(None)
     print(
         f"{name}: {', '.join(f'{kind} {t:.2f} ms' for kind, t in times.items())}; a mask takes {masked - plain} bytes"
@@ -137,13 +147,9 @@ def test_cost_of_a_training_step_of_nanogpt(monkeypatch):
         model.zero_grad()
         model(x).float().square().mean().backward()
 
-    def ours():
-        with sdpa.use():
-            step()
-
-    with tw.count_calls() as calls:
-        ours()
-    times = medians({"before": step, "after": ours})
+    with tw.count_calls() as calls, sdpa.use():
+        step()
+    times = medians({"before": (nullcontext, step), "after": (sdpa.use, step)})
     rates = {name: 12 * 1024 / t for name, t in times.items()}
     print(f"nanoGPT: {', '.join(f'{name} {rate:.1f} tokens/ms' for name, rate in rates.items())}; {calls.ran}")
     assert calls.ran == {"hopper": 12} or torch.cuda.get_device_capability() != (9, 0)
