@@ -101,9 +101,9 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 
 def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
     """Describe dk and dv to TMA, with the strides that they will have."""
-    x = Operands(*[torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v)], ())
+    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
     size = (row.B_c, 8192 // row.B_c) if row.split_dkdv else (64, padded(p))
-    return [box(t.shape, t.stride(), *size, p) for t in empty_parts(p, x)[1:]]
+    return [box(t.shape, t.stride(), *size, p) for t in empty_parts(p, Operands(q, k, v, ()))[1:]]
 
 
 def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
