@@ -184,7 +184,7 @@ def test_models_of_transformers_run_on_it(folder):
     environment = os.environ | {
         "LOCAL_KERNELS": f"owner/tilewise={folder}",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", MODELS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
