@@ -7,6 +7,7 @@
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
 #   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
 #   make report                        the pages of docs/results and the README's numbers from those results, and every picture
+#   make hub                           the repository that Hugging Face's `kernels` loads, in out/hub
 #   make versions                      part of the tests under the oldest and the newest PyTorch that Pythons here can have
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it
@@ -17,9 +18,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TRITON_NEWEST ?= triton==3.9.0
-# Other packages that tests run on tilewise, and that would bring another PyTorch. timm gets a separate folder: its
-# torchvision does not load with a CPU build, and transformers imports whichever it finds.
-ALONE := xformers ring-flash-attn yunchang
+# Other packages that tests run on tilewise, and that would bring another PyTorch, or, kernels, what checks signatures.
+# timm gets a separate folder: its torchvision does not load with a CPU build, and transformers imports whichever it finds.
+ALONE := xformers ring-flash-attn yunchang kernels
 WORKERS ?= auto
 OUT ?= out
 ARGS ?=
@@ -45,7 +46,7 @@ FOR_TEST :=
 FOR_SITE :=
 endif
 
-.PHONY: help demo test lint format pytest bench card report versions site wheel clean
+.PHONY: help demo test lint format pytest bench card report hub versions site wheel clean
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -78,6 +79,9 @@ card: $(FOR_TEST)
 report: $(FOR_DEMO)
 	$(PY) benchmarks/report.py
 	$(PY) docs/pictures/draw.py
+
+hub:
+	$(PYTHON) hub/write.py $(OUT)/hub
 
 # An environment for each pair, in a temporary folder: 5 to 7 GB each, and some minutes of downloads.
 versions:

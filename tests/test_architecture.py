@@ -94,6 +94,15 @@ def test_the_package_imports_no_study():
         assert not re.search(r"^\s*(import|from) studies\b", path.read_text(), re.MULTILINE), name
 
 
+def test_the_package_does_not_import_itself_by_name():
+    """Under another name, as Hugging Face's kernels loads it, that would be a second copy."""
+    for name, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            absolute = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            absolute += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [found for found in absolute if (found or "").partition(".")[0] == "tilewise"], name
+
+
 def test_back_ends_do_not_import_each_other():
     for name in files():
         home = name.partition("/")[0]

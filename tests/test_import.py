@@ -103,3 +103,15 @@ def test_a_watch_for_an_import_that_fails_or_never_comes_is_harmless():
     when_imported("colorsys", seen.append)
     print(json.dumps([module is colorsys for module in seen]))
     """) == [True, True]
+
+
+def test_several_may_wait_for_one_module():
+    """As copies of the package under other names do."""
+    assert run("""
+    from tilewise.import_hook import when_imported
+    seen = []
+    for name in "abc":
+        when_imported("colorsys", lambda module, name=name: seen.append(name + module.__name__))
+    import colorsys
+    print(json.dumps(sorted(seen)))
+    """) == ["acolorsys", "bcolorsys", "ccolorsys"]

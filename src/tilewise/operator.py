@@ -25,6 +25,9 @@ NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); us
 PLAIN = {Tensor, torch.nn.Parameter}
 """Classes whose memory a back end may read directly; another subclass may store its data anywhere."""
 CHECK = os.environ.get("TILEWISE_CHECK") == "1"
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
+"""Of the operators: the package's name, so that copies of it under other names can share a process."""
+OPERATORS = getattr(torch.ops, NAMESPACE)
 Longest = tuple[int, int]
 Call = tuple[Recipe, Longest, Problem | None]
 """Everything about a call but its tensors; the Problem where the caller has described it already."""
@@ -38,7 +41,7 @@ def attend(
     """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
     refuse_forward_mode(*x)
     if intercepted(*_present(x if seed is None else (*x, seed))):
-        return torch.ops.tilewise.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
+        return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply((recipe, longest, None), seed, *x)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in x):
@@ -54,7 +57,7 @@ def attend_backward(
     tensors = _present((*x, *saved[:3], do, dlse))
     if intercepted(*tensors):
         o, lse, seed, _ = saved
-        grads = torch.ops.tilewise.attention_backward(
+        grads = OPERATORS.attention_backward(
             do, dlse, *x[:3], list(x[3:]), seed, o, lse, recipe.encode(), *longest, list(wanted)
         )
         return _spread(grads, False, wanted)
@@ -227,7 +230,7 @@ class _Gradient(ReverseMode):
         return tuple(torch.stack(parts) for parts in zip(*grads, strict=True)), (0,) * len(grads[0])
 
 
-@torch.library.custom_op("tilewise::attention", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=())
 def attention_op(
     q: Tensor,
     k: Tensor | None,
@@ -242,7 +245,7 @@ def attention_op(
     return _forward((q, k, v, *extra), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
 
 
-@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::attention_backward", mutates_args=())
 def attention_backward_op(
     do: Tensor | None,
     dlse: Tensor | None,
@@ -293,7 +296,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
     wanted = ctx.needs_input_grad[3] or [False] * len(extra)
     if do is None and dlse is None:
         return None, None, None, [None] * len(extra), None, None, None, None
-    grads = torch.ops.tilewise.attention_backward(do, dlse, q, k, v, extra, seed, o, lse, *ctx.call, list(wanted))
+    grads = OPERATORS.attention_backward(do, dlse, q, k, v, extra, seed, o, lse, *ctx.call, list(wanted))
     dq, dk, dv, *learned = _spread(grads, k is None, wanted)
     return dq, dk, dv, learned, None, None, None, None
 
@@ -319,7 +322,7 @@ def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, extra: Any, seed: Any, re
 @attention_backward_op.register_vmap
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
     calls = [pick(args, in_dims, index) for index in range(info.batch_size)]
-    grads = [torch.ops.tilewise.attention_backward(*call) for call in calls]
+    grads = [OPERATORS.attention_backward(*call) for call in calls]
     return [torch.stack(parts) for parts in zip(*grads, strict=True)], [0] * len(grads[0])
 
 
@@ -401,8 +404,8 @@ def _pairs(q: Tensor, k: Tensor, extra: Sequence[Tensor], recipe: str, longest: 
 
 
 def _register_flops(counter: Any) -> None:
-    counter.register_flop_formula(torch.ops.tilewise.attention, get_raw=True)(_forward_flops)
-    counter.register_flop_formula(torch.ops.tilewise.attention_backward, get_raw=True)(_backward_flops)
+    counter.register_flop_formula(OPERATORS.attention, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(OPERATORS.attention_backward, get_raw=True)(_backward_flops)
 
 
 when_imported("torch.utils.flop_counter", _register_flops)

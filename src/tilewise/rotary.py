@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operator import CHECK, ReverseMode, intercepted, pick, refuse_forward_mode, transformed
+from .operator import CHECK, NAMESPACE, OPERATORS, ReverseMode, intercepted, pick, refuse_forward_mode, transformed
 from .problem import FLOATING_TYPES
 
 
@@ -107,7 +107,7 @@ def _rotate(
 def _apply(xs: list[Tensor], rotation: Rotation) -> list[Tensor]:
     """Rotate all xs, differentiably: by the operator if something intercepts operators, else by the eager path."""
     if intercepted(*xs, *[t for t in rotation[:4] if t is not None]):
-        return torch.ops.tilewise.rotary(xs, *rotation)
+        return OPERATORS.rotary(xs, *rotation)
     return list((_Transformed if transformed() else _Eager).apply(rotation, *xs))
 
 
@@ -182,7 +182,7 @@ def _vmap(
     ]
 
 
-@torch.library.custom_op("tilewise::rotary", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotary", mutates_args=())
 def rotary_op(
     xs: Sequence[Tensor],
     cos: Tensor,

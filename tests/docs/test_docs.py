@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from hub.write import write as write_hub
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
 
@@ -36,9 +37,10 @@ def snippets(page, language="python"):
 
 GUIDE = snippets("docs/use/guide.md")
 IN_ORDER = (
-    "quickstart", "with-sdpa", "with-transformers", "with-diffusers", "from-sdpa", "from-flash-attn",
+    "quickstart", "with-sdpa", "with-transformers", "with-diffusers", "with-hub", "from-sdpa", "from-flash-attn",
     "from-flexattention",
 )  # fmt: skip
+CLIENTS = {"with-transformers": "transformers", "with-diffusers": "diffusers", "with-hub": "kernels"}
 SOURCES = ("src", "studies", "benchmarks", "tests")
 
 
@@ -72,10 +74,12 @@ def test_the_guide_runs(index):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("page", IN_ORDER)
-def test_pages_for_newcomers_run_in_order(page, monkeypatch):
-    if page in ("with-transformers", "with-diffusers"):
-        client = page.removeprefix("with-")
+def test_pages_for_newcomers_run_in_order(page, monkeypatch, tmp_path):
+    if client := CLIENTS.get(page):
         pytest.importorskip(client, reason=f"{client} is not installed")
+    if page == "with-hub":
+        write_hub(tmp_path / "out" / "hub")
+        monkeypatch.chdir(tmp_path)
     blocks, module = snippets(f"docs/use/{page}.md"), ModuleType("newcomer")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks up its globals there
     assert len(blocks) >= 3

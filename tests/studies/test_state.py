@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import kernels
+import states
 
 from studies.bench import results, state
 from studies.bench.results import Row
@@ -139,11 +139,11 @@ def test_a_rename_carries_results_over_where_no_count_of_an_instruction_changed(
     edit(package / "tile/rotary.py", "OFFSETS", "STARTS")  # a field's name stands in the code
     edit(package / "hopper/tiles.py", "256: Forward(2, 64, 1, 2,", "256: Forward(2, 64, 1, 3,")
     assert changed(package) == ["hopper forward D256", "rotary"]
-    monkeypatch.setattr(kernels, "source", lambda *arguments: nullcontext(package.parent))
+    monkeypatch.setattr(states, "source", lambda *arguments: nullcontext(package.parent))
     counts = {"hopper forward D256 causal 1": {"HGMMA": 8}, "rotary 2": {"FMUL": 4}}
     later = counts | {"hopper forward D256 causal 1": {"HGMMA": 9}}
-    monkeypatch.setattr(kernels, "instructions", lambda tree: (counts if tree == kernels.ROOT else later).items())
-    (one,) = kernels.carry("a revision")
+    monkeypatch.setattr(states, "instructions", lambda tree: (counts if tree == states.ROOT else later).items())
+    (one,) = states.carry("a revision")
     before = state.states.__wrapped__(package, SM_90)
     assert (one["old"], one["new"]) == (before["rotary"], state.states(chips=SM_90)["rotary"])
     assert (one["kernel"], one["instructions"]) == ("rotary", 4)
@@ -151,12 +151,12 @@ def test_a_rename_carries_results_over_where_no_count_of_an_instruction_changed(
 
 
 def test_a_result_that_knows_its_commit_gets_the_states_of_it(package, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "source", lambda *arguments: nullcontext(package.parent))
+    monkeypatch.setattr(states, "source", lambda *arguments: nullcontext(package.parent))
     file, versions = tmp_path / "card.json", {"cuda": "13.0"}
     env = {"commit": "abc", "kernels": "told", "versions": versions}
     runs = {"paper": {"environment": env}, "long": {"environment": env | {"commit": "abc+", "kernels": "unknown"}}}
     file.write_text(json.dumps({"suites": runs}))
-    kernels.date([file])
+    states.date([file])
     assert json.loads(file.read_text())["kernels"] == {"told": state.states(chips=SM_90)}
 
 

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import tilewise as tw
+from ..layout import Varlen
+from ..mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
+from ..score import Alibi, Bias, Score, SoftCap
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
@@ -44,7 +46,7 @@ def arguments(
     layout = None
     if varlen:
         shapes = tuple((shape[0] * shape[1], *shape[2:]) for shape in shapes)
-        layout = tw.Varlen(_meta((B + 1,), torch.int32), _meta((B + 1,), torch.int32), M, N)
+        layout = Varlen(_meta((B + 1,), torch.int32), _meta((B + 1,), torch.int32), M, N)
     return dict(
         zip("qkv", (_meta(shape, DTYPES[dtype]) for shape in shapes), strict=True),
         mask=_masks(mask or [], window, (B, M, N)),
@@ -91,15 +93,15 @@ def numbers(name: str, text: str, count: int) -> list[int]:
     return found
 
 
-def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) -> tw.Mask:
+def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) -> Mask:
     B, M, N = sizes
     makers: dict[str, Any] = {
-        "full": tw.Full,
-        "causal": tw.Causal,
-        "prefix": lambda: tw.Prefix(_meta((B,), torch.int32)),
-        "padding": lambda: tw.Padding(_meta((B,), torch.int32)),
-        "documents": lambda: tw.Documents(_meta((B, M), torch.int32), _meta((B, N), torch.int32)),
-        "dense": lambda: tw.Dense(_meta((M, N), torch.bool)),
+        "full": Full,
+        "causal": Causal,
+        "prefix": lambda: Prefix(_meta((B,), torch.int32)),
+        "padding": lambda: Padding(_meta((B,), torch.int32)),
+        "documents": lambda: Documents(_meta((B, M), torch.int32), _meta((B, N), torch.int32)),
+        "dense": lambda: Dense(_meta((M, N), torch.bool)),
     }
     for name in names:
         if name not in makers:
@@ -109,18 +111,18 @@ def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) ->
         ends = window.split(",")
         if len(ends) != 2:
             raise ValueError(f"window must be left,right such as 1023,0, got {window!r}; write - for an open side")
-        parts.append(tw.Window(*(None if end == "-" else numbers("window", end, 1)[0] for end in ends)))
-    return reduce(and_, parts, tw.Full())
+        parts.append(Window(*(None if end == "-" else numbers("window", end, 1)[0] for end in ends)))
+    return reduce(and_, parts, Full())
 
 
-def _scores(softcap: float | None, alibi: bool, bias: str | None, H: int) -> list[tw.Score]:
-    scores: list[tw.Score] = []
+def _scores(softcap: float | None, alibi: bool, bias: str | None, H: int) -> list[Score]:
+    scores: list[Score] = []
     if softcap is not None:
-        scores.append(tw.SoftCap(softcap))
+        scores.append(SoftCap(softcap))
     if alibi:
-        scores.append(tw.Alibi(_meta((H,), torch.float32)))
+        scores.append(Alibi(_meta((H,), torch.float32)))
     if bias is not None:
-        scores.append(tw.Bias(_meta(tuple(numbers("bias", bias, bias.count(",") + 1)), torch.float32)))
+        scores.append(Bias(_meta(tuple(numbers("bias", bias, bias.count(",") + 1)), torch.float32)))
     return scores
 
 

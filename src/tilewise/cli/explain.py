@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import tilewise as tw
-
+from ..explain import explain as explain_call
 from ..problem import target_of
 from .calls import arguments, with_call
 from .console import out, print_json, sentences
@@ -21,7 +20,7 @@ def explain(
 ) -> None:
     """Say which back end would run a call, with which tiles, and why each other one would not."""
     with sentences():
-        plan = tw.explain(**arguments(**call), device=device or _here())
+        plan = explain_call(**arguments(**call), device=device or _here())
     if json:
         print_json(asdict(plan))
     else:

@@ -7,12 +7,12 @@ import torch
 import typer
 from rich.markup import escape
 
-import tilewise as tw
-
 from ..backend import ORDER, load
 from ..check import describe
 from ..compat.shadow import PACKAGES, who
+from ..explain import explain
 from ..host.tables import source_of_rows
+from ..mask import Causal
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
 from .machine import device_name, versions
@@ -64,5 +64,5 @@ def _probe(device: torch.device) -> Any:
 def backend_in_words(device: torch.device) -> str:
     """Name the back end that plain calls on this device get, and its tiles."""
     q = torch.zeros(1, 1024, 4, 32, device=device)
-    plan = tw.explain(q, q, q, mask=tw.Causal())
+    plan = explain(q, q, q, mask=Causal())
     return f"{plan.backend}: {plan.tiles}"

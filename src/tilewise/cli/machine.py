@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-import tilewise as tw
+from .. import __version__
 
 
 def device_name(device: torch.device) -> str:
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that matter."""
-    found = {"tilewise": tw.__version__, "python": platform.python_version()}
+    found = {"tilewise": __version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
     for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
         with suppress(importlib.metadata.PackageNotFoundError):

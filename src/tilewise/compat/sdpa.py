@@ -145,7 +145,7 @@ def _change(settings: Settings | None) -> None:
         library.impl(SDPA, _route, key)  # inference mode passes by the other one
     library.impl(FAST_PATH, _fast_path, "BackendSelect", with_keyset=True)  # all devices pass by this key
     # PyTorch keeps compiled code on disk by the graph, in which our operator and its own look alike
-    compiler.cache_key_tag = f"{before};tilewise.compat.sdpa {settings}"  # type: ignore[attr-defined]
+    compiler.cache_key_tag = f"{before};{__name__} {settings}"  # type: ignore[attr-defined]
     _installed = Installed(settings, library, before)
 
 

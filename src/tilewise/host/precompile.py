@@ -1,8 +1,8 @@
-"""Ahead-of-time compilation, one worker process: `python -m tilewise.host.precompile TARGET`.
+"""Ahead-of-time compilation, one worker process, which `warm` starts.
 
-It compiles kernels for a chip that need not be installed. `warm` starts several of these processes. Separate processes
-are needed because Triton keeps its target for as long as a process runs. The worker reads requests from standard input
-and writes an answer to each on standard output; both are pickled.
+It compiles kernels for a chip that need not be installed. Separate processes are needed because Triton keeps its target
+for as long as a process runs. The worker reads requests from standard input and writes an answer to each on standard
+output; both are pickled.
 """
 
 import os
@@ -162,7 +162,3 @@ def main(target: str) -> None:
             answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:2000]
         pickle.dump(answer, answers)
         answers.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,8 +1,8 @@
 """The states of kernels (studies/bench/state.py), and results whose kernels are still the same.
 
-python benchmarks/kernels.py            every state, and which results are older
-python benchmarks/kernels.py date       gives results that know their commit alone the states of that commit's kernels
-python benchmarks/kernels.py carry REF  compiles the launches of REF and those here for sm_90, without a GPU: a state
+python benchmarks/states.py            every state, and which results are older
+python benchmarks/states.py date       gives results that know their commit alone the states of that commit's kernels
+python benchmarks/states.py carry REF  compiles the launches of REF and those here for sm_90, without a GPU: a state
                                         that changed while no count of an instruction did is carried over (carried.json)
 """
 
