@@ -40,11 +40,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
     refuse_forward_mode(*x)
-    if intercepted(*_present(x if seed is None else (*x, seed))):
+    tensors = [t for t in (*x, seed) if t is not None]
+    if intercepted(tensors):
         return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply((recipe, longest, None), seed, *x)
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in x):
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in tensors]):
         return _forward(x, seed, recipe, longest, problem)[:2]
     return _apply_eager((recipe, longest, problem), seed, *x)
 
@@ -55,7 +56,7 @@ def attend_backward(
     """Return the gradients of `x` for a forward that returned `saved`, by the operator or at once."""
     refuse_forward_mode(*x, do, dlse)
     tensors = _present((*x, *saved[:3], do, dlse))
-    if intercepted(*tensors):
+    if intercepted(tensors):
         o, lse, seed, _ = saved
         grads = OPERATORS.attention_backward(
             do, dlse, *x[:3], list(x[3:]), seed, o, lse, recipe.encode(), *longest, list(wanted)
@@ -69,7 +70,7 @@ def attend_backward(
     return _backward(x, saved, do, dlse, call)
 
 
-def intercepted(*tensors: Tensor) -> bool:
+def intercepted(tensors: Sequence[Tensor]) -> bool:
     """Tell whether the compiler, a dispatch mode or a tensor subclass needs to see operators.
 
     This is also true if torch's dispatcher must negate a view such as `z.conj().imag`.

@@ -123,8 +123,8 @@ class TensorSpec(NamedTuple):
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
-class Problem(NamedTuple):
-    """A call: hashable, without tensors."""
+class Call(NamedTuple):
+    """The fields of a Problem."""
 
     recipe: Recipe
     q: TensorSpec
@@ -139,6 +139,20 @@ class Problem(NamedTuple):
     """Torch's setting "highest", "high" or "medium", if q is fp32 and no precision is named; else None."""
     wanted: tuple[bool, ...] = ()
     """Which extra operands need a gradient; filled in for a backward."""
+
+
+class Problem(Call):
+    """A call: hashable, without tensors."""
+
+    def __hash__(self) -> int:
+        """Return the hash, computed once: every call looks up its back end and its plan."""
+        known = self.__dict__.get("hash")
+        if known is None:
+            known = self.__dict__["hash"] = super().__hash__()
+        return known
+
+    def __getstate__(self) -> None:
+        """Leave the hash out of a pickle, as another process hashes text to other numbers."""
 
     @property
     def B(self) -> int:  # noqa: N802

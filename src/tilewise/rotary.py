@@ -106,7 +106,7 @@ def _rotate(
 
 def _apply(xs: list[Tensor], rotation: Rotation) -> list[Tensor]:
     """Rotate all xs, differentiably: by the operator if something intercepts operators, else by the eager path."""
-    if intercepted(*xs, *[t for t in rotation[:4] if t is not None]):
+    if intercepted([*xs, *[t for t in rotation[:4] if t is not None]]):
         return OPERATORS.rotary(xs, *rotation)
     return list((_Transformed if transformed() else _Eager).apply(rotation, *xs))
 

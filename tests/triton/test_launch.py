@@ -289,7 +289,7 @@ def test_a_launch_calls_hooks_where_there_are_some(name, monkeypatch):
         pass
 
     compiled = Compiled()
-    here = launch.Launch(kernel, 3, ("x",), {"y": 5}, {(kernel.fn, None): (compiled, (5,))})
+    here = launch.Launch(kernel, 3, ("x",), {"y": 5}, {(kernel.fn, None): (compiled, (5,), None)})
     here.run(7)
     assert compiled.launched == [("alone", (3, 1, 1, 7, "function", "metadata", None, None, None, "x", 5))]
 
@@ -339,6 +339,6 @@ def test_a_kernel_is_compiled_with_products_and_sums_fused(monkeypatch):
         (("x",), {"y": 5, "enable_fp_fusion": True}),
         (("x",), {"y": 5, "enable_fp_fusion": True, "grid": (1,)}),
     ]
-    one.compiled[kernel.fn, None] = compiled, (5,)
+    one.compiled[kernel.fn, None] = compiled, (5,), None
     one.run(7)
     assert compiled.launched == [("alone", (3, 1, 1, 7, "function", "metadata", None, None, None, "x", 5))]

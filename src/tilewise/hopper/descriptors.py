@@ -1,8 +1,9 @@
 """Describe tensors to TMA."""
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +15,33 @@ from ..problem import Problem
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
-Box = tuple[list[int], list[int], list[int], Any]
-"""Holds the shape, strides, box and layout of a descriptor."""
+
+
+class Box(NamedTuple):
+    """Tell how TMA reads a tensor, wherever it lies."""
+
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
 
 
 class Descriptor(TensorDescriptor):
-    """Describe a tensor to TMA. Gluon's own checks cost more than the launch; `why_not` has made them."""
+    """Describe a tensor to TMA. Gluon's own class checks what `why_not` has checked, which takes longer than a launch.
 
-    def __post_init__(self) -> None:
-        """Check nothing."""
+    Most launches only ask for `base` (host/direct.py).
+    """
+
+    padding = "zero"
+    shape, strides, block_shape, layout = (property(operator.attrgetter(f"box.{name}")) for name in Box._fields)  # type: ignore[assignment]
+
+    def __init__(self, base: Tensor, box: Box) -> None:
+        self.base, self.box = base, box
 
 
 def vector(t: Tensor, size: int) -> Descriptor:
     """Describe a row of numbers, in boxes of `size`."""
-    return Descriptor(t, [t.numel()], [1], [size], LINE)
+    return Descriptor(t, Box([t.numel()], [1], [size], LINE))
 
 
 def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
@@ -39,7 +53,7 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
         shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
     order = 0, 2, 1, 3
     layout = layout_of(rows, columns, p.dtype)
-    return [shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout
+    return Box([shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout)
 
 
 @lru_cache(64)

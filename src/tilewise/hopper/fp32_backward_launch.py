@@ -15,7 +15,7 @@ from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, TYPES, Descriptor, vector
+from .descriptors import PIECE, TYPES, Box, Descriptor, vector
 from .fp32 import preprocess
 from .fp32.backward import Shape, Tile, attention_backward_fp32
 from .fp32.preprocess import Blocks, Scales
@@ -234,7 +234,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
     section = even_section(heads, least)
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
-    sums = Descriptor(scratch.rows.dq, [scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    sums = Descriptor(scratch.rows.dq, Box([scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(p, grads.k), rows(p, grads.v),
@@ -250,4 +250,4 @@ def boxes(t: Tensor) -> Descriptor:
     count, blocks, rows, columns = t.shape
     layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[t.dtype])
     strides = [blocks * rows * columns, columns, 1]
-    return Descriptor(t, [count, blocks * rows, columns], strides, [1, 64, columns], layout)
+    return Descriptor(t, Box([count, blocks * rows, columns], strides, [1, 64, columns], layout))

@@ -112,7 +112,7 @@ def forward_launches(
     B_c = pl.forward.B_c
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
-        Descriptor(x.q, *pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
+        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
         packed(p, x), Variant(parts, (), None, lists, sink), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
@@ -123,7 +123,7 @@ def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA, row after row, in boxes of a tile."""
     count, blocks, rows, size = pieces.shape
     box = B_c, size
-    return Descriptor(pieces, [count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype))
+    return Descriptor(pieces, Box([count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype)))
 
 
 def pairs(pieces: Tensor, B_c: int) -> Descriptor:
@@ -131,7 +131,7 @@ def pairs(pieces: Tensor, B_c: int) -> Descriptor:
     count, blocks, rows, size = pieces.shape
     box = 2, B_c, size
     shape, strides = [count, blocks * rows, size], [blocks * rows * size, size, 1]
-    return Descriptor(pieces, shape, strides, list(box), tile_layout(box, pieces.dtype))
+    return Descriptor(pieces, Box(shape, strides, list(box), tile_layout(box, pieces.dtype)))
 
 
 @lru_cache(64)

@@ -35,7 +35,7 @@ from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, Descriptor, addressable, box, vector
+from .descriptors import PIECE, Box, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
 from .parts import scores
 from .parts.call import Scratch
@@ -50,10 +50,12 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     """Return one launch, and one before it if tiles are listed."""
     variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     q, k, v, o, *_ = pl.boxes
+    of_rows, where, skipped = (
+        (rows(p, saved.o), packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None, None)
+    )
     arguments = (
-        Descriptor(x.q, *q), Descriptor(x.k, *k), Descriptor(x.v, *v), Descriptor(saved.o, *o),
-        rows(p, saved.o) if p.recipe.varlen else None, saved.lse, counter,
-        packed(p, x), unused(p, saved), variant, None if p.biased else pl.c, pl.shape,
+        Descriptor(x.q, q), Descriptor(x.k, k), Descriptor(x.v, v), Descriptor(saved.o, o), of_rows, saved.lse, counter,
+        where, skipped, variant, pl.forward_c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -113,9 +115,9 @@ def main_launch(
     """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tensors = *x[:3], grads.k, grads.v
-    Q, K, V, dK, dV = (Descriptor(t, *seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
-    dO = Descriptor(do, *box(do.shape, do.stride(), row.B_r, D, p))
-    pieces = Descriptor(scratch.dq, [scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE)
+    Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
+    dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
+    pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
         (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), scratch, counter, where, variant,

@@ -48,6 +48,8 @@ class Plan(NamedTuple):
     backward_shape: Any
     c: float
     """Turns logits into base 2, as a factor."""
+    forward_c: float | None
+    """Holds it for the forward; None with a bias, whose forward keeps m in base e (tile/softmax.py)."""
     boxes: tuple[Box, ...]
     """Describe q, k, v and o to the forward's TMA, then q, k, v, dk and dv to the backward's."""
     programs: int
@@ -93,7 +95,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back, c), c, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
         min(heads * tiles, processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {},
     )  # fmt: skip

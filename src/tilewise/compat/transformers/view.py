@@ -88,7 +88,7 @@ class MaskView:
         Any other mask is returned as it is, and so is every mask where tensors are traced or transformed.
         """
         ours = self._values is not None and mask is self._values.mask
-        if not ours or all([part.interval for part in mask.parts]) or intercepted(q, k, v) or transformed():
+        if not ours or all([part.interval for part in mask.parts]) or intercepted((q, k, v)) or transformed():
             return mask
         kinds = tuple([type(score) for score in options["score"]])
         chosen = options["sink"] is None, options["dropout"] > 0.0, options["deterministic"], gradients
