@@ -9,7 +9,7 @@ from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import launch
-from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
+from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
@@ -24,11 +24,15 @@ class Portable:
         against = _against_target(problem)
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
-        if problem.dtype == torch.bfloat16 and problem.target in ("sm_70", "sm_72", "sm_75"):
+        if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
+        if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
+            sizes = f"{problem.D} and {problem.D_v}"
+            against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
-            has = ", ".join(precisions(problem.target))
-            against.append(f"precision {problem.recipe.precision!r} is not available on {problem.target}; it has {has}")
+            where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
+            has = ", ".join(precisions(problem))
+            against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:

@@ -35,7 +35,7 @@ from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
 from . import backward as kernels
 from .forward import attention_forward
-from .tiles import Rows, Tiles, current, precision
+from .tiles import Rows, Tiles, bias_tiles, current, precision
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
+    bias: Tiles
     c: float | None
     """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""
     unit: float
@@ -81,7 +82,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, None if p.biased else c, unit, section, p.listed, precision(p) or "ieee", values, {})
+    bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
+    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, {})
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -185,9 +187,8 @@ def backward_launches(
     arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
-    # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
-    tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, constants(p, pl, tiles), pl, key)
+    of_bias = constants(p, pl, pl.bias)
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)
 
 
 def schedule(*counts: int) -> Schedule:
