@@ -8,7 +8,7 @@ from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
-from . import launch
+from . import launch, tiles
 from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
@@ -26,9 +26,14 @@ class Portable:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
+        sizes = f"{problem.D} and {problem.D_v}"
         if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
-            sizes = f"{problem.D} and {problem.D_v}"
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
+        elif _never_ran(problem) and problem.recipe.backend != self.name:
+            against.append(
+                f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
+                "pass backend='triton' to run them"
+            )
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
@@ -46,6 +51,8 @@ class Portable:
         ]
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
+        if _never_ran(problem):
+            parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -72,6 +79,11 @@ class Portable:
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+
+
+def _never_ran(p: Problem) -> bool:
+    """Tell whether the kernels of a problem have only been compiled for its chip's kind, and run in the interpreter."""
+    return p.target != "cpu" and max(p.D, p.D_v) > tiles.RAN
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

@@ -39,6 +39,8 @@ from .tiles import Rows, Tiles, bias_tiles, current, precision
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
+DELTA_ROWS_WIDE = 16
+"""Above head size 256, where more rows spill on gfx1100."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
 
@@ -154,14 +156,15 @@ def backward_launches(
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
 
-    tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
+    delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
+    tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
     arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     yield Launch(
         kernels.attention_backward_delta,
         heads * tiles,
         arguments,
-        {"d_v": p.D_v, "B_R": DELTA_ROWS},
+        {"d_v": p.D_v, "B_R": delta_rows},
         pl.compiled,
         (key, dL is None or dL.data_ptr() % 16),
     )

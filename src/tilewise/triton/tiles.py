@@ -167,6 +167,8 @@ BIAS: Table = {
 SPECIAL = ("ieee", "tf32x3")
 """Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
+RAN = 256
+"""The head size up to which these kernels have run on a GPU. Above, they are compiled, and run only by name."""
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
 BLACKWELL = ("sm_100", "sm_103")
