@@ -88,9 +88,20 @@ def test_chips_whose_shared_memory_is_too_small_refuse_large_heads_by_name():
     q = meta(1, 64, 2, 512, dtype=torch.float16)
     found = tw.explain(q, q, q, device="sm_75", backend="triton")
     assert found.backend is None
+    assert found.refusals["triton"] == ["sm_75 has too little shared memory for head sizes above 256, got 512 and 512"]
+
+
+@on_triton
+def test_fp32_dropout_is_refused_where_tiles_are_too_narrow_for_its_counters():
+    q = meta(1, 64, 2, 512, dtype=torch.float32)
+    found = tw.explain(q, q, q, device="sm_89", backend="triton", dropout=0.1)
     assert found.refusals["triton"] == [
-        "sm_75 has too little shared memory for head sizes above 256, got 512 and 512"
+        "its tiles for head sizes 512 and 512 in float32 on sm_89 have fewer than 16 rows or columns, too few for "
+        "dropout; use bf16 or fp16"
     ]
+    for device, dtype in (("sm_80", q.dtype), ("sm_90", q.dtype), ("gfx942", q.dtype), ("sm_89", torch.bfloat16)):
+        x = q.to(dtype)
+        assert tw.explain(x, x, x, device=device, backend="triton", dropout=0.1).backend == "triton"
 
 
 @on_triton

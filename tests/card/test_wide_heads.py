@@ -7,7 +7,19 @@ import pytest
 import torch
 from conformance import rule
 from conformance.cases import (
-    Case, alibi, bias, both, causal, dense, documents, fp32, make, padding, prefix, softcap, window,
+    Case,
+    alibi,
+    bias,
+    both,
+    causal,
+    dense,
+    documents,
+    fp32,
+    make,
+    padding,
+    prefix,
+    softcap,
+    window,
 )  # fmt: skip
 
 from .sizes import TYPES, on_gpu

@@ -476,7 +476,11 @@ def _wide() -> Iterator[Case]:
     yield replace(a, name="wide fp64", D=320, dtype=fp64, mask=causal)
     yield replace(a, name="wide through lse, bf16", dtype=bf16, loss="lse")
     yield replace(a, name="wide NaN in k", values="NaN in k", M=9, N=9, loss="o")
-    yield replace(a, name="wide large values fp16", values="large", dtype=fp16, mask=causal)
+    yield replace(a, name="wide large values bf16", values="large", dtype=bf16, mask=causal)
+    a = replace(a, size="large", H=4)
+    for dtype in (fp16, bf16, fp32):
+        yield replace(a, name=f"large wide {_name(dtype)} D 512", dtype=dtype, M=300, N=420, mask=causal)
+        yield replace(a, name=f"large wide {_name(dtype)} D 320, full", dtype=dtype, M=257, N=257, D=320)
 
 
 def _lengths() -> Iterator[Case]:
@@ -601,8 +605,6 @@ def _large() -> Iterator[Case]:
         yield replace(a, name=f"large {name} D 128 causal", dtype=dtype, M=512, N=700, D=128, mask=causal)
         yield replace(a, name=f"large {name} D 256", dtype=dtype, M=300, N=400, D=256)
         yield replace(a, name=f"large {name} GQA", dtype=dtype, M=500, N=500, H=6, mask=causal)
-        yield replace(a, name=f"large wide {name} D 512", dtype=dtype, M=300, N=420, D=512, mask=causal)
-        yield replace(a, name=f"large wide {name} D 320, full", dtype=dtype, M=257, N=257, D=320)
     yield replace(a, name="large GQA D 128", dtype=bf16, M=600, N=600, H=8, H_k=2, D=128, mask=causal)
     yield replace(a, name="large MQA D 128", dtype=bf16, M=1200, N=1200, H=8, H_k=1, D=128, mask=causal)
     shared = replace(a, dtype=bf16, M=300, N=300, H=16, H_k=1)  # in the backward, several loops share keys

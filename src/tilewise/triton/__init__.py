@@ -38,6 +38,11 @@ class Portable:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
             against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
+        if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
+            kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
+            against.append(
+                f"its tiles for {kind} have fewer than 16 rows or columns, too few for dropout; use bf16 or fp16"
+            )
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:

@@ -2,6 +2,7 @@
 
 Some rows replace the plain row:
 - "scores" is for calls with scores or dropout. Their loops need more registers, and the plain row spills.
+- "dropout" is for it in fp32, where the plain row has 8 rows or columns: a counter of dropout serves 16.
 - "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
 - "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
   plain row.
@@ -17,7 +18,7 @@ memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles th
 is, and the compiled kernel is empty.
 
 In fp32, head sizes above 256 are multiplied on FMA units. On matrix units their split operands would spill thousands of
-registers. The backward's tiles have 8 rows or columns where 16 would need more shared memory than there is.
+registers. The backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than LITTLE_MEMORY has.
 """
 
 from typing import Any, NamedTuple
@@ -97,6 +98,7 @@ DKDV: Table = {
     ("hopper", 4, 128, "tf32x3"): Tiles(16, 64, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("hopper", 4, 512): Tiles(16, 8, 4, 1),
+    ("hopper", 4, 512, "dropout"): Tiles(16, 16, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(32, 64, 4, 2),
@@ -109,6 +111,7 @@ DKDV: Table = {
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("ampere", 4, 256, "ieee"): Tiles(16, 32, 8, 1),
     ("ampere", 4, 512): Tiles(16, 8, 4, 1),
+    ("ampere", 4, 512, "dropout"): Tiles(16, 16, 4, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 2, 512): Tiles(16, 16, 4, 1),
@@ -147,6 +150,7 @@ DQ: Table = {
     ("ampere", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("ampere", 4, 512): Tiles(8, 16, 4, 1),
+    ("ampere", 4, 512, "dropout"): Tiles(16, 16, 8, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
     ("other", 2, 512): Tiles(32, 16, 4, 1),
@@ -173,6 +177,8 @@ RAN = 256
 HOPPER = ("sm_90", "sm_100", "sm_103")
 BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
+LITTLE_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
+"""Chips with 99 KiB of shared memory, too little for the rows of "dropout"."""
 NO_MATRIX_UNITS = ("sm_70", "sm_72", "sm_75")
 """Chips whose matrix units Triton no longer uses."""
 OTHER = (*NO_MATRIX_UNITS, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
@@ -233,13 +239,16 @@ def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     kinds, special = chips(p.target), "scores" if p.recipe.score or p.recipe.dropout > 0.0 else ""
     if (name := precision(p)) in SPECIAL:
         special = name
+    specials = ("dropout", special) if p.recipe.dropout and p.target not in LITTLE_MEMORY else (special,)
     if name == "ieee":
         kinds = kinds[-1:]  # Blackwell has separate rows only for its matrix units
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     for size in (64, 128, 256, 512):
         for kind in kinds:
             row = (kind, entry_bytes, size)
-            if max(p.D, p.D_v) <= size and (found := [key for key in ((*row, special), row) if key in table]):
+            if max(p.D, p.D_v) <= size and (
+                found := [key for key in (*((*row, word) for word in specials), row) if key in table]
+            ):
                 return found[0]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
 
