@@ -18,7 +18,8 @@ memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles th
 is, and the compiled kernel is empty.
 
 In fp32, head sizes above 256 are multiplied on FMA units. On matrix units their split operands would spill thousands of
-registers. The backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than LITTLE_MEMORY has.
+registers. The backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than the chips of
+LITTLE_MEMORY have.
 """
 
 from typing import Any, NamedTuple
