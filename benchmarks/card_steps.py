@@ -66,6 +66,8 @@ class Step:
 
 SIZES = "tests/card/test_head_sizes.py"
 """Tests that take far longer than the others: a thousand pairs of kernels to compile."""
+WIDE = "tests/card/test_wide_heads.py"
+"""Tests whose kernels take long to compile."""
 
 
 def of_tests(
@@ -92,7 +94,8 @@ def steps(seen: Path) -> Iterator[Step]:
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
     for path in (path for path in files if path != SIZES):
         name = f"card {Path(path).stem.removeprefix('test_')}"
-        yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=0.8, files=path)
+        minutes = 3 if path == WIDE else 0.8
+        yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=minutes, files=path)
     card = "tests/card"
     yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=0.5, files=f"{card}/*.py", workers=1)
     cases = "tests/conformance"

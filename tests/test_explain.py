@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.backend import Missing, load
+from tilewise.api import with_defaults
+from tilewise.backend import Missing, load, select
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
 
 on_triton = pytest.mark.skipif(isinstance(load("triton"), Missing), reason="there is no Triton for its kernels")
 
@@ -45,6 +48,68 @@ def test_it_answers_for_cards_that_are_not_here(device):
     found = tw.explain(q, q, q, mask=tw.Causal(), device=device)
     assert found.refusals["cpu"]
     assert any(device in reason for reason in found.refusals["cpu"])
+
+
+@on_triton
+@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_that_never_ran_on_a_gpu_are_chosen_only_by_name(device, dtype, monkeypatch):
+    tiles = pytest.importorskip("tilewise.triton.tiles")
+    monkeypatch.setattr(tiles, "RAN", 256)
+    q, v = meta(2, 512, 8, 320, dtype=dtype), meta(2, 512, 8, 64, dtype=dtype)
+    found = tw.explain(q, q, v, device=device)
+    assert found.backend is None
+    (reason,) = found.refusals["triton"]
+    assert reason == (
+        "its kernels for head sizes above 256, got 320 and 64, have never run on a GPU; "
+        "pass backend='triton' to run them"
+    )
+    with pytest.raises(tw.Unsupported, match="never run on a GPU; pass backend='triton'"):
+        select(problem_of(q, v, device, None))
+    named = tw.explain(q, q, v, device=device, backend="triton")
+    assert named.backend == named.backward == "triton"
+    assert "never run on a GPU" in str(named)
+    assert select(problem_of(q, v, device, "triton")).name == "triton"
+    monkeypatch.setattr(tiles, "RAN", 512)
+    ran = tw.explain(q, q, v, device=device)
+    assert ran.backend == "triton"
+    assert "never" not in str(ran)
+
+
+def problem_of(q, v, device, backend):
+    """The problem of a plain call on a chip that is not here."""
+    options = with_defaults("explain", {"backend": backend})
+    given = {name: value for name, value in options.items() if name not in ("seed", "return_lse")}
+    return problem_on(*check_arguments(q, q, v, **given), device)
+
+
+@on_triton
+def test_chips_whose_shared_memory_is_too_small_refuse_large_heads_by_name():
+    q = meta(1, 64, 2, 512, dtype=torch.float16)
+    found = tw.explain(q, q, q, device="sm_75", backend="triton")
+    assert found.backend is None
+    assert found.refusals["triton"] == ["sm_75 has too little shared memory for head sizes above 256, got 512 and 512"]
+
+
+@on_triton
+def test_fp32_dropout_is_refused_where_tiles_are_too_narrow_for_its_counters():
+    q = meta(1, 64, 2, 512, dtype=torch.float32)
+    found = tw.explain(q, q, q, device="sm_89", backend="triton", dropout=0.1)
+    assert found.refusals["triton"] == [
+        "its tiles for head sizes 512 and 512 in float32 on sm_89 have fewer than 16 rows or columns, too few for "
+        "dropout; use bf16 or fp16"
+    ]
+    for device, dtype in (("sm_80", q.dtype), ("sm_90", q.dtype), ("gfx942", q.dtype), ("sm_89", torch.bfloat16)):
+        x = q.to(dtype)
+        assert tw.explain(x, x, x, device=device, backend="triton", dropout=0.1).backend == "triton"
+
+
+@on_triton
+def test_precisions_of_matrix_units_are_refused_above_head_size_256():
+    q = meta(1, 64, 2, 512, dtype=torch.float32)
+    found = tw.explain(q, q, q, device="sm_90", backend="triton", precision="tf32")
+    assert found.refusals["triton"] == ["precision 'tf32' is not available on sm_90 above head size 256; it has ieee"]
+    assert "products in ieee" in tw.explain(q, q, q, device="sm_90", backend="triton").tiles
 
 
 def test_nothing_is_allocated_or_run():

@@ -27,7 +27,7 @@ KINDS: dict[str, type[Value]] = {
 torch.serialization.add_safe_globals([masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen])  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 
 PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
 PREFERENCE = {

@@ -17,7 +17,7 @@ import tilewise
 
 PACKAGE = Path(tilewise.__file__).parent
 CARRIED = "carried.json"
-SIZES = (64, 128, 256)
+SIZES = (64, 128, 256, 512)
 """Head sizes that have rows of tiles."""
 Definition = tuple[Path, str]
 """A file of the package, and what it defines."""
@@ -76,6 +76,7 @@ KERNELS = {
     "triton fp32 forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton fp32 backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
     "gradient of a bias": Kernel(("tile/bias.py:attention_backward_dbias",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),
+    "triton gradient of a bias": Kernel(("tile/bias.py:attention_backward_dbias",), (f"{PORTABLE}:BIAS",)),
     "lists of tiles": Kernel(("tile/ranges.py:attention_list_tiles",)),
     "renormalization": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
     "rotary": Kernel(("tile/rotary.py:rotary_embedding",)),

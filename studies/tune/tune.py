@@ -104,7 +104,7 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
     half = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     found = []
     for dtype, tokens, short, long in ((half, 16384, 1024, 8192), ("fp32", 4096, 1024, 4096)):
-        for D in (64, 128, 256):
+        for D in (64, 128, 256, 512):
             plain = [
                 Case(tokens // length, 2048 // D, length, D, dtype, causal)
                 for length, causal in ((long, False), (short, True), (short, False), (long, True))

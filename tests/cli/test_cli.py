@@ -72,7 +72,7 @@ def test_explain_knows_every_option(options):
         ("explain --window 5", "left,right"),
         ("explain --softcap -1", "cap"),
         ("explain --dropout 1.5", "[0, 1)"),
-        ("explain --q 1,8,1,300", "256"),
+        ("explain --q 1,8,1,600", "512"),
         ("explain --backend magic", "backend must be"),
     ],
 )

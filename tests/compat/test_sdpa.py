@@ -73,7 +73,7 @@ HANDED_BACK = {
     "several ranks": (lambda: (draw(4, 9, 8), *qkv()[1:]), {}, "several ranks"),
     "grouped apart": (lambda: (*qkv(H_k=2)[:2], draw(2, 1, 12, 8)), {"enable_gqa": True}, "heads that do not fit"),
     "a negative scale": (qkv, {"scale": -0.3}, "scale must be"),
-    "a large head": (lambda: [draw(1, 2, 5, 257) for _ in range(3)], {}, "head size"),
+    "a large head": (lambda: [draw(1, 2, 5, 513) for _ in range(3)], {}, "head size"),
     "dropout of everything": (qkv, {"dropout_p": 1.0}, "dropout must be"),
 }
 

@@ -446,6 +446,43 @@ def _heads() -> Iterator[Case]:
     yield Case("MQA expanded", H=4, H_k=2, strides="one_head", mask=causal)
 
 
+def _wide() -> Iterator[Case]:
+    """Head sizes above 256, which have rows of tiles of their own."""
+    for D in (257, 264, 320, 384, 511, 512):
+        yield Case(f"wide D {D}", B=1, D=D, M=40, N=40, mask=causal)
+    for D, dtype in ((320, fp16), (511, bf16), (512, fp16), (512, bf16)):
+        yield Case(f"wide D {D} {_name(dtype)}", B=1, M=40, N=45, D=D, dtype=dtype, mask=causal)
+    for D, D_v in ((512, 64), (64, 512), (511, 264), (320, 1)):
+        yield Case(f"wide D {D} D_v {D_v}", B=1, D=D, D_v=D_v, mask=causal)
+    a = Case("", B=1, D=512)
+    yield replace(a, name="wide GQA bf16", H=4, dtype=bf16, mask=causal)
+    yield replace(a, name="wide MQA D_v", H=3, H_k=1, D=320, D_v=72)
+    yield replace(a, name="wide bias, softcap", B=2, D=320, score=(softcap(), bias("HMN")), mask=causal)
+    yield replace(a, name="wide bias, bf16", dtype=bf16, score=(bias("HMN"),))
+    yield replace(a, name="wide bias rows of finfo.min", D=384, score=(filled(LEAST[fp32]),))
+    yield replace(a, name="wide alibi, sink, dropout", B=2, D=384, score=(alibi(),), sink=fp32, dropout=0.2)
+    yield replace(a, name="wide window & padding, bf16", B=2, dtype=bf16, mask=both(window(20, 9), padding))
+    yield replace(a, name="wide documents, dropout", B=2, D=320, mask=documents, dropout=0.2)
+    yield replace(a, name="wide dense fp16", dtype=fp16, mask=dense())
+    yield replace(a, name="wide rows without keys", M=53, N=17, mask=causal, sink=fp32)
+    yield replace(a, name="wide rows without keys bf16", M=53, N=17, dtype=bf16, mask=causal, dropout=0.2)
+    yield replace(a, name="wide varlen GQA", D=320, H=4, lengths=PACKED_DIFFERENT, mask=causal)
+    yield replace(a, name="wide varlen bf16, rows that no sequence owns", lengths=PACKED_ZERO, unowned=(9, 40),
+                  dtype=bf16)  # fmt: skip
+    yield replace(a, name="wide precision ieee, bias", precision="ieee", score=(bias("HMN"),), mask=causal)
+    yield replace(a, name="wide precision ieee, dropout, D_v", precision="ieee", D_v=320, dropout=0.2)
+    yield replace(a, name="wide strides sliced bf16", D=511, dtype=bf16, strides="sliced", mask=causal)
+    yield replace(a, name="wide qkvpacked", M=40, N=40, D=320, strides="qkvpacked", mask=causal)
+    yield replace(a, name="wide fp64", D=320, dtype=fp64, mask=causal)
+    yield replace(a, name="wide through lse, bf16", dtype=bf16, loss="lse")
+    yield replace(a, name="wide NaN in k", values="NaN in k", M=9, N=9, loss="o")
+    yield replace(a, name="wide large values bf16", values="large", dtype=bf16, mask=causal)
+    a = replace(a, size="large", H=4)
+    for dtype in (fp16, bf16, fp32):
+        yield replace(a, name=f"large wide {_name(dtype)} D 512", dtype=dtype, M=300, N=420, mask=causal)
+        yield replace(a, name=f"large wide {_name(dtype)} D 320, full", dtype=dtype, M=257, N=257, D=320)
+
+
 def _lengths() -> Iterator[Case]:
     for L in (1, 17, 33, 53, 63, 65, 127, 129):
         yield Case(f"length {L}", B=1, H=1, H_k=1, M=L, N=L, loss="o")
@@ -661,6 +698,7 @@ CASES = [
     *_scores(),
     *_sink_and_dropout(),
     *_heads(),
+    *_wide(),
     *_lengths(),
     *_varlen(),
     *_strides(),

@@ -48,6 +48,18 @@ def test_what_it_refuses_goes_to_the_portable_kernels(given, words):
     assert words in "; ".join(reasons)
 
 
+@pytest.mark.parametrize(("given", "words"), [
+    ({"D": 264}, "head sizes up to 256, got 264 and 264; backend='triton' takes them to 512"),
+    ({"D": 512, "dtype": torch.float16}, "head sizes up to 256, got 512 and 512"),
+    ({"D": 512, "dtype": torch.float32}, "head sizes up to 128, got 512 and 512"),
+])  # fmt: skip
+def test_head_sizes_above_256_are_refused_also_by_name(given, words):
+    for options in ({"backend": "hopper"}, {"backend": "triton"}):
+        chosen, reasons = ask(**given, **options)
+        assert chosen == (None if options["backend"] == "hopper" else "triton")
+        assert words in "; ".join(reasons)
+
+
 @pytest.mark.parametrize("given", [{"S": 72}, {"deterministic": True, "mask": tw.Causal()}])
 def test_it_takes_small_and_deterministic_calls(given):
     assert ask(**given)[0] == "hopper"

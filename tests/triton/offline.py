@@ -74,7 +74,8 @@ MAIN_KERNELS = ("attention_forward", "attention_backward_dkdv", "attention_backw
 
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
-    units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1."""
+    units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1. Head size 512 in both
+    types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     for D in (64, 128):
@@ -96,6 +97,12 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("combined", half, 64, MAIN_KERNELS)
         yield Call("plain", torch.float32, 128, MAIN_KERNELS)
         yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_dbias"))
+    of_bias = ("attention_backward_renormalize", "attention_backward_dbias")
+    for dtype in (half, torch.float32) if target not in ("sm_70", "sm_75", "sm_86") else ():
+        yield Call("plain", dtype, 512, (*MAIN_KERNELS, "attention_backward_delta"))
+        yield Call("biased", dtype, 512, of_bias)
+        if target in MAIN or target == "gfx942" or dtype == half:
+            yield Call("combined", dtype, 512, MAIN_KERNELS)
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, MAIN_KERNELS)
         yield Call("ieee", torch.float32, 128, MAIN_KERNELS)

@@ -104,11 +104,11 @@ def test_rows_whose_entries_lie_apart_are_copied(view, given):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("size", range(1, 257))
+@pytest.mark.parametrize("size", [*range(1, 257), 320, 511, 512])
 def test_narrow_rows_are_copied_where_they_may_begin_off_16_byte_boundaries(size):
     """Narrow are those whose blocks have fewer than 64 columns; wider ones are read where they lie."""
     narrow = width(tl.float16, size) < 64
-    whole = torch.zeros(2, 20, 3, 257, dtype=torch.float16)
+    whole = torch.zeros(2, 20, 3, 513, dtype=torch.float16)
     off, odd = whole.flatten()[1 : 1 + 120 * size].view(2, 20, 3, size), whole[..., :size]
     for t in (off, odd):
         copy = launch.adjacent(t)
@@ -118,7 +118,7 @@ def test_narrow_rows_are_copied_where_they_may_begin_off_16_byte_boundaries(size
         assert launch.adjacent(copy) is copy
     aligned = torch.zeros(2, 20, 3, size, dtype=torch.float16)
     assert launch.adjacent(aligned) is aligned
-    in_fp32 = torch.zeros(2, 20, 3, 257)[..., :size]
+    in_fp32 = torch.zeros(2, 20, 3, 513)[..., :size]
     assert launch.adjacent(in_fp32) is in_fp32
 
 

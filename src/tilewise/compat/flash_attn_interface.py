@@ -10,7 +10,7 @@ ALiBi. Tensors and arguments are otherwise those of `tilewise.compat.flash_attn`
 
 num_splits, pack_gqa, sm_margin and scheduler_metadata are hints to that package's kernels, and ignored. Other arguments
 that are None by default raise Unsupported if they are given: qv, descales (fp8), pages, lengths in use, and a cache.
-Any head size up to 256 works; v may have another than q and k.
+Any head size up to 256 works, on the CPU up to 512; v may have another than q and k.
 """
 
 from typing import Any, NoReturn

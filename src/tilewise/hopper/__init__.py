@@ -33,6 +33,8 @@ class Hopper:
             against += _against_fp32(p)
         elif p.dtype not in (torch.float16, torch.bfloat16):
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
+        elif max(p.D, p.D_v) > 256:
+            against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):

@@ -20,7 +20,7 @@ VARIABLE = "TILEWISE_TILES"
 Table = dict[Any, Any]
 """Rows, each a NamedTuple, by a key of numbers and words."""
 
-POWERS, STAGES = (16, 32, 64, 128, 256, 512), tuple(range(1, 9))
+POWERS, STAGES = (8, 16, 32, 64, 128, 256, 512), tuple(range(1, 9))
 ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
     "triton": {
         "B_r": POWERS, "B_c": POWERS, "warps": (1, 2, 4, 8, 16), "stages": STAGES,

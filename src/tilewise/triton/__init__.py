@@ -8,8 +8,8 @@ from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
-from . import launch
-from .tiles import AMPERE, HOPPER, OTHER, current, precision, precisions
+from . import launch, tiles
+from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
@@ -24,11 +24,25 @@ class Portable:
         against = _against_target(problem)
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
-        if problem.dtype == torch.bfloat16 and problem.target in ("sm_70", "sm_72", "sm_75"):
+        if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
+        sizes = f"{problem.D} and {problem.D_v}"
+        if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
+            against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
+        elif _never_ran(problem) and problem.recipe.backend != self.name:
+            against.append(
+                f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
+                "pass backend='triton' to run them"
+            )
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
-            has = ", ".join(precisions(problem.target))
-            against.append(f"precision {problem.recipe.precision!r} is not available on {problem.target}; it has {has}")
+            where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
+            has = ", ".join(precisions(problem))
+            against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
+        if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
+            kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
+            against.append(
+                f"its tiles for {kind} have fewer than 16 rows or columns, too few for dropout; use bf16 or fp16"
+            )
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:
@@ -42,6 +56,8 @@ class Portable:
         ]
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
+        if _never_ran(problem):
+            parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -68,6 +84,11 @@ class Portable:
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+
+
+def _never_ran(p: Problem) -> bool:
+    """Tell whether the kernels of a problem have only been compiled for its chip's kind, and run in the interpreter."""
+    return p.target != "cpu" and max(p.D, p.D_v) > tiles.RAN
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

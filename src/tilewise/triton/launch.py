@@ -35,10 +35,12 @@ from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
 from . import backward as kernels
 from .forward import attention_forward
-from .tiles import Rows, Tiles, current, precision
+from .tiles import Rows, Tiles, bias_tiles, current, precision
 
 TINY = 2.0**-126
 DELTA_ROWS = 64
+DELTA_ROWS_WIDE = 16
+"""Above head size 256, where more rows spill on gfx1100."""
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
 
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
+    bias: Tiles
     c: float | None
     """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""
     unit: float
@@ -81,7 +84,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
-    return Plan(*chosen, None if p.biased else c, unit, section, p.listed, precision(p) or "ieee", values, {})
+    bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
+    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, {})
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -152,14 +156,15 @@ def backward_launches(
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
 
-    tiles, heads = cdiv(p.M, DELTA_ROWS), p.B * p.H
+    delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
+    tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
     dL = None if dlse is None else dlse.contiguous()
     arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     yield Launch(
         kernels.attention_backward_delta,
         heads * tiles,
         arguments,
-        {"d_v": p.D_v, "B_R": DELTA_ROWS},
+        {"d_v": p.D_v, "B_R": delta_rows},
         pl.compiled,
         (key, dL is None or dL.data_ptr() % 16),
     )
@@ -185,9 +190,8 @@ def backward_launches(
     arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
-    # a stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages
-    tiles = pl.dq._replace(stages=min(pl.dq.stages, 256 // max(p.D, p.D_v)))
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, tiles, constants(p, pl, tiles), pl, key)
+    of_bias = constants(p, pl, pl.bias)
+    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)
 
 
 def schedule(*counts: int) -> Schedule:

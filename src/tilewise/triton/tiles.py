@@ -2,18 +2,24 @@
 
 Some rows replace the plain row:
 - "scores" is for calls with scores or dropout. Their loops need more registers, and the plain row spills.
+- "dropout" is for it in fp32, where the plain row has 8 rows or columns: a counter of dropout serves 16.
 - "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
 - "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
   plain row.
 
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
-of their kind, by the same rule, within its shared memory. tests/triton/test_compile.py checks each row.
+of their kind, by the same rule, within its shared memory; so is every row of head size 512, Hopper's too.
+tests/triton/test_compile.py checks each row.
 `python -m studies tune` measures similar rows on a GPU; docs/results/performance.md plots the times.
 
 sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, to keep the products out of tensor
 memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles these need more tensor memory than there
 is, and the compiled kernel is empty.
+
+In fp32, head sizes above 256 are multiplied on FMA units. On matrix units their split operands would spill thousands of
+registers. The backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than the chips of
+LITTLE_MEMORY have.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..host.tables import in_use
-from ..problem import PRECISIONS, Problem
+from ..problem import Problem
 
 
 class Tiles(NamedTuple):
@@ -42,6 +48,7 @@ FORWARD: Table = {
     ("hopper", 2, 64, "scores"): Tiles(128, 64, 8, 4),
     ("hopper", 2, 128): Tiles(64, 64, 4, 3),
     ("hopper", 2, 256): Tiles(128, 32, 8, 3),
+    ("hopper", 2, 512): Tiles(32, 32, 8, 2),
     ("hopper", 4, 64): Tiles(64, 32, 4, 1),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 32, 4, 2),
@@ -49,6 +56,7 @@ FORWARD: Table = {
     ("hopper", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("hopper", 4, 256, "tf32x3"): Tiles(64, 16, 4, 1),
+    ("hopper", 4, 512): Tiles(16, 64, 8, 1),
     ("blackwell", 2, 64): Tiles(128, 64, 8, 4),
     ("blackwell", 4, 64): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
@@ -56,20 +64,24 @@ FORWARD: Table = {
     ("ampere", 2, 64): Tiles(128, 64, 8, 3),
     ("ampere", 2, 128): Tiles(128, 32, 8, 3),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
+    ("ampere", 2, 512): Tiles(32, 16, 8, 2),
     ("ampere", 4, 64): Tiles(128, 32, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 4, 64, "ieee"): Tiles(64, 64, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(64, 64, 8, 1),
     ("ampere", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
+    ("ampere", 4, 512): Tiles(16, 32, 8, 1),
     ("other", 2, 128): Tiles(64, 32, 4, 1),
     ("other", 2, 256): Tiles(32, 32, 4, 1),
+    ("other", 2, 512): Tiles(32, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 128): Tiles(32, 16, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
-    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
-    ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
+    ("other", 4, 512): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 512): Tiles(32, 32, 4, 1),
+    ("interpreter", 4, 512): Tiles(32, 32, 4, 1),
 }
 
 DKDV: Table = {
@@ -78,6 +90,7 @@ DKDV: Table = {
     ("hopper", 2, 128): Tiles(32, 128, 8, 3),
     ("hopper", 2, 128, "scores"): Tiles(16, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
+    ("hopper", 2, 512): Tiles(32, 32, 8, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
     ("hopper", 4, 64, "ieee"): Tiles(32, 64, 8, 1),
@@ -85,23 +98,30 @@ DKDV: Table = {
     ("hopper", 4, 64, "tf32x3"): Tiles(32, 128, 8, 1),
     ("hopper", 4, 128, "tf32x3"): Tiles(16, 64, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
+    ("hopper", 4, 512): Tiles(16, 8, 4, 1),
+    ("hopper", 4, 512, "dropout"): Tiles(16, 16, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(32, 64, 4, 2),
     ("ampere", 2, 128): Tiles(64, 64, 8, 2),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
+    ("ampere", 2, 512): Tiles(16, 16, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 4, 64, "ieee"): Tiles(32, 64, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("ampere", 4, 256, "ieee"): Tiles(16, 32, 8, 1),
+    ("ampere", 4, 512): Tiles(16, 8, 4, 1),
+    ("ampere", 4, 512, "dropout"): Tiles(16, 16, 4, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
+    ("other", 2, 512): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 128, "ieee"): Tiles(16, 32, 4, 1),
-    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
-    ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
+    ("other", 4, 512): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 512): Tiles(32, 32, 4, 1),
+    ("interpreter", 4, 512): Tiles(32, 32, 4, 1),
 }
 
 DQ: Table = {
@@ -109,6 +129,7 @@ DQ: Table = {
     ("hopper", 2, 128): Tiles(128, 64, 8, 3),
     ("hopper", 2, 128, "scores"): Tiles(128, 32, 8, 2),
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
+    ("hopper", 2, 512): Tiles(32, 32, 8, 2),
     ("hopper", 4, 128): Tiles(128, 32, 8, 1),
     ("hopper", 4, 256): Tiles(64, 16, 4, 1),
     ("hopper", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
@@ -117,33 +138,51 @@ DQ: Table = {
     ("hopper", 4, 128, "tf32x3"): Tiles(64, 16, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
     ("hopper", 4, 256, "tf32x3"): Tiles(16, 16, 4, 1),
+    ("hopper", 4, 512): Tiles(16, 32, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(64, 64, 4, 3),
     ("ampere", 2, 64, "scores"): Tiles(64, 32, 4, 3),
     ("ampere", 2, 128): Tiles(64, 32, 4, 3),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
+    ("ampere", 2, 512): Tiles(16, 16, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 4, 64, "ieee"): Tiles(64, 32, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
+    ("ampere", 4, 512): Tiles(8, 16, 4, 1),
+    ("ampere", 4, 512, "dropout"): Tiles(16, 16, 8, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
+    ("other", 2, 512): Tiles(32, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 128, "ieee"): Tiles(32, 16, 4, 1),
-    ("interpreter", 2, 256): Tiles(32, 32, 4, 1),
-    ("interpreter", 4, 256): Tiles(32, 32, 4, 1),
+    ("other", 4, 512): Tiles(16, 16, 4, 1),
+    ("interpreter", 2, 512): Tiles(32, 32, 4, 1),
+    ("interpreter", 4, 512): Tiles(32, 32, 4, 1),
 }
+
+BIAS: Table = {
+    ("hopper", 2, 512): Tiles(16, 32, 8, 1),
+    ("ampere", 2, 512): Tiles(16, 32, 8, 1),
+}
+"""Rows of a bias's gradient, under dq's keys. They stand where its kernel spills with dq's rows."""
 
 SPECIAL = ("ieee", "tf32x3")
 """Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
+RAN = 256
+"""The head size up to which these kernels have run on a GPU. Above, they are compiled, and run only by name."""
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
 BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
-OTHER = ("sm_70", "sm_72", "sm_75", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
+LITTLE_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
+"""Chips with 99 KiB of shared memory, too little for the rows of "dropout"."""
+NO_MATRIX_UNITS = ("sm_70", "sm_72", "sm_75")
+"""Chips whose matrix units Triton no longer uses."""
+OTHER = (*NO_MATRIX_UNITS, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
 
 
 def chips(target: str) -> tuple[str, ...]:
@@ -165,16 +204,16 @@ def precision(p: Problem) -> str | None:
         return None
     if p.target == "cpu":
         return "ieee" if p.recipe.precision == "ieee" else "tf32x3"
-    return p.precision(precisions(p.target))
+    return p.precision(precisions(p))
 
 
-def precisions(target: str) -> tuple[str, ...]:
-    """Return the precisions that tl.dot offers on a chip."""
-    if target in ("sm_70", "sm_72", "sm_75"):
+def precisions(p: Problem) -> tuple[str, ...]:
+    """Return the precisions that tl.dot offers on a problem's chip, at its head sizes."""
+    if p.target in NO_MATRIX_UNITS or max(p.D, p.D_v) > 256:  # where split operands would fill the registers
         return ("ieee",)
-    if target.startswith("gfx"):
+    if p.target.startswith("gfx"):
         return ("ieee", "bf16x6", "bf16x3")
-    return PRECISIONS if target == "cpu" else ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
+    return ("ieee", "bf16x6", "tf32x3", "bf16x3", "tf32")
 
 
 class Rows(NamedTuple):
@@ -201,15 +240,27 @@ def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     kinds, special = chips(p.target), "scores" if p.recipe.score or p.recipe.dropout > 0.0 else ""
     if (name := precision(p)) in SPECIAL:
         special = name
+    specials = ("dropout", special) if p.recipe.dropout and p.target not in LITTLE_MEMORY else (special,)
     if name == "ieee":
         kinds = kinds[-1:]  # Blackwell has separate rows only for its matrix units
     entry_bytes = 4 if p.dtype == torch.float32 else 2
-    for size in (64, 128, 256):
+    for size in (64, 128, 256, 512):
         for kind in kinds:
             row = (kind, entry_bytes, size)
-            if max(p.D, p.D_v) <= size and (found := [key for key in ((*row, special), row) if key in table]):
+            if max(p.D, p.D_v) <= size and (
+                found := [key for key in (*((*row, word) for word in specials), row) if key in table]
+            ):
                 return found[0]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
+
+
+def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
+    """Return the tile of a bias's gradient for a problem: that of BIAS, or dq's with stages that fit.
+
+    A stage holds tiles of four operands, dq's only of two, so large heads leave room for fewer stages.
+    """
+    stages = max(1, min(dq.stages, 256 // max(p.D, p.D_v)))
+    return BIAS.get(choose(DQ, p)) or dq._replace(stages=stages)
 
 
 def title(key: Any) -> str:
@@ -222,7 +273,7 @@ def neighbours(name: str, row: Tiles) -> list[Tiles]:
     """Return the rows that `studies tune` compares with a row of a table.
 
     They have half or twice the rows, columns or warps, or rows and warps together, or one stage more or less, or no cap
-    on registers. To go further, run `tune` again.
+    on registers. To go further, run `tune` again. No side is below 16, unless the row's is.
     """
     B_r, B_c, warps, stages, _ = row
     changes = (
@@ -231,4 +282,6 @@ def neighbours(name: str, row: Tiles) -> list[Tiles]:
         {"stages": stages - 1}, {"stages": stages + 1}, {"registers": None},
     )  # fmt: skip
     made = [row._replace(**change) for change in changes]
-    return [t for t in made if min(t.B_r, t.B_c) >= 16 and t.warps in (4, 8) and t.stages > 0 and t != row]
+    least = min(B_r, B_c, 16)
+    fits = [t for t in made if min(t.B_r, t.B_c) >= least and max(t.B_r, t.B_c) >= 16]  # which some product sums over
+    return [t for t in fits if t.warps in (4, 8) and t.stages > 0 and t != row]

@@ -23,6 +23,7 @@ CHUNKED = {
     "head_dim": 16, "attention_chunk_size": 6, "intermediate_size_mlp": 96, "no_rope_layers": [1, 0],
     "layer_types": ["chunked_attention", "full_attention"],
 }  # fmt: skip
+GEMMA4 = {"global_head_dim": 512, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 ENCODER = {**BASE, "num_key_value_heads": None}
 PAIR = {"vocab_size": 96, "d_model": 64, "pad_token_id": 0, "eos_token_id": 95, "decoder_start_token_id": 0}
 WHISPER = {
@@ -36,6 +37,7 @@ CAUSAL = {
     "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=6),
     "gemma2": lambda: transformers.Gemma2Config(**BASE, **MIXED, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**BASE, **MIXED),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**BASE, **MIXED, **GEMMA4),
     "gpt_oss": lambda: transformers.GptOssConfig(**BASE, **MIXED, **MOE),
     "phi3": lambda: transformers.Phi3Config(**BASE),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**BASE, **MLA}),

@@ -1,9 +1,11 @@
-"""Fourteen kinds of models, each in five ways, give what eager attention gives."""
+"""Fifteen kinds of models, each in five ways, give what eager attention gives."""
 
 import pytest
 import torch
 from compat.transformers.models import CAUSAL, GENERATE, OTHERS, difference, forward, generate, inputs, make
 
+LARGEST = {"gemma4": 5e-5}
+"""Differences above 1e-5: over head size 512, unscaled, eager attention errs by 3e-5 itself."""
 COLUMNS = ("right", "left", "packed", "dynamic", "static")
 CELLS = [
     (name, column)
@@ -29,4 +31,4 @@ def test_a_model_gives_what_eager_gives(name, column):
     if column in ("dynamic", "static"):
         assert torch.equal(got[0], wanted[0])
     else:
-        assert difference(got, wanted) < 1e-5
+        assert difference(got, wanted) < LARGEST.get(name, 1e-5)

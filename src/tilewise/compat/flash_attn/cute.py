@@ -10,7 +10,7 @@ What is new, or differs:
 num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata and gather_bwd_*
 are hints to that package's kernels, and ignored. Other arguments that are None by default raise Unsupported if they are
 given: qv, gather_kv_indices, score_mod and mask_mod (functions in that package's own language), block sparsity, pages
-and lengths in use. Any head size up to 256 works; v may have another than q and k.
+and lengths in use. Any head size up to 256 works, on the CPU up to 512; v may have another than q and k.
 """
 
 from typing import Any
