@@ -280,7 +280,7 @@ WRONG = {
     ),
     "unknown option": (lambda: tw.attention_qkvpacked(leaf(), causal=True), TypeError, "got causal; did you mean"),
     "a mask of another kind": (lambda: tw.attention_qkvpacked(leaf(), mask=True), TypeError, "mask must be a Mask"),
-    "head size": (lambda: tw.attention_qkvpacked(leaf(D=300)), ValueError, "head size .*300"),
+    "head size": (lambda: tw.attention_qkvpacked(leaf(D=520)), ValueError, "head size .*520"),
 }
 
 

@@ -4,7 +4,6 @@ A change takes tilewise's launch and returns another one. If it finds nothing to
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,6 +90,8 @@ def without_warp_roles(launch: "Launch") -> "Launch":
 
     Three warpgroups cannot share a tensor, because Triton's counts of warps are powers of two, so there are two.
     """
+    from tilewise.hopper.descriptors import Descriptor
+
     from .kernels import one_role
 
     given = by_name(launch)
@@ -99,7 +100,7 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     if given["variant"].mask and tile.B_C % B_r:  # the diagonal of all rows crosses several tiles of keys
         tile = tile._replace(MASK_IN_LOOP=True)
     shape = given["shape"]._replace(tiles=-(-given["shape"].M // B_r))
-    Q, O = (replace(given[name], block_shape=[1, 1, B_r, tile.D]) for name in "QO")
+    Q, O = (Descriptor(given[name].base, given[name].box._replace(block_shape=[1, 1, B_r, tile.D])) for name in "QO")
     arguments = Q, given["K"], given["V"], O, given["L"], given["variant"], given["c"], shape
     constants = {"tile": tile, "num_warps": 4 * tile.WARPGROUPS}
     return launch._replace(
