@@ -187,7 +187,7 @@ def attention_backward(
     learns = [
         getattr(KINDS[name], "learns", False) for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures
     ]
-    learns += [recipe.sink] * recipe.sink + [False] * (2 * recipe.varlen)
+    learns += [recipe.sink] * recipe.sink + [False] * recipe.of_layout
     wanted = [learned and t.requires_grad for learned, t in zip(learns, x.extra, strict=True)]
     saved = Saved(o.contiguous() if delta is None else o, lse, dropout_seed(seed, x.q, recipe.dropout))
     grads = attend_backward((*x[:3], *x.extra), saved, do, dlse, recipe, longest, wanted)

@@ -99,12 +99,12 @@ def check_arguments(
         check_values(values)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
-    extra += [] if layout is None else [layout.cu_q, layout.cu_k]
+    extra += () if layout is None else layout.tensors
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),
         sink is not None,
-        layout is not None,
+        () if layout is None else layout.plain,
         scale,
         dropout,
         precision,

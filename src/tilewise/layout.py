@@ -1,6 +1,7 @@
 """Packed sequences of different lengths (Varlen), in place of a padded batch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,16 @@ class Varlen(Frozen):
             if longest < 0:
                 raise ValueError(f"Varlen: {name} must be >= 0, got {longest}; pass None to have it read")
             object.__setattr__(self, name, longest)
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """Return the class name and the names of the tensors, as a recipe holds them."""
+        return type(self).__name__, ("cu_q", "cu_k")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that `plain` names."""
+        return self.cu_q, self.cu_k
 
     def to(self, device: torch.device | str | int) -> "Varlen":
         """Return the same layout with cu_q and cu_k on a device."""

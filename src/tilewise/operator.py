@@ -341,7 +341,7 @@ def _vmap(
     Packed sequences, a mapped sink and dropout run one call at a time instead. Dropout's mask depends on the batch
     index, which folding would change.
     """
-    mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
+    mapped_sink = recipe.sink and dims[-1 - recipe.of_layout] is not None
     if recipe.varlen or mapped_sink or seed is not None:
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]

@@ -81,12 +81,15 @@ class Grads(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The caller's options, without tensors. A mask or score is (class name, numbers...)."""
+    """The caller's options, without tensors. A mask or score is (class name, numbers...).
+
+    A layout is (class name, names of its tensors, numbers...), or () for a padded batch.
+    """
 
     mask: tuple[tuple[Any, ...], ...] = ()
     score: tuple[tuple[Any, ...], ...] = ()
     sink: bool = False
-    varlen: bool = False
+    layout: tuple[Any, ...] = ()
     scale: float | None = None
     dropout: float = 0.0
     precision: str | None = None
@@ -94,6 +97,16 @@ class Recipe(NamedTuple):
     backend: str | None = None
     packed: bool = False
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
+
+    @property
+    def varlen(self) -> bool:
+        """Tell whether the rows are packed sequences, as `Varlen` describes them."""
+        return self.layout[:1] == (Varlen.__name__,)
+
+    @property
+    def of_layout(self) -> int:
+        """Return how many of the extra operands, the last ones, are the layout's."""
+        return len(self.layout[1]) if self.layout else 0
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -103,7 +116,10 @@ class Recipe(NamedTuple):
     @lru_cache(4096)
     def decode(text: str) -> "Recipe":
         """Read the recipe that `encode` wrote."""
-        return Recipe(*ast.literal_eval(text))
+        recipe = Recipe(*ast.literal_eval(text))
+        if isinstance(recipe.layout, bool):  # version 0.1.0 wrote whether the layout was a Varlen
+            recipe = recipe._replace(layout=("Varlen", ("cu_q", "cu_k")) if recipe.layout else ())
+        return recipe
 
 
 class TensorSpec(NamedTuple):
