@@ -3,7 +3,7 @@
 from .api import attention, attention_backward, attention_qkvpacked
 from .count import Calls, count_calls
 from .explain import Explanation, explain
-from .layout import Varlen
+from .layout import Cached, Varlen
 from .listed import listed
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .merge import merge
@@ -17,6 +17,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Alibi",
     "Bias",
+    "Cached",
     "Calls",
     "Causal",
     "Dense",

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved
 from . import fused, tiled
+from .cached import few_rows
 from .precision import exact_products
 from .sequences import choose_tiles
 
@@ -40,7 +41,8 @@ class Cpu:
         return ()
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        with exact_products(problem.dtype):
+        # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
+        with exact_products(torch.float32 if few_rows(problem) else problem.dtype):
             if self.fuse and not fused.why_not(problem):
                 saved = fused.forward(problem, x)
                 if not fused.doubtful(saved):

@@ -29,6 +29,8 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
+        if p.recipe.cached:
+            against.append("its kernels do not read caches or split keys")
         if p.dtype == torch.float32:
             against += _against_fp32(p)
         elif p.dtype not in (torch.float16, torch.bfloat16):

@@ -22,6 +22,8 @@ class Portable:
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
         against = _against_target(problem)
+        if problem.recipe.cached:
+            against.append("no caches yet")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
