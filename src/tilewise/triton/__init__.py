@@ -8,7 +8,7 @@ from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
-from . import launch, tiles
+from . import decode_launch, launch, tiles
 from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
@@ -22,8 +22,6 @@ class Portable:
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
         against = _against_target(problem)
-        if problem.recipe.cached:
-            against.append("no caches yet")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -51,7 +49,9 @@ class Portable:
         return False
 
     def tiles(self, problem: Problem) -> str:
-        """Describe the tiles of the three kernels."""
+        """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
+        if splits(problem):
+            return decode_launch.told(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
@@ -72,9 +72,14 @@ class Portable:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
-            saved = launch.forward(wide, launch.plan(wide), x, seed)
+            if splits(problem):
+                saved = decode_launch.forward(wide, decode_launch.plan(wide), x)
+            else:
+                saved = launch.forward(wide, launch.plan(wide), x, seed)
             return saved._replace(o=saved.o.to(problem.dtype))
         with on_device(x.q):
+            if splits(problem):
+                return decode_launch.forward(problem, decode_launch.plan(problem), x)
             return launch.forward(problem, launch.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
@@ -86,6 +91,11 @@ class Portable:
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+
+
+def splits(p: Problem) -> bool:
+    """Tell whether the kernels that split keys run a problem's forward."""
+    return p.recipe.cached
 
 
 def _never_ran(p: Problem) -> bool:
