@@ -49,14 +49,15 @@ class Line(NamedTuple):
 def line_of(batch, mask, W, split: tl.constexpr):
     """Return the line of a batch, for at most W programs."""
     SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
+    B_B: tl.constexpr = split.B_B
     count = batch.B // 2
-    b = tl.minimum(tl.arange(0, split.B_B), count - 1)
+    b = tl.minimum(tl.arange(0, B_B), count - 1)
     _, m = queries_of(batch, b)
     _, n = keys_of(batch, b)
     lo, _ = key_range_of(mask, b, n - m, n)  # what its first row sees first
     _, hi = key_range_of(mask, b, n - 1, n)  # and its last row last
     each = tl.maximum(tl.where(hi > lo, tl.cdiv(hi, SIZE) - lo // SIZE, 0), 1)  # without keys, a place for its outputs
-    tiles = tl.where(tl.arange(0, split.B_B) < count, tl.cdiv(m * split.G, split.B_R), 0)
+    tiles = tl.where(tl.arange(0, B_B) < count, tl.cdiv(m * split.G, split.B_R), 0)
     end = tl.cumsum(tiles * each, 0)
     total = tl.max(end, 0)
     programs = tl.maximum(tl.minimum(W, tl.cdiv(total * SIZE, split.LEAST)), 1)

@@ -21,9 +21,16 @@ from ..tile.softmax import finalize, join_sink, online_softmax
 @triton.jit
 def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.constexpr, MASKED: tl.constexpr):
     """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
-    j = (t * split.B_C + tl.arange(0, split.B_C))[None, :]
-    k = load_keys(K, h, keys, t, split.P, split.d, split.B_C, q.shape[1], MASKED)
-    S = dot(q, k.to(q.dtype).T, split.PRECISION)  # (B_r, B_c)
+    P_SIZE: tl.constexpr = split.P
+    D: tl.constexpr = split.d
+    D_V: tl.constexpr = split.d_v
+    B_C: tl.constexpr = split.B_C
+    PRECISION: tl.constexpr = split.PRECISION
+    BLOCK: tl.constexpr = q.shape[1]
+    BLOCK_V: tl.constexpr = acc.shape[1]
+    j = (t * B_C + tl.arange(0, B_C))[None, :]
+    k = load_keys(K, h, keys, t, P_SIZE, D, B_C, BLOCK, MASKED)
+    S = dot(q, k.to(q.dtype).T, PRECISION)  # (B_r, B_c)
     if k_scale is not None:
         S *= k_scale
     S = apply_scores(variant.scores, S, Entries(at.b, at.h, at.i0, at.i, 0, j), len(variant.scores))
@@ -31,9 +38,9 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
         seen = visible(variant.mask, at.b, at.h, at.i, j) & (j >= keys.first) & (j < keys.last)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
-    v = load_keys(V, h, keys, t, split.P, split.d_v, split.B_C, acc.shape[1], MASKED).to(q.dtype)
+    v = load_keys(V, h, keys, t, P_SIZE, D_V, B_C, BLOCK_V, MASKED).to(q.dtype)
     if q.dtype == tl.float32:
-        acc = tl.fma(acc, alpha[:, None], dot(P, v, split.PRECISION))
+        acc = tl.fma(acc, alpha[:, None], dot(P, v, PRECISION))
     else:
         acc = tl.dot(P.to(q.dtype), v, acc * alpha[:, None])  # (B_r, d_v)
     return acc, m, l
@@ -46,12 +53,15 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
     lo, hi = tl.maximum(lo, first), tl.minimum(hi, last)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-    acc = tl.zeros([split.B_R, width(q.dtype, split.d_v)], tl.float32)
-    m = tl.full([split.B_R], float("-inf"), tl.float32)
-    l = tl.zeros([split.B_R], tl.float32)
+    B_R: tl.constexpr = split.B_R
+    BLOCK: tl.constexpr = width(q.dtype, split.d_v)
+    STAGES: tl.constexpr = split.STAGES
+    acc = tl.zeros([B_R, BLOCK], tl.float32)
+    m = tl.full([B_R], float("-inf"), tl.float32)
+    l = tl.zeros([B_R], tl.float32)
     for t in tl.range(lo, full_lo, num_stages=1):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
-    for t in tl.range(full_lo, full_hi, num_stages=split.STAGES):
+    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
     for t in tl.range(full_hi, hi, num_stages=1):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
@@ -92,6 +102,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
     """
     B_R: tl.constexpr = split.B_R
     G: tl.constexpr = split.G
+    D_V: tl.constexpr = split.d_v
     BLOCK: tl.constexpr = width(Q.ptr.dtype.element_ty, split.d)
     SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
     if split.OVERLAP:
@@ -133,23 +144,24 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
         if scales is not None:
             acc *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
         if count == each:
-            write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, split.d_v)
+            write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, D_V)
         else:
             store_partial(partial, acc, m, l, batch, b, q0, row, r, x, w, H_k, h, seen, split)
         at += count
     if batch.cu_q is not None:
-        fill_rest(O, L, batch, G, H_k, split.d_v)
+        fill_rest(O, L, batch, G, H_k, D_V)
 
 
 @triton.jit
 def store_partial(partial, acc, m, l, batch, b, q0, row, r, x, w, H_k, h, seen, split: tl.constexpr):
     """Store a piece's sums: for a CHUNK by row and piece, else in one of the program's two tiles."""
+    D_V: tl.constexpr = split.d_v
     slots = slots_of(batch, q0, row, x, w, x == 0, split)
-    ptr = partial_at(partial, slots, H_k, h, split.d_v)
+    ptr = partial_at(partial, slots, H_k, h, D_V)
     entries = tl.arange(0, acc.shape[1])
-    tl.store(ptr[:, None] + entries[None, :], acc, mask=seen[:, None] & (entries < split.d_v)[None, :])
-    tl.store(ptr + split.d_v, m, mask=seen)
-    tl.store(ptr + split.d_v + 1, l, mask=seen)
+    tl.store(ptr[:, None] + entries[None, :], acc, mask=seen[:, None] & (entries < D_V)[None, :])
+    tl.store(ptr + D_V, m, mask=seen)
+    tl.store(ptr + D_V + 1, l, mask=seen)
 
 
 @triton.jit
@@ -176,11 +188,13 @@ def fill_rest(O, L, batch, G: tl.constexpr, H_k, d_v: tl.constexpr):
 def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr, B_X: tl.constexpr):
     """Add the partial sums of one row of one query head, B_X at a time, in the order of keys. A row without any is done."""
     G: tl.constexpr = split.G
+    D_V: tl.constexpr = split.d_v
     line = line_of(batch, variant.mask, W, split)
     row, head = tl.program_id(0) // (G * H_k), tl.program_id(0) % (G * H_k)
     B = batch.B // 2
-    q_first, m_all = queries_of(batch, tl.minimum(tl.arange(0, split.B_B), B - 1))
-    b = tl.sum(((q_first + m_all <= row) & (tl.arange(0, split.B_B) < B)).to(tl.int32), 0)
+    sequences = tl.arange(0, line.end.shape[0])
+    q_first, m_all = queries_of(batch, tl.minimum(sequences, B - 1))
+    b = tl.sum(((q_first + m_all <= row) & (sequences < B)).to(tl.int32), 0)
     b_real = tl.minimum(b, B - 1)
     q0, M = queries_of(batch, b_real)
     if split.OVERLAP:
@@ -201,7 +215,7 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     lo, _ = key_range_of(variant.mask, b, N - M, N)
     # groups of chunks begin at the same keys, wherever this call's queries begin
     skip = lo // split.CHUNK % B_X if split.CHUNK > 0 else 0
-    BLOCK: tl.constexpr = width(tl.float32, split.d_v)
+    BLOCK: tl.constexpr = width(tl.float32, D_V)
     entries = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([1, BLOCK], tl.float32)
     m = tl.full([1], float("-inf"), tl.float32)
@@ -210,10 +224,10 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
         x = x0 + tl.arange(0, B_X)
         there = (x >= 0) & (x < parts)
         slots = slots_of(batch, q0, y, x, first + x, x == 0, split)
-        ptr = partial_at(partial, slots, H_k, head // G, split.d_v)
-        m_x = tl.load(ptr + split.d_v, mask=there, other=float("-inf"))
-        l_x = tl.load(ptr + split.d_v + 1, mask=there, other=0.0)
-        part = tl.load(ptr[:, None] + entries, mask=there[:, None] & (entries < split.d_v), other=0.0)
+        ptr = partial_at(partial, slots, H_k, head // G, D_V)
+        m_x = tl.load(ptr + D_V, mask=there, other=float("-inf"))
+        l_x = tl.load(ptr + D_V + 1, mask=there, other=0.0)
+        part = tl.load(ptr[:, None] + entries, mask=there[:, None] & (entries < D_V), other=0.0)
         m_new = tl.maximum(m, tl.max(m_x, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight, alpha = tl.exp2(m_x - shift), tl.exp2(m - shift)
@@ -222,6 +236,6 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     of_rows = b if batch.cu_q is None else b * 0
     rows = tl.zeros([1], tl.int32) + (i if batch.cu_q is None else row)
     heads = tl.zeros([1], tl.int32) + head
-    write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, heads >= 0, split.d_v)
+    write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, heads >= 0, D_V)
 
 
