@@ -54,7 +54,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, triton.next_power_of_2(max(1, p.B)), max(least, tiles.B_c),
-        tiles.stages, precision(p) or "ieee", p.target in HOPPER,
+        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
     )  # fmt: skip
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
     return Plan(tiles, split, W, (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value, slots, {})
@@ -95,7 +95,8 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch
     outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
     inputs = rows(p, adjacent(x.q)), *(Rows(t, *t.stride()[:3]) for t in (adjacent(x.k), adjacent(x.v)))
     arguments = (*inputs, *outputs, partial, batch, variant, None, pl.c, p.H_k, pl.programs)
-    constants = {"split": pl.split, "num_warps": pl.tiles.warps}
+    cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
+    constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
     yield Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
     overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
