@@ -1,10 +1,9 @@
 """Time the kernels that split keys beside a kernel that only reads the pages, and beside SDPA, on a GPU.
 
-    python benchmarks/decode_probe.py [tiles]
+python benchmarks/decode_probe.py [tiles]
 """
 
 import statistics
-import sys
 
 import torch
 import triton
@@ -70,58 +69,64 @@ def planned(q, k, v, layout, tiles, per, least=256):
     return lambda: [one.run() for one in decode_launch.launches(p, pl, x, empty_saved(p, x, None))]
 
 
+def combined(q, k, v, layout, tiles, per, least, warps, width):
+    run = planned(q, k, v, layout, tiles, per, least)
+    launches = run.__closure__
+    return run
+
+
 def main():
     print(torch.cuda.get_device_name(0), torch.__version__, triton.__version__, flush=True)
-    cells = [(1, 1024), (1, 4096), (1, 32768), (8, 4096), (32, 4096), (8, 32768), (64, 8192), (128, 1024)]
-    variants = [
-        (Tiles(16, 64, 4, 5), 2), (Tiles(16, 64, 4, 5), 1), (Tiles(16, 64, 4, 7), 2), (Tiles(16, 32, 4, 5), 2),
-        (Tiles(16, 32, 4, 7), 3), (Tiles(16, 64, 4, 5, registers=168), 3), (Tiles(16, 128, 4, 5), 1), (Tiles(16, 128, 8, 5), 1),
-    ]
-    for B, n in cells:
+    for B, n in [(1, 1024), (1, 4096), (8, 4096), (32, 4096)]:
         size = B * n * H_k * D * 4
-        line = [f"{B} x {n} {size / 1e6:.0f} MB"]
         q, k, v, layout = batch(B, n, 64)
         out = torch.empty(2048, device="cuda")
-        read_us = min(timed(lambda: read[(132 * c,)](k, v, out, k.numel() // w, BLOCK=w, num_warps=8), [()])
-                      for c, w in ((4, 4096), (8, 2048), (2, 8192)))
-        line.append(f"read {read_us:.1f} us {size / read_us / 1e6:.2f} TB/s |")
-        for tiles, per in variants:
-            for page in (64, 16):
-                if page == 16 and (tiles.stages, per) != (5, 2):
-                    continue
-                paged = layout
-                pk, pv = k, v
-                if page != 64:
-                    q2, pk, pv, paged = batch(B, n, page)
-                try:
-                    run = planned(q, pk, pv, paged, tiles, per)
-                    us = timed(run, [()])
-                    line.append(f"{tiles.B_c}/{tiles.warps}/{tiles.stages} x{per} p{page} {read_us / us:.2f}({us:.1f})")
-                except Exception as error:
-                    line.append(f"{tiles} {type(error).__name__}")
+        read_us = timed(lambda: read[(528,)](k, v, out, k.numel() // 4096, BLOCK=4096, num_warps=8), [()])
+        empty = timed(lambda: q.add_(0), [()])
+        line = [f"{B} x {n} {size / 1e6:.0f} MB read {read_us:.1f} us, one empty launch {empty:.1f} |"]
+        for per in (2, 1):
+            for least in (64, 128, 256):
+                us = timed(planned(q, k, v, layout, Tiles(16, 64, 4, 5), per, least), [()])
+                line.append(f"x{per} least {least} {us:.1f}")
+        pl = planned(q, k, v, layout, Tiles(16, 64, 4, 5), 2, 64)
+        decode_only = lambda: planned_launches(q, k, v, layout)[0].run()
+        line.append(f"without combine {timed(decode_only, [()]):.1f}")
+        for warps, width in ((1, 16), (2, 16), (4, 8), (8, 32), (4, 32)):
+
+            def both(warps=warps, width=width):
+                first, second = planned_launches(q, k, v, layout)
+                first.run()
+                second._replace(constants={**second.constants, "num_warps": warps, "B_X": width}, compiled={}).run()
+
+            line.append(f"combine {warps}w {width} {timed(both, [()]):.1f}")
+        kc, vc = (t.view(B, n, H_k, D) for t in (k, v))
+        for backend in ("triton", "hopper"):
+            us = timed(lambda: tw.attention(q, kc, vc, mask=tw.Causal(), backend=backend), [()])
+            line.append(f"plain {backend} {us:.1f}")
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            us = timed(
+                lambda: torch.nn.functional.scaled_dot_product_attention(
+                    q.transpose(1, 2), kc.transpose(1, 2), vc.transpose(1, 2), enable_gqa=True
+                ),
+                [()],
+            )
+        line.append(f"cudnn {us:.1f}")
         print(" ".join(line), flush=True)
-        kc, vc = (t.view(B, n, H_k, D).transpose(1, 2) for t in (k, v))
-        line = ["   sdpa"]
-        for name, backend in {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}.items():
-            try:
-                with sdpa_kernel(backend):
-                    us = timed(lambda: torch.nn.functional.scaled_dot_product_attention(
-                        q.transpose(1, 2), kc, vc, enable_gqa=True), [()])
-                line.append(f"{name} {read_us / us:.2f}({us:.1f})")
-            except Exception as error:
-                line.append(f"{name} {type(error).__name__}")
-        contiguous = tw.Cached(layout.lengths)
-        us = timed(lambda: tw.attention(q, k.view(B, n, H_k, D), v.view(B, n, H_k, D), mask=tw.Causal(), layout=contiguous), [()])
-        line.append(f"ours contiguous {read_us / us:.2f}({us:.1f})")
-        for least in (128, 512):
-            us = timed(planned(q, k, v, layout, Tiles(16, 64, 4, 5), 2, least), [()])
-            line.append(f"least {least} {read_us / us:.2f}({us:.1f})")
-        invariant = tw.Cached(layout.lengths, layout.table, invariant=1024)
-        us = timed(lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=invariant), [()])
-        line.append(f"invariant {read_us / us:.2f}({us:.1f})")
-        print(" ".join(line), flush=True)
-        del q, k, v, kc, vc, pk, pv
+    for M, G_heads in ((4, 8), (8, 8), (16, 8), (4, 32), (16, 32), (64, 32)):
+        q = torch.randn(8, M, 32, D, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.randn(8, 8192, G_heads, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        us = [timed(lambda: tw.attention(q, k, v, mask=tw.Causal(), backend=b), [()]) for b in ("triton", "hopper")]
+        print(f"8 x {M} queries, 8k keys, {G_heads} key heads: split {us[0]:.1f}, hopper {us[1]:.1f}", flush=True)
+    import time
+
+    q, k, v, layout = batch(1, 1024, 64)
+    x = [(tw.attention(q, k, v, mask=tw.Causal(), layout=layout), torch.cuda.synchronize())[0] for _ in range(3)]
+    start = time.perf_counter()
+    for _ in range(300):
+        tw.attention(q, k, v, mask=tw.Causal(), layout=layout)
+    print(f"host {(time.perf_counter() - start) / 300 * 1e6:.0f} us")
     mixed = torch.randint(128, 32768, (64,), dtype=torch.int32, device="cuda")
+    k = v = None
     q, k, v, layout = batch(64, 32768, 64, mixed)
     us = timed(lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout), [()])
     print(f"mixed 64 in [128, 32k]: {int(mixed.sum()) * H_k * D * 4 / us / 1e6:.2f} TB/s")
@@ -130,6 +135,12 @@ def main():
     layout = tw.Cached(one, layout.table[:16])
     us = timed(lambda: tw.attention(q[:16], k, v, mask=tw.Causal(), layout=layout), [()])
     print(f"one 32k among 15 of 1k: {int(one.sum()) * H_k * D * 4 / us / 1e6:.2f} TB/s, {us:.1f} us")
+
+
+def planned_launches(q, k, v, layout):
+    x, recipe, longest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, None)
+    p = describe(x, recipe, longest)
+    return list(decode_launch.launches(p, decode_launch.plan(p), x, empty_saved(p, x, None)))
 
 
 if __name__ == "__main__":

@@ -120,8 +120,11 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
     for b, (start, length) in enumerate(zip(starts, lengths.clamp(max=case.capacity).tolist(), strict=True)):
         entry = case.index[b] if case.index else b
         N, m = max(0, length - start), case.queries[b]
-        seen = mask.dense(m, N).expand(-1, -1, m, N)[b if mask.parts and mask.parts[0].captures else 0].any(0).any(0) \
-            if mask.dense(m, N).ndim == 4 else mask.dense(m, N).any(0)
+        seen = (
+            mask.dense(m, N).expand(-1, -1, m, N)[b if mask.parts and mask.parts[0].captures else 0].any(0).any(0)
+            if mask.dense(m, N).ndim == 4
+            else mask.dense(m, N).any(0)
+        )
         used[entry, start : start + N] = True
         needed[entry, start : start + N] |= seen
     table, P = None, case.page

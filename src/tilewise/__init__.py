@@ -1,6 +1,7 @@
 """tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
 
 from .api import attention, attention_backward, attention_qkvpacked
+from .append import append_, copy_pages_
 from .count import Calls, count_calls
 from .explain import Explanation, explain
 from .layout import Cached, Varlen
@@ -33,9 +34,11 @@ __all__ = [
     "Varlen",
     "Warmed",
     "Window",
+    "append_",
     "attention",
     "attention_backward",
     "attention_qkvpacked",
+    "copy_pages_",
     "count_calls",
     "explain",
     "listed",

@@ -24,7 +24,9 @@ KINDS: dict[str, type[Value]] = {
 }
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
-torch.serialization.add_safe_globals([masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen, Cached])  # for torch.load
+torch.serialization.add_safe_globals(
+    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen, Cached]
+)  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 512
@@ -251,6 +253,18 @@ class Problem(Call):
     def listed(self) -> bool:
         """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
         return not all([kind.interval for kind in self.kinds])
+
+    @property
+    def few_rows(self) -> bool:
+        """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
+        left_out = self.recipe.layout or self.recipe.dropout or self.dtype.itemsize != 2 or self.listed or self.biased
+        return (
+            not left_out
+            and 0 < self.M * (self.H // self.H_k) <= 64
+            and self.N >= max(16 * self.M, 64)
+            and 0 < self.B <= 1024
+            and max(self.D, self.D_v) <= 256
+        )
 
     @property
     def biased(self) -> bool:

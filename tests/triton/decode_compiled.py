@@ -1,6 +1,6 @@
 """Compile the kernels that split keys for a chip, without a GPU: registers, spills and loads, one JSON line a kernel.
 
-    TRITON_INTERPRET=0 python tests/triton/decode_compiled.py sm_90
+TRITON_INTERPRET=0 python tests/triton/decode_compiled.py sm_90
 """
 
 import json

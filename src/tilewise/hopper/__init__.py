@@ -50,8 +50,11 @@ class Hopper:
 
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster: their backward at head size 64, and their forward at 128, for
-        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`)."""
+        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`); and their forward where
+        it splits the keys among programs."""
         p, recipe = problem, problem.recipe
+        if not backward and p.few_rows:
+            return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         return plain and max(p.M, p.N) <= SHORTEST and padded(p) == (64 if backward else 128)
 

@@ -50,12 +50,14 @@ class Portable:
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
-        if splits(problem):
+        if problem.recipe.cached:
             return decode_launch.told(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
         ]
+        if splits(problem):
+            parts[0] = f"forward {decode_launch.told(problem)}"
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _never_ran(problem):
@@ -95,7 +97,7 @@ class Portable:
 
 def splits(p: Problem) -> bool:
     """Tell whether the kernels that split keys run a problem's forward."""
-    return p.recipe.cached
+    return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)
 
 
 def _never_ran(p: Problem) -> bool:

@@ -237,5 +237,3 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     rows = tl.zeros([1], tl.int32) + (i if batch.cu_q is None else row)
     heads = tl.zeros([1], tl.int32) + head
     write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, heads >= 0, D_V)
-
-

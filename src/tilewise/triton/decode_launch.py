@@ -21,7 +21,7 @@ from .tiles import HOPPER, Tiles, decode_tiles, precision
 TINY = 2.0**-126
 PER_MULTIPROCESSOR = 2
 """Programs that one runs at a time: as many bytes of K and V as memory needs on their way."""
-LEAST = 256
+LEAST = 128
 """The fewest keys that a program takes."""
 COMBINED = 16
 """Partial sums that are added at a time."""
@@ -38,6 +38,8 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     slots: int
     """Partial sums of a row of a key head."""
+    values: tuple[Any, Any, Tensor | None] | None
+    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
 
 
@@ -56,8 +58,9 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, triton.next_power_of_2(max(1, p.B)), max(least, tiles.B_c),
         tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
     )  # fmt: skip
+    values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
-    return Plan(tiles, split, W, (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value, slots, {})
+    return Plan(tiles, split, W, (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value, slots, values, {})
 
 
 def programs(p: Problem) -> int:
@@ -89,7 +92,7 @@ def forward(p: Problem, pl: Plan, x: Operands) -> Saved:
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
     """Yield the kernel that sums pieces of the keys, and the one that adds up what it leaves."""
-    parts, changes, sink = device_values(p, x.extra)
+    parts, changes, sink = pl.values or device_values(p, x.extra)
     variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x)
     partial = torch.empty(pl.slots * p.H_k * (p.D_v + 2), dtype=torch.float32, device=x.q.device)
     outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
@@ -106,17 +109,13 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch
 
 def batch_of(p: Problem, x: Operands) -> Batch:
     """Return the layout as a kernel argument."""
-    named = {
-        name: None if (t := p.in_layout(name, x.extra)) is None else t.contiguous()
-        for name in ("cu_q", "lengths", "starts", "index")
-    } if p.recipe.cached else dict.fromkeys(("cu_q", "lengths", "starts", "index"))  # fmt: skip
+    names = ("cu_q", "lengths", "starts", "index")
+    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
     table: Tensor | None = p.in_layout("table", x.extra)
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     sizes = (2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N))
-    return Batch(**named, table=table, width=0 if table is None else 2 * table.stride(0) + 1, **dict(
-        zip(("B", "M", "rows", "capacity"), sizes, strict=True)
-    ))  # fmt: skip
+    return Batch(*tensors, table, 0 if table is None else 2 * table.stride(0) + 1, *sizes)
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
