@@ -14,6 +14,7 @@ import tilewise as tw
 from tilewise import reference
 
 NO_PAGE = 1 << 30
+CAUSAL = tw.Causal()
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Case:
     H_k: int = 2
     D: int = 32
     D_v: int = 32
-    mask: Any = tw.Causal()
+    mask: Any = CAUSAL
     score: Any = ()
     sink: bool = False
     scale: float | None = None

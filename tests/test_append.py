@@ -156,7 +156,7 @@ WRONG = {
     "v_new must have k_new's rows": lambda: tw.append_(K, V, NEW, NEW.repeat(1, 2, 1, 1), layout=LAYOUT),
     "k_new must have the cache's heads": lambda: tw.append_(K, V, NEW[..., :2], NEW, layout=LAYOUT),
     "v_new must be of the cache's type": lambda: tw.append_(K, V, NEW, NEW.half(), layout=LAYOUT),
-    "k must have adjacent entries": lambda: tw.append_(K.transpose(2, 3).contiguous().transpose(2, 3), V, NEW, NEW, layout=LAYOUT),
+    "k must have adjacent entries": lambda: tw.append_(torch.zeros(2, 8, 4, 2).mT, V, NEW, NEW, layout=LAYOUT),
     "cos must be given with sin": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, q=NEW),
     "cos and sin must have shape": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, 0], sin=V[0]),
     "source must be an int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),

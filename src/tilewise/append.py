@@ -116,8 +116,8 @@ def check_append(
             raise ValueError(f"append_: {name} must have shape {shape}, got {tuple(t.shape)}; reshape it, or set cu_q")
         if t.shape[:-2] != k_new.shape[:-2]:
             raise ValueError(
-                f"append_: {name} must have k_new's rows {tuple(k_new.shape[:-2])}, got {tuple(t.shape)}; give each new "
-                "key one"
+                f"append_: {name} must have k_new's rows {tuple(k_new.shape[:-2])}, got {tuple(t.shape)}; "
+                "give each new key one"
             )
         heads = t.shape[-2:] if name != "q" else (like.shape[2], t.shape[-1])
         if heads != like.shape[2:] or t.device != like.device:

@@ -103,10 +103,10 @@ class Cached(Frozen):
         starts: (B,), the first row in use, for sequences padded on the left; None for 0.
         cu_q: (B + 1,), as in `Varlen`: q is packed (T, H, D). None: q is (B, M, H, D). In rows from cu_q[B] on, o is 0
             and lse -inf.
-        max_q: the largest number of queries of a sequence, with cu_q. It chooses tiles, and bounds nothing. None takes T.
+        max_q: the largest number of queries of a sequence, with cu_q. It chooses tiles and bounds nothing; None is T.
         index: (B,), the entry of k and v, or the row of `table`, in which a sequence lies; they may repeat. None for b.
-        invariant: 0, or a multiple of 64. Then keys are summed in pieces of that many rows, so a sequence's results have
-            the same bits in any batch, with any number of programs, and however its queries are cut into calls.
+        invariant: 0, or a multiple of 64. Then keys are summed in pieces of that many rows, so a sequence's results
+            have the same bits in any batch, with any number of programs, and however its queries are cut into calls.
 
     Tensors are int32; of int64 a converted copy is made here, which does not follow later changes.
 
@@ -130,8 +130,8 @@ class Cached(Frozen):
             ("lengths", 1, B), ("table", 2, B), ("starts", 1, B), ("cu_q", 1, B + 1), ("index", 1, B),
         ):  # fmt: skip
             if getattr(self, name) is not None or name == "lengths":
-                rows = None if name == "table" and self.index is not None else rows
-                object.__setattr__(self, name, _integers(name, getattr(self, name), dims, rows))
+                shared = name == "table" and self.index is not None
+                object.__setattr__(self, name, _integers(name, getattr(self, name), dims, None if shared else rows))
         if self.max_q is not None:
             if self.cu_q is None:
                 raise ValueError(f"Cached: max_q must be None without cu_q, got {self.max_q}; leave it out")

@@ -261,6 +261,7 @@ class Problem(Call):
         return (
             not left_out
             and 0 < self.M * (self.H // self.H_k) <= 64
+            and self.M <= 16
             and self.N >= max(16 * self.M, 64)
             and 0 < self.B <= 1024
             and max(self.D, self.D_v) <= 256

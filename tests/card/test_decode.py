@@ -38,6 +38,7 @@ def test_long_sequences():
     assert max(caches.errors(run(call), caches.truth(call))) < 2e-3
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_graph_captured_short_is_replayed_long_without_a_wait():
     call = caches.make(LONG, "cuda")
     want, lengths = run(call), call.layout.lengths.clone()

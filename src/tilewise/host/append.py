@@ -36,7 +36,8 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
         turn, pairs = Turn(cos, sin, cos.stride(0), sin.stride(0), 2 * len(cos) + 1), cos.shape[1]
     heads = min(HEADS, triton.next_power_of_2(H_k))
     new = New(
-        d, d_v, pairs, 0 if table is None else k.shape[1], call.interleaved, heads, triton.next_power_of_2(max(1, pairs)),
+        d, d_v, pairs, 0 if table is None else k.shape[1], call.interleaved, heads,
+        triton.next_power_of_2(max(1, pairs)),
         triton.next_power_of_2(d - 2 * pairs) if d > 2 * pairs else 0, triton.next_power_of_2(d_v),
         triton.next_power_of_2(B),
     )  # fmt: skip

@@ -10,8 +10,8 @@ from .rotary import load_pairs, store_pairs
 
 
 class New(NamedTuple):
-    """Hold the constants: head sizes, pairs that have an angle, rows of a page or 0, how pairs lie, and sizes of blocks:
-    heads, pairs, entries without an angle, entries of a value, sequences."""
+    """Hold the constants: head sizes, pairs that have an angle, rows of a page or 0, how pairs lie, and sizes of
+    blocks: heads, pairs, entries without an angle, entries of a value, sequences."""
 
     d: int
     d_v: int

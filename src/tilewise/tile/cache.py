@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 class Batch(NamedTuple):
-    """Describe a batch by tensors, each of them None where it does not differ: cu_q (B + 1,), lengths (B,), starts (B,),
-    index (B,), and the table (entries, width) with its stride. Host integers are given as 2 n + 1 (see `rows.Packed`):
-    how many sequences, queries of each, rows of q in all, and rows of an entry."""
+    """Describe a batch by tensors, each of them None where it does not differ: cu_q (B + 1,), lengths (B,), starts
+    (B,), index (B,), and the table (entries, width) with its stride. Host integers are given as 2 n + 1 (see
+    `rows.Packed`): how many sequences, queries of each, rows of q in all, and rows of an entry."""
 
     cu_q: object
     lengths: object
@@ -24,8 +24,8 @@ class Batch(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Locate one sequence's keys: its row of the table, or its entry of a contiguous cache; the row of key 0, or None if
-    it is 0; and the keys [first, last) that a tile of rows sees."""
+    """Locate one sequence's keys: its row of the table, or its entry of a contiguous cache; the row of key 0, or None
+    if it is 0; and the keys [first, last) that a tile of rows sees."""
 
     table: object
     entry: object
@@ -80,8 +80,8 @@ def entry_of(batch, b):
 @triton.jit
 def load_keys(X, h, keys, t, P: tl.constexpr, d: tl.constexpr, B_C: tl.constexpr, BLOCK: tl.constexpr,
               CHECK: tl.constexpr):  # fmt: skip
-    """Load the rows of key tile t, zero past the head size. With CHECK, keys that no row sees are zero, and neither they
-    nor their entries of the table are read. # (B_C, BLOCK)
+    """Load the rows of key tile t, zero past the head size. With CHECK, keys that no row sees are zero, and neither
+    they nor their entries of the table are read. # (B_C, BLOCK)
 
     P is the size of a page, 0 without pages. A tile inside one page costs one look-up.
     """

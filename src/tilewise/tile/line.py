@@ -1,9 +1,9 @@
 """Divide keys among programs, whatever the lengths: all tiles of keys stand in one line, and each takes a piece of it.
 
-For one key head, the line holds the key tiles of every tile of rows, sequence by sequence (stream-K, Osama et al. 2023).
-A tile of rows has (query, head of the group) pairs as rows, so a group's heads read their keys once. Programs compute
-the line from cu_q and lengths by themselves; it is the same for every key head. With a CHUNK, a place in the line is not
-a tile of keys but a piece of CHUNK keys, and a program's share of the line is cut into them.
+For one key head, the line holds the key tiles of every tile of rows, sequence by sequence (stream-K, Osama et al.
+2023). A tile of rows has (query, head of the group) pairs as rows, so a group's heads read their keys once. Programs
+compute the line from cu_q and lengths by themselves; it is the same for every key head. With a CHUNK, a place in the
+line is not a tile of keys but a piece of CHUNK keys, and a program's share of the line is cut into them.
 """
 
 from typing import NamedTuple

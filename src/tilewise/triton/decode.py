@@ -48,7 +48,7 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
 
 @triton.jit
 def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, split: tl.constexpr):
-    """Sum the key tiles in [first, last) that a tile of rows sees, in order. `tiles`: those, as `key_tiles` tells them."""
+    """Sum the key tiles in [first, last) that a tile of rows sees, in order. `tiles`: what `key_tiles` returns."""
     lo, full_lo, full_hi, hi = tiles
     lo, hi = tl.maximum(lo, first), tl.minimum(hi, last)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
@@ -186,7 +186,7 @@ def fill_rest(O, L, batch, G: tl.constexpr, H_k, d_v: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
 def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr, B_X: tl.constexpr):
-    """Add the partial sums of one row of one query head, B_X at a time, in the order of keys. A row without any is done."""
+    """Add the partial sums of one row of one query head, B_X at a time, in the order of keys. Other rows are done."""
     G: tl.constexpr = split.G
     D_V: tl.constexpr = split.d_v
     line = line_of(batch, variant.mask, W, split)

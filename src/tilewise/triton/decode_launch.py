@@ -19,8 +19,8 @@ from .decode import attention_combine, attention_decode
 from .tiles import HOPPER, Tiles, decode_tiles, precision
 
 TINY = 2.0**-126
-PER_MULTIPROCESSOR = 2
-"""Programs that one runs at a time: as many bytes of K and V as memory needs on their way."""
+SMALL = 1 << 30
+"""Bytes of K and V below which one program for each multiprocessor is faster than two: half as many partial sums."""
 LEAST = 128
 """The fewest keys that a program takes."""
 COMBINED = 16
@@ -67,9 +67,9 @@ def programs(p: Problem) -> int:
     """Return how many programs share the keys of a key head."""
     if p.target == "cpu":
         return 3
-    device = p.q.device
+    device, size = p.q.device, p.B * p.N * p.H_k * (p.D + p.D_v) * p.k.dtype.itemsize
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return max(1, multiprocessors * PER_MULTIPROCESSOR // p.H_k)
+    return max(1, multiprocessors * (1 if size < SMALL else 2) // p.H_k)
 
 
 def total_rows(p: Problem) -> int:
@@ -133,7 +133,8 @@ def told(p: Problem) -> str:
     """Describe what runs a problem, for `explain`."""
     tiles, split, W, *_ = plan(p)
     parts = [
-        f"splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, {tiles.stages} stages",
+        f"splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
+        f"{split.STAGES} stages",
         f"{W} programs for each of {p.H_k} key heads",
         f"pieces of {split.CHUNK} keys" if split.CHUNK else f"at most {2 * W} partial sums",
     ]

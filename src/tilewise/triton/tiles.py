@@ -291,7 +291,7 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
 
 
 def decode_tiles(p: Problem) -> Tiles:
-    """Return the tile of the kernel that splits keys. Where results are invariant, it has one number of rows for all."""
+    """Return the tile of the kernel that splits keys. Where results are invariant, its rows are one number for all."""
     entry_bytes = 4 if p.dtype == torch.float32 else 2
     invariant = p.recipe.cached and p.recipe.layout[2] > 0
     few = p.M * (p.H // p.H_k) <= 16 and not invariant
