@@ -115,6 +115,24 @@ def test_16_bits(device, dtype):
     assert torch.equal(v[0, :3], v_new[0])
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
+def test_8_bits_are_rounded_to_nearest_even_and_saturated(device, shape):
+    if device == "cpu" and append._in_torch.__name__ == "<lambda>":
+        pytest.skip("the interpreter rounds e4m3 otherwise")
+    _, k_new, v_new = draw(device, (2, 2, 2), False)
+    k_new[0, 0, 0, :3] = torch.tensor([1e4, -1e4, 0.0])
+    scale = torch.rand(shape, device=device) + 0.1
+    pages = [
+        tw.Quantized(torch.zeros(3, 16, 2, size, device=device).to(torch.float8_e4m3fn), scale) for size in (32, 16)
+    ]
+    tw.append_(*pages, k_new, v_new, layout=tw.Cached(torch.tensor([2, 9, 16], device=device)))
+    for page, new in zip(pages, (k_new, v_new), strict=True):
+        want = (new / scale.expand(3, 2)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        for b, end in enumerate((2, 9, 16)):
+            assert torch.equal(page.x[b].float()[end - 2 : end], want[b])
+    assert pages[0].x.float().abs().max() == 448
+
+
 def test_one_operator_that_says_what_it_changes():
     q, k_new, v_new = draw("cpu", (1, 1), False)
     k, v = torch.zeros(4, 16, 2, 32), torch.zeros(4, 16, 2, 16)

@@ -124,6 +124,48 @@ def test_a_shared_prefix_merges_with_the_rest(backend):
     torch.testing.assert_close(both, whole, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
+@pytest.mark.parametrize("page", [16, None])
+def test_pages_in_8_bits_are_what_they_stand_for(backend, shape, page):
+    case = replace(caches.CASES[0], page=page, score=tw.SoftCap(5.0), queries=(2, 2, 2))
+    call = caches.make(case, device_of(backend))
+    device = call.q.device
+    scales = [torch.rand(shape, device=device) + 0.5 for _ in "kv"]
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), s) for t, s in zip((call.k, call.v), scales, strict=True)]
+    if shape == (3, 2):  # a factor for each sequence
+        entries = []
+        for b in range(3):
+            one = tw.Cached(call.layout.lengths[b : b + 1], None if page is None else call.layout.table[b : b + 1])
+            own = slice(None) if page is not None else slice(b, b + 1)
+            k, v = (t.x.float()[own] * s[b][:, None] for t, s in zip(eight, scales, strict=True))
+            entries.append(tw.attention(call.q[b : b + 1], k, v, backend=backend, **{**call.options, "layout": one}))
+        want = torch.cat(entries)
+    else:
+        k, v = (t.x.float() * s.expand(2)[:, None] for t, s in zip(eight, scales, strict=True))
+        want = tw.attention(call.q, k, v, layout=call.layout, backend=backend, **call.options)
+    got = tw.attention(call.q, *eight, layout=call.layout, backend=backend, **call.options)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+def test_8_bits_run_by_name_and_where_they_can():
+    call = caches.make(caches.CASES[0])
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), torch.ones(())) for t in (call.k, call.v)]
+    told = tw.explain(call.q.bfloat16(), *eight, layout=call.layout, device="sm_90")
+    assert "pages in e4m3 have never run on a GPU" in told.refusals["triton"][0]
+    assert tw.explain(call.q.bfloat16(), *eight, layout=call.layout, device="sm_90", backend="triton").backend
+    told = tw.explain(call.q.bfloat16(), *eight, layout=call.layout, device="sm_80", backend="triton")
+    assert "converts no e4m3 on sm_80" in told.refusals["triton"][0]
+    with pytest.raises(TypeError, match="v must be a Quantized where the other is"):
+        tw.attention(call.q, eight[0], call.v, layout=call.layout)
+    with pytest.raises(ValueError, match="layout must be a Cached where k is a Quantized"):
+        tw.attention(call.q, *eight)
+    with pytest.raises(ValueError, match="k's scale must have shape"):
+        tw.attention(call.q, tw.Quantized(eight[0].x, torch.ones(7)), eight[1], layout=call.layout)
+    with pytest.raises(TypeError, match="x must be a tensor of torch"):
+        tw.Quantized(call.k, torch.ones(()))
+
+
 def test_infinite_values_that_are_seen_arrive():
     call = caches.make(caches.CASES[1])
     call.v[0, 3] = torch.inf

@@ -17,6 +17,7 @@ NAMES = [
     "Mask",
     "Padding",
     "Prefix",
+    "Quantized",
     "Score",
     "SoftCap",
     "Unsupported",

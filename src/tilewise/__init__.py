@@ -9,6 +9,7 @@ from .listed import listed
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .merge import merge
 from .problem import Unsupported
+from .quantized import Quantized
 from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
 from .warm import Warmed, warm
@@ -28,6 +29,7 @@ __all__ = [
     "Mask",
     "Padding",
     "Prefix",
+    "Quantized",
     "Score",
     "SoftCap",
     "Unsupported",

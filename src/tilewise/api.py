@@ -13,6 +13,7 @@ from .mask import Full, Mask
 from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
 from .problem import KINDS, Saved, Unsupported
+from .quantized import Quantized
 from .score import Score
 
 FULL = Full()
@@ -20,20 +21,35 @@ FULL = Full()
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     *,
     mask: Mask = FULL,
     score: Score | Sequence[Score] = (),
@@ -62,7 +78,7 @@ def attention(
             multiplied by 1 / (1 - the rounded probability). Below 2^-17, nothing is dropped.
         seed: int or scalar int64 tensor on q's device, for dropout; None draws one from torch's generator.
         layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences; Cached(lengths, table) for k and v in a cache,
-            whose shapes it states.
+            whose shapes it states, and which may be Quantized.
         precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             It is for fp32 inputs only. None follows torch.get_float32_matmul_precision().
         deterministic: make gradients bitwise repeatable, as o, dk and dv always are.

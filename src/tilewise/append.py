@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .check_cache import refuse_gradients
+from .check_cache import refuse_gradients, unquantized, with_scales
 from .layout import Cached
 from .operator import NAMESPACE, OPERATORS, intercepted
 from .problem import FLOATING_TYPES
+from .quantized import Quantized
 
 
 class Append(NamedTuple):
@@ -22,12 +23,11 @@ class Append(NamedTuple):
     sin: Tensor | None
     interleaved: bool
     capacity: int
-    scales: Any = None
 
 
 def append_(
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     k_new: Tensor,
     v_new: Tensor,
     *,
@@ -44,9 +44,10 @@ def append_(
     outside [starts[b], capacity) are dropped. If sequences share an entry and write one row, either may win.
 
     Args:
-        k, v: the cache, as `Cached` describes it, entries adjacent; changed in place.
-        k_new: (B, M, H_k, D), or with the layout's cu_q (T, H_k, D), in k's type.
-        v_new: (B, M, H_k, D_v), or (T, H_k, D_v), in v's type.
+        k, v: the cache, as `Cached` describes it, entries adjacent; changed in place. Where they are Quantized, they
+            get the new numbers divided by their scale, rounded to nearest even, and cut to e4m3's largest, 448.
+        k_new: (B, M, H_k, D), or with the layout's cu_q (T, H_k, D), in k's type, or any for a Quantized.
+        v_new: (B, M, H_k, D_v), or (T, H_k, D_v), so too.
         layout: the cache's layout, after the new keys.
         cos, sin: (positions, R / 2), as for `rotary`; positions beyond them read the last.
         interleaved: how pairs lie, as for `rotary`.
@@ -59,9 +60,13 @@ def append_(
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: a gradient is wanted.
     """
+    scales: tuple[Tensor, ...] = ()
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        k, v, scales = unquantized(k, v, layout)
     check_append(k, v, k_new, v_new, layout, cos, sin, q)
     refuse_gradients(k, v, k_new, v_new, *([] if q is None else [q]))
-    names, tensors = repr(layout.plain[1]), list(layout.tensors)
+    names = repr((with_scales(layout.plain) if scales else layout.plain)[1])
+    tensors = [*layout.tensors, *scales]
     arguments = k, v, k_new, v_new, tensors, names, cos, sin, bool(interleaved), q
     given = [t for t in (k, v, k_new, v_new, *tensors, cos, sin, q) if t is not None]
     turned = OPERATORS.append_(*arguments) if intercepted(given) else _append(*arguments)
@@ -125,7 +130,7 @@ def check_append(
                 f"append_: {name} must have the cache's heads and head size {tuple(like.shape[2:])} on {like.device}, "
                 f"got {tuple(t.shape)} on {t.device}; reshape it, or move it with .to(...)"
             )
-        if t.dtype not in FLOATING_TYPES or (name != "q" and t.dtype != like.dtype):
+        if t.dtype not in FLOATING_TYPES or (name != "q" and like.itemsize > 1 and t.dtype != like.dtype):
             raise TypeError(
                 f"append_: {name} must be of the cache's type {like.dtype}, got {t.dtype}; convert it with .to(...)"
             )
@@ -179,8 +184,14 @@ def _in_torch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | No
     if "table" in call.layout:
         P = k.shape[1]
         entry, row = call.layout["table"].long()[entry, row // P], row % P
-    for cache_, new in ((k, k_new), (v, v_new)):
-        cache_[entry, row] = new.reshape(-1, *new.shape[-2:])[fits].to(cache_.dtype)
+    for name, pages, new in (("k_scale", k, k_new), ("v_scale", v, v_new)):
+        rows = new.reshape(-1, *new.shape[-2:])[fits]
+        if name in call.layout:
+            factor = call.layout[name].expand(len(call.layout["lengths"]), k.shape[2])[b[fits]][..., None]
+            bits = (rows.float() / factor).clamp(-448.0, 448.0).to(pages.dtype).view(torch.uint8)
+            pages.view(torch.uint8)[entry, row] = bits
+        else:
+            pages[entry, row] = rows.to(pages.dtype)
 
 
 def places(k_new: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import ORDER
-from .check_cache import check_cache, check_cache_contents, refuse_gradients
+from .check_cache import check_cache, check_cache_contents, refuse_gradients, unquantized, with_scales
 from .layout import Cached, Layout, Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
@@ -29,6 +29,7 @@ from .problem import (
     matmul_setting,
     target_of,
 )
+from .quantized import Quantized
 from .score import Score
 
 TRANSPOSE = (
@@ -53,8 +54,8 @@ def cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 def check_arguments(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     mask: Mask,
     score: Score | Sequence[Score],
     scale: float | None,
@@ -66,6 +67,9 @@ def check_arguments(
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
+    scales: tuple[Tensor, ...] = ()
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        k, v, scales = unquantized(k, v, layout)
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not whole or not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
@@ -93,7 +97,8 @@ def check_arguments(
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
     if (kind := autocast_type(q)) is not None:
-        q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
+        q = cast(q, kind)
+        k, v = (k, v) if scales else (cast(k, kind), cast(v, kind))
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
@@ -102,14 +107,14 @@ def check_arguments(
         check_values(values)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
-    extra += () if layout is None else layout.tensors
+    extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),
         sink is not None,
-        () if layout is None else layout.plain,
+        () if layout is None else with_scales(layout.plain) if scales else layout.plain,
         scale,
         dropout,
         precision,

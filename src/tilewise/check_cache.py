@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import Cached
 from .mask import Dense, Documents, PaddingKeys, TileList
 from .problem import FLOATING_TYPES, Operands, Problem, Unsupported
+from .quantized import Quantized
 from .score import Bias
 
 AS_WIDE = "its tensor would need a column for every row of the cache's capacity"
@@ -29,6 +31,24 @@ def refuse_gradients(*tensors: Tensor) -> None:
         )
 
 
+def unquantized(k: Any, v: Any, layout: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return k and v in 8 bits, and their scales. Raise an error if only one has one, or if there is no cache."""
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Quantized):
+            raise TypeError(f"{name} must be a Quantized where the other is, got {type(t).__name__}; give both a scale")
+    if not isinstance(layout, Cached):
+        raise ValueError(
+            f"layout must be a Cached where k is a Quantized, got {layout!r}; pass one, or convert k and v"
+        )
+    return k.x, v.x, (k.scale, v.scale)
+
+
+def with_scales(plain: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a recipe holds of a layout, with the scales of k and v behind its tensors."""
+    name, names, *numbers = plain
+    return name, (*names, "k_scale", "v_scale"), *numbers
+
+
 def check_cache(p: Problem) -> None:
     """Raise an error if the operands do not fit a cache, or the call has what a cache does not go with."""
     packed = p.in_layout("cu_q") is not None
@@ -46,6 +66,13 @@ def check_cache(p: Problem) -> None:
         if len(spec.shape) != 4:
             raise ValueError(f"{name} must have shape {of_cache}, got {tuple(spec.shape)}; reshape it")
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
+        if name != "q" and "k_scale" in p.recipe.layout[1]:
+            scale = p.in_layout(f"{name}_scale").shape
+            if tuple(scale) not in ((), (p.H_k,), (p.B, p.H_k)):
+                raise ValueError(
+                    f"{name}'s scale must have shape (), ({p.H_k},) or ({p.B}, {p.H_k}), got {tuple(scale)}; reshape it"
+                )
+            continue
         if spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
         if spec.dtype != p.q.dtype:

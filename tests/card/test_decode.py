@@ -89,3 +89,40 @@ def test_bits_do_not_depend_on_the_batch_or_on_how_a_prompt_is_cut():
                 alone = tw.Cached(lengths[b : b + 1] - (last - stop), table[b : b + 1], invariant=256)
                 part = tw.attention(call.q[None, i:stop], call.k, call.v, mask=tw.Causal(), layout=alone)
                 assert torch.equal(part[0], o[i:stop])
+
+
+@pytest.mark.parametrize("page", [16, 64, None])
+def test_pages_in_8_bits(page):
+    case = caches.Case("", lengths=(700, 1, 2000), page=page, capacity=2048, D=128, D_v=128, dtype=torch.bfloat16)
+    call = caches.make(case, "cuda")
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), torch.rand(3, 2, device="cuda") + 0.5) for t in (call.k, call.v)]
+    got = tw.attention(call.q, *eight, layout=call.layout, backend="triton", mask=tw.Causal())
+    for b in range(3):
+        k, v = (tw.reference.gather(t.x.float(), b, call.layout).double() * t.scale[b][:, None] for t in eight)
+        want = tw.reference.attention(call.q[b : b + 1].double(), k, v)[0]
+        assert float((got[b : b + 1].double() - want).abs().max()) < 1.5e-2
+
+
+def test_a_step_without_a_wait():
+    """append_ and attention in a graph, where lengths grow on the device."""
+    k, v = (torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q, new = (torch.randn(2, 1, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    angles = torch.randn(64, 64, device="cuda")
+    cos, sin = angles.cos(), angles.sin()
+    lengths = torch.ones(2, dtype=torch.int32, device="cuda")
+    layout = tw.Cached(lengths)
+
+    def step():
+        turned = tw.append_(k, v, new, new, layout=layout, cos=cos, sin=sin, q=q)
+        return tw.attention(turned, k, v, mask=tw.Causal(), layout=layout)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    for n in range(1, 20):
+        lengths.fill_(n)
+        graph.replay()
+    turned = [tw.rotary(new.expand(-1, 19, -1, -1), cos, sin), new.expand(-1, 19, -1, -1)]
+    want = tw.attention(tw.rotary(q, cos, sin, offsets=18), *turned, mask=tw.Causal())
+    torch.testing.assert_close(o, want, atol=2e-2, rtol=2e-2)

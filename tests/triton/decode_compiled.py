@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.check import check_arguments, describe_fake
 from tilewise.host.cross_compile import use_target
 from tilewise.problem import Saved
-from tilewise.triton import decode_launch
+from tilewise.triton import WITH_FP8, decode_launch
 
 CASES = {
     "D128 page 64": {},
@@ -27,16 +27,19 @@ CASES = {
     "D128 chunks": {"invariant": 1024, "mask": tw.Causal() & tw.Window(1023, 0), "score": tw.SoftCap(50.0)},
     "D128 prefill": {"M": 512},
     "D256 prefill": {"M": 512, "D": 256},
+    "D128 e4m3": {"eight": True},
     "D128 fp32": {"dtype": torch.float32},
 }
 
 
-def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtype=torch.bfloat16):
+def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtype=torch.bfloat16, eight=False):
     """The launches of a case on a chip, with tensors on the meta device."""
     B, H, H_k, n = 64, 32, 8, 4096
     empty = lambda *shape, kind=dtype: torch.empty(shape, dtype=kind, device="meta")  # noqa: E731
     table = empty(B, n // page, kind=torch.int32) if page else None
     cache = empty(1024, page, H_k, D) if page else empty(B, n, H_k, D)
+    if eight:
+        cache = tw.Quantized(cache.to(torch.float8_e4m3fn), empty(H_k, kind=torch.float32))
     layout = tw.Cached(empty(B, kind=torch.int32), table, invariant=invariant)
     x, recipe, longest = check_arguments(
         empty(B, M, H, D), cache, cache, mask or tw.Causal(), score, None, None, 0.0, layout, None, False, None
@@ -69,6 +72,8 @@ if __name__ == "__main__":
     use_target(sys.argv[1])
     for name, case in CASES.items():
         if len(sys.argv) > 2 and sys.argv[2] not in name:
+            continue
+        if case.get("eight") and sys.argv[1] not in WITH_FP8:
             continue
         for launch in chain(launches(sys.argv[1], **case)):
             kernel = launch.kernel.fn.__name__

@@ -30,6 +30,8 @@ class Rows(NamedTuple):
     first: int
     last: int
     shape: tuple[int, int, int]
+    scale: Tensor | None = None
+    """(H_k,), what 8-bit rows are multiplied by."""
 
     def __getitem__(self, at: tuple[slice, slice]) -> Tensor:
         heads, columns = at
@@ -37,6 +39,8 @@ class Rows(NamedTuple):
         rows = self.fetch(self.start + lo, self.start + hi)
         typed = self.buffers[1]
         rows = (rows if typed is None else typed[: len(rows)].copy_(rows))[:, heads].transpose(0, 1)
+        if self.scale is not None:
+            rows = rows * self.scale[heads, None, None]
         outside = lo - columns.start, columns.stop - hi
         return torch.nn.functional.pad(rows, (0, 0, *outside)) if any(outside) else rows
 
@@ -47,7 +51,9 @@ class Rows(NamedTuple):
         P = self.cache.shape[1]
         page, end = lo // P, -(-hi // P)
         gathered: Any = self.buffers[0]
-        rows = torch.index_select(self.cache, 0, self.pages[page:end], out=gathered[: end - page]).flatten(0, 1)
+        cache = self.cache.view(gathered.dtype)  # 8-bit floats as integers, which torch can gather
+        rows = torch.index_select(cache, 0, self.pages[page:end], out=gathered[: end - page]).flatten(0, 1)
+        rows = rows.view(self.cache.dtype)
         return rows[lo - page * P : hi - page * P]
 
 
@@ -70,8 +76,8 @@ def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             first, last = _seen(own[0], shift, N - M + piece.stop - 1, N)
             length = last if invariant else N
             keys, values = (
-                Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, length, t.shape[-1]))
-                for t, own_buffers in zip((x.k, x.v), buffers, strict=True)
+                Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, length, t.shape[-1]), scale)
+                for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, x, b), strict=True)
             )
             where = slice(rows.start + piece.start, rows.start + piece.stop)
             heads = max(1, choose_tiles(p, (1, COLUMNS) if invariant else (M, N))[0] * COLUMNS // width)
@@ -91,8 +97,16 @@ def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor |
     """Allocate what `Rows` gathers and converts into."""
     P, H_k, size = t.shape[1:]
     kind = compute_type(p)
-    gathered = t.new_empty(width // P + 2, P, H_k, size) if "table" in p.recipe.layout[1] else None
+    bits = torch.uint8 if t.itemsize == 1 else t.dtype
+    gathered = t.new_empty(width // P + 2, P, H_k, size, dtype=bits) if "table" in p.recipe.layout[1] else None
     return gathered, None if t.dtype == kind else t.new_empty(width, H_k, size, dtype=kind)
+
+
+def scales_of(p: Problem, x: Operands, b: int) -> list[Tensor | None]:
+    """Return the scales of a sequence's keys and values, (H_k,) each, or None."""
+    found = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
+    kind = compute_type(p)
+    return [None if t is None else t.expand(p.B, p.H_k)[b].to(kind) for t in found]
 
 
 def _places(p: Problem, x: Operands) -> Iterator[tuple[int, slice, int, int, int]]:

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from ..tile.append import New, Turn, cache_append
-from ..tile.cache import Batch
+from ..tile.cache import Batch, Scales
 from ..tile.rows import Rows
 from .launch import FUSED, adjacent, cdiv, on_device
 
@@ -42,10 +42,14 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
         triton.next_power_of_2(B),
     )  # fmt: skip
     given = [None if t is None else _rows(adjacent(t), packed) for t in (q, y, k_new, v_new)]
+    scales = None
+    if "k_scale" in call.layout:
+        pairs = ((t, *t.expand(B, H_k).stride()) for t in (call.layout["k_scale"], call.layout["v_scale"]))
+        scales = Scales(*(part for pair in pairs for part in pair))
     caches = [Rows(t, *t.stride()[:3]) for t in (k, v)]
     programs = rows * (cdiv(H, heads) + cdiv(H_k, heads))
     with on_device(k):
-        cache_append[(programs,)](*given, *caches, batch, turn, call.scales, H, H_k, new=new, num_warps=4, **FUSED)  # type: ignore[call-arg]
+        cache_append[(programs,)](*given, *caches, batch, turn, scales, H, H_k, new=new, num_warps=4, **FUSED)  # type: ignore[call-arg]
 
 
 def _rows(t: Tensor, packed: bool) -> Rows:

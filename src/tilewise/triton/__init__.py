@@ -11,6 +11,8 @@ from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import decode_launch, launch, tiles
 from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
+WITH_FP8 = (*HOPPER, "sm_89", "sm_120", "sm_121")
+"""Chips on which Triton converts e4m3."""
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
 
@@ -30,10 +32,12 @@ class Portable:
         if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
         elif _never_ran(problem) and problem.recipe.backend != self.name:
-            against.append(
-                f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
-                "pass backend='triton' to run them"
-            )
+            what = f"head sizes above {tiles.RAN}, got {sizes}," if problem.k.dtype.itemsize > 1 else "pages in e4m3"
+            against.append(f"its kernels for {what} have never run on a GPU; pass backend='triton' to run them")
+        if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
+            against.append(f"it splits keys for head sizes up to 256, got {sizes}")
+        if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
+            against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
@@ -51,7 +55,7 @@ class Portable:
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
         if problem.recipe.cached:
-            return decode_launch.told(problem)
+            return decode_launch.told(problem) + "; never run on a GPU" * _never_ran(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
@@ -102,7 +106,7 @@ def splits(p: Problem) -> bool:
 
 def _never_ran(p: Problem) -> bool:
     """Tell whether the kernels of a problem have only been compiled for its chip's kind, and run in the interpreter."""
-    return p.target != "cpu" and max(p.D, p.D_v) > tiles.RAN
+    return p.target != "cpu" and (max(p.D, p.D_v) > tiles.RAN or p.k.dtype.itemsize == 1)
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..host.launch import Launch, adjacent, cdiv, current_stream, device_values, empty_saved
 from ..problem import Operands, Problem, Saved
-from ..tile.cache import Batch
+from ..tile.cache import Batch, Scales
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.rows import Rows
@@ -97,7 +97,7 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch
     partial = torch.empty(pl.slots * p.H_k * (p.D_v + 2), dtype=torch.float32, device=x.q.device)
     outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
     inputs = rows(p, adjacent(x.q)), *(Rows(t, *t.stride()[:3]) for t in (adjacent(x.k), adjacent(x.v)))
-    arguments = (*inputs, *outputs, partial, batch, variant, None, pl.c, p.H_k, pl.programs)
+    arguments = (*inputs, *outputs, partial, batch, variant, scales(p, x), pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
     constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
     yield Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
@@ -116,6 +116,15 @@ def batch_of(p: Problem, x: Operands) -> Batch:
         table = table.contiguous()
     sizes = (2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N))
     return Batch(*tensors, table, 0 if table is None else 2 * table.stride(0) + 1, *sizes)
+
+
+def scales(p: Problem, x: Operands) -> Scales | None:
+    """Return the scales of 8-bit keys and values as a kernel argument."""
+    found: list[Any] = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
+    if found[0] is None:
+        return None
+    pairs = ((t, *t.expand(p.B, p.H_k).stride()) for t in found)
+    return Scales(*(part for pair in pairs for part in pair))
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
