@@ -101,10 +101,8 @@ def check_cache(p: Problem) -> None:
 
 def check_cache_contents(p: Problem, x: Operands) -> Any:
     """Return each sequence's number of keys, once the values in Cached's tensors are checked."""
-    lengths, starts, index, table, cu_q = (
-        None if (t := p.in_layout(name, x.extra)) is None else t.long()
-        for name in ("lengths", "starts", "index", "table", "cu_q")
-    )
+    lengths: Tensor = p.in_layout("lengths", x.extra)
+    starts, index, table, cu_q = (p.in_layout(name, x.extra) for name in ("starts", "index", "table", "cu_q"))
     first = torch.zeros_like(lengths) if starts is None else starts
     if bool(((lengths < 0) | (first < 0)).any()):
         raise ValueError("Cached: lengths and starts must be >= 0, got a negative one; clamp them at 0")

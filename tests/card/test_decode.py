@@ -96,7 +96,7 @@ def test_pages_in_8_bits(page):
     case = caches.Case("", lengths=(700, 1, 2000), page=page, capacity=2048, D=128, D_v=128, dtype=torch.bfloat16)
     call = caches.make(case, "cuda")
     eight = [tw.Quantized(t.to(torch.float8_e4m3fn), torch.rand(3, 2, device="cuda") + 0.5) for t in (call.k, call.v)]
-    got = tw.attention(call.q, *eight, layout=call.layout, backend="triton", mask=tw.Causal())
+    got = tw.attention(call.q, *eight, layout=call.layout, mask=tw.Causal())
     for b in range(3):
         k, v = (tw.reference.gather(t.x.float(), b, call.layout).double() * t.scale[b][:, None] for t in eight)
         want = tw.reference.attention(call.q[b : b + 1].double(), k, v)[0]

@@ -10,6 +10,7 @@ from ..tile.cache import Batch, Scales
 from ..tile.rows import Rows
 from .launch import FUSED, adjacent, cdiv, on_device
 
+power_of_2: Any = triton.next_power_of_2
 HEADS = 8
 """Heads of a program, at most."""
 
@@ -23,23 +24,25 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
     if not rows or not len(call.layout["lengths"]):
         return
     B, M = len(call.layout["lengths"]), k_new.shape[-3]
-    sizes = (2 * n + 1 for n in (B, M, rows, call.capacity))
+    sizes = [2 * n + 1 for n in (B, M, rows, call.capacity)]
     tensors = (
         None if t is None else t.contiguous() for t in map(call.layout.get, ("cu_q", "lengths", "starts", "index"))
     )
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
-    batch = Batch(*tensors, table, 0 if table is None else 2 * table.stride(0) + 1, *sizes)
+    cu_q, lengths, starts, index = tensors
+    width = 0 if table is None else 2 * table.stride(0) + 1
+    batch = Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
     turn, pairs = None, 0
     if call.cos is not None:
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (call.cos, call.sin))
         turn, pairs = Turn(cos, sin, cos.stride(0), sin.stride(0), 2 * len(cos) + 1), cos.shape[1]
-    heads = min(HEADS, triton.next_power_of_2(H_k))
+    heads = min(HEADS, power_of_2(H_k))
     new = New(
         d, d_v, pairs, 0 if table is None else k.shape[1], call.interleaved, heads,
-        triton.next_power_of_2(max(1, pairs)),
-        triton.next_power_of_2(d - 2 * pairs) if d > 2 * pairs else 0, triton.next_power_of_2(d_v),
-        triton.next_power_of_2(B),
+        power_of_2(max(1, pairs)),
+        power_of_2(d - 2 * pairs) if d > 2 * pairs else 0, power_of_2(d_v),
+        power_of_2(B),
     )  # fmt: skip
     given = [None if t is None else _rows(adjacent(t), packed) for t in (q, y, k_new, v_new)]
     scales = None

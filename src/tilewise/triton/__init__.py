@@ -32,8 +32,10 @@ class Portable:
         if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
         elif _never_ran(problem) and problem.recipe.backend != self.name:
-            what = f"head sizes above {tiles.RAN}, got {sizes}," if problem.k.dtype.itemsize > 1 else "pages in e4m3"
-            against.append(f"its kernels for {what} have never run on a GPU; pass backend='triton' to run them")
+            against.append(
+                f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
+                "pass backend='triton' to run them"
+            )
         if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
             against.append(f"it splits keys for head sizes up to 256, got {sizes}")
         if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
@@ -55,7 +57,7 @@ class Portable:
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
         if problem.recipe.cached:
-            return decode_launch.told(problem) + "; never run on a GPU" * _never_ran(problem)
+            return decode_launch.told(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
@@ -106,7 +108,7 @@ def splits(p: Problem) -> bool:
 
 def _never_ran(p: Problem) -> bool:
     """Tell whether the kernels of a problem have only been compiled for its chip's kind, and run in the interpreter."""
-    return p.target != "cpu" and (max(p.D, p.D_v) > tiles.RAN or p.k.dtype.itemsize == 1)
+    return p.target != "cpu" and max(p.D, p.D_v) > tiles.RAN
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

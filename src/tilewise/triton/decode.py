@@ -4,7 +4,7 @@ W programs for each key head take equal pieces of its line (tile/line.py). A til
 written at once. Of others, a program leaves a partial sum, at most two in all, which `attention_combine` adds in the
 order of keys. With a CHUNK every piece of CHUNK keys leaves one.
 """
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

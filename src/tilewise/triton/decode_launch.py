@@ -19,8 +19,10 @@ from .decode import attention_combine, attention_decode
 from .tiles import HOPPER, Tiles, decode_tiles, precision
 
 TINY = 2.0**-126
+power_of_2: Any = triton.next_power_of_2
 SMALL = 1 << 30
-"""Bytes of K and V below which one program for each multiprocessor is faster than two: half as many partial sums."""
+"""Bytes of K and V below which one program for each multiprocessor is faster than two: half as many partial sums. In 8
+bits two are always faster, as one converts while the other waits."""
 LEAST = 128
 """The fewest keys that a program takes."""
 COMBINED = 16
@@ -55,7 +57,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     G = p.H // p.H_k
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
     split = Split(
-        G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, triton.next_power_of_2(max(1, p.B)), max(least, tiles.B_c),
+        G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
         tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
@@ -69,7 +71,7 @@ def programs(p: Problem) -> int:
         return 3
     device, size = p.q.device, p.B * p.N * p.H_k * (p.D + p.D_v) * p.k.dtype.itemsize
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return max(1, multiprocessors * (1 if size < SMALL else 2) // p.H_k)
+    return max(1, multiprocessors * (1 if size < SMALL and p.k.dtype.itemsize > 1 else 2) // p.H_k)
 
 
 def total_rows(p: Problem) -> int:
@@ -114,8 +116,9 @@ def batch_of(p: Problem, x: Operands) -> Batch:
     table: Tensor | None = p.in_layout("table", x.extra)
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
-    sizes = (2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N))
-    return Batch(*tensors, table, 0 if table is None else 2 * table.stride(0) + 1, *sizes)
+    width = 0 if table is None else 2 * table.stride(0) + 1
+    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
+    return Batch(*tensors, table, width, *sizes)  # type: ignore[call-arg]
 
 
 def scales(p: Problem, x: Operands) -> Scales | None:
@@ -123,8 +126,8 @@ def scales(p: Problem, x: Operands) -> Scales | None:
     found: list[Any] = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
     if found[0] is None:
         return None
-    pairs = ((t, *t.expand(p.B, p.H_k).stride()) for t in found)
-    return Scales(*(part for pair in pairs for part in pair))
+    k, v = ((t, *t.expand(p.B, p.H_k).stride()) for t in found)
+    return Scales(*k, *v)
 
 
 def rows(p: Problem, t: Tensor) -> Rows:

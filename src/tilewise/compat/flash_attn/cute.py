@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api import attention
-from ...layout import Cached, Varlen
+from ...layout import Cached, Layout, Varlen
 from .cache import cached_parts
 from .call import Length, Options, Sides, equal_starts, number, options, refuse
 
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
     return o.unflatten(0, batch), None if lse is None else lse.unflatten(1, batch).transpose(0, 1).contiguous()
 
 
-def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Any, return_lse: bool) -> Outputs:
+def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Options, return_lse: bool) -> Outputs:
     """Attend to the rows in use of sequences, padded, packed or in pages."""
     cu_q, cu_k, max_q, used, table = where
     max_q = _maybe(max_q) if cu_q is not None else None
@@ -135,7 +135,7 @@ def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Any, retu
         if packed:
             return o, lse
         return o.unflatten(0, q.shape[:2]), None if lse is None else lse.unflatten(1, q.shape[:2]).transpose(0, 1)
-    lengths = used if used is not None else cu_k.diff()
+    lengths: Any = cu_k.diff() if used is None else used
     return _attend(q, k, v, chosen, Cached(lengths, table, cu_q=cu_q, max_q=max_q), return_lse)
 
 
@@ -158,7 +158,7 @@ def _options(
     return options(softmax_scale, causal, window_size, softcap, None, deterministic, sink)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Varlen | None, return_lse: bool) -> Outputs:
+def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Layout | None, return_lse: bool) -> Outputs:
     if not return_lse:
         return attention(q, k, v, **chosen._asdict(), layout=layout), None
     return attention(q, k, v, **chosen._asdict(), layout=layout, return_lse=True)
