@@ -24,6 +24,8 @@ class Forward(NamedTuple):
     fetch_early: bool
     wait_pv: int
     registers: int
+    programs: int = 1
+    """Counts the programs of a multiprocessor, which share its registers; not one of `Tile`'s fields."""
 
     @property
     def B_r(self) -> int:  # noqa: N802
