@@ -11,6 +11,7 @@ from .backend import candidates, refusals, select
 from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
+from .quantized import Quantized
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
+    q: Tensor, k: Tensor | Quantized, v: Tensor | Quantized, *, device: str | None = None, **options: Unpack[Everything]
 ) -> Explanation:
     """Explain which kernels `attention` would run for these arguments, without running them.
 
