@@ -22,6 +22,8 @@ HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
 MINUTES = {
     "host": 0.5,
     "variants": 1.5,
+    "decode": 1,
+    "prefill": 1,
     "paper": 8,
     "classic": 1.5,
     "short": 1.5,

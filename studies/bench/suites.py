@@ -161,6 +161,16 @@ def _short_cpu() -> tuple[Case, ...]:
     )
 
 
+def _decode() -> tuple[Case, ...]:
+    sizes = ((1, 1024), (1, 4096), (1, 32768), (8, 4096), (32, 4096), (8, 32768), (64, 8192))
+    return tuple(Case(batch, 32, length, 128, "bf16", variant="GQA 4, one query") for batch, length in sizes)
+
+
+def _prefill() -> tuple[Case, ...]:
+    sizes = (8192, 32768)
+    return tuple(Case(1, 32, length, 128, "bf16", causal=True, variant="GQA 4, 2048 queries") for length in sizes)
+
+
 def _variants() -> tuple[Case, ...]:
     return tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
 
@@ -206,6 +216,15 @@ SUITES = {
             _llmc(), (FORWARD, BACKWARD),
             (*PRECISE, "sdpa efficient", "standard", "standard tf32"), 7, 8192, (256, 1024),
             tables=("time", "speedup", "efficient", "rate", "error"), devices=("cuda", "cpu"),
+        ),
+        Suite(
+            "decode", "one query a sequence, 32 heads of 128 that share 8 key heads", _decode(), (FORWARD,),
+            ("tilewise", "tilewise triton", "sdpa cudnn", "sdpa flash"), 7, 8192, (1024, 4096), tables=("time",),
+        ),
+        Suite(
+            "prefill", "the last 2048 queries of a prompt, 32 heads of 128 that share 8 key heads", _prefill(),
+            (FORWARD,),
+            ("tilewise", "tilewise triton", "sdpa cudnn", "sdpa flash"), 7, 8192, (8192,), tables=("time",),
         ),
         Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),

@@ -65,7 +65,10 @@ VARIANTS = {
     "varlen": Variant(packed=True),
 }
 """Every variant, by name."""
-SHAPES = {"GQA 4, one query": Variant(group=4, queries=1)}
+SHAPES = {
+    "GQA 4, one query": Variant(group=4, queries=1),
+    "GQA 4, 2048 queries": Variant(group=4, queries=2048),
+}
 """What cases of other suites ask for, and nobody compares with a call that does not."""
 PLAIN = Variant()
 

@@ -47,8 +47,9 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
     given = [None if t is None else _rows(adjacent(t), packed) for t in (q, y, k_new, v_new)]
     scales = None
     if "k_scale" in call.layout:
-        pairs = ((t, *t.expand(B, H_k).stride()) for t in (call.layout["k_scale"], call.layout["v_scale"]))
-        scales = Scales(*(part for pair in pairs for part in pair))
+        given_scales = call.layout["k_scale"], call.layout["v_scale"]
+        (k_batch, k_head), (v_batch, v_head) = (t.expand(B, H_k).stride() for t in given_scales)
+        scales = Scales(given_scales[0], k_batch, k_head, given_scales[1], v_batch, v_head)
     caches = [Rows(t, *t.stride()[:3]) for t in (k, v)]
     programs = rows * (cdiv(H, heads) + cdiv(H_k, heads))
     with on_device(k):

@@ -98,7 +98,7 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch
     variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x)
     partial = torch.empty(pl.slots * p.H_k * (p.D_v + 2), dtype=torch.float32, device=x.q.device)
     outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
-    inputs = rows(p, adjacent(x.q)), *(Rows(t, *t.stride()[:3]) for t in (adjacent(x.k), adjacent(x.v)))
+    inputs = rows(p, adjacent(x.q)), *(_cache(adjacent(t)) for t in (x.k, x.v))
     arguments = (*inputs, *outputs, partial, batch, variant, scales(p, x), pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
     constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
@@ -118,7 +118,8 @@ def batch_of(p: Problem, x: Operands) -> Batch:
         table = table.contiguous()
     width = 0 if table is None else 2 * table.stride(0) + 1
     sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
-    return Batch(*tensors, table, width, *sizes)  # type: ignore[call-arg]
+    cu_q, lengths, starts, index = tensors
+    return Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
 
 
 def scales(p: Problem, x: Operands) -> Scales | None:
@@ -126,19 +127,27 @@ def scales(p: Problem, x: Operands) -> Scales | None:
     found: list[Any] = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
     if found[0] is None:
         return None
-    k, v = ((t, *t.expand(p.B, p.H_k).stride()) for t in found)
-    return Scales(*k, *v)
+    (k_batch, k_head), (v_batch, v_head) = (t.expand(p.B, p.H_k).stride() for t in found)
+    return Scales(found[0], k_batch, k_head, found[1], v_batch, v_head)
+
+
+def _cache(t: Tensor) -> Rows:
+    page, row, head, _ = t.stride()
+    return Rows(t, page, row, head)
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
     """Return q or o with its strides."""
-    return Rows(t, 0, *t.stride()[:2]) if p.rows_packed else Rows(t, *t.stride()[:3])
+    if p.rows_packed:
+        row, head, _ = t.stride()
+        return Rows(t, 0, row, head)
+    return _cache(t)
 
 
 def rows_of_lse(p: Problem, lse: Tensor) -> Rows:
     """Return lse with its strides, as `Rows` of one number each."""
-    *batch, head, row = lse.stride()
-    return Rows(lse, *(batch or (0,)), row, head)
+    batch, head, row = (0, *lse.stride()) if p.rows_packed else lse.stride()
+    return Rows(lse, batch, row, head)
 
 
 def told(p: Problem) -> str:

@@ -126,6 +126,7 @@ def flash_attn_varlen_func(
 def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Options, return_lse: bool) -> Outputs:
     """Attend to the rows in use of sequences, padded, packed or in pages."""
     cu_q, cu_k, max_q, used, table = where
+    lengths: Any = used if used is not None or cu_k is None else cu_k.diff()
     max_q = _maybe(max_q) if cu_q is not None else None
     if cu_k is not None and table is None:
         packed = cu_q is not None
@@ -135,7 +136,6 @@ def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Options, 
         if packed:
             return o, lse
         return o.unflatten(0, q.shape[:2]), None if lse is None else lse.unflatten(1, q.shape[:2]).transpose(0, 1)
-    lengths: Any = cu_k.diff() if used is None else used
     return _attend(q, k, v, chosen, Cached(lengths, table, cu_q=cu_q, max_q=max_q), return_lse)
 
 
