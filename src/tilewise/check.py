@@ -63,6 +63,7 @@ def check_arguments(
     precision: str | None,
     deterministic: bool,
     backend: str | None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
@@ -110,8 +111,21 @@ def check_arguments(
         precision,
         bool(deterministic) or _asks_for_determinism(),
         backend,
+        out_dtype=_out_dtype(out_dtype, q.dtype),
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:
+    """Return the recipe's word for a type of o: None for q's own."""
+    if out_dtype is None or out_dtype == of_q:
+        return None
+    if out_dtype != torch.float32 or of_q not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"out_dtype must be None, q's type {of_q}, or torch.float32 for 16-bit inputs, got {out_dtype!r}; "
+            "leave it out, and convert o"
+        )
+    return "float32"
 
 
 def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
@@ -174,18 +188,19 @@ def check_results(
     of_o = (*rows, H, x.v.shape[-1])
     of_lse = (H, *rows) if recipe.varlen else (*rows[:1], H, *rows[1:])
     row_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    own = (x.q.dtype, torch.float32) if recipe.out_dtype else (x.q.dtype,)
     for name, t in (("do", do), ("o", o), ("lse", lse), ("dlse", dlse), ("delta", delta)):
-        shape, kind = (of_o, x.q.dtype) if name in ("do", "o") else (of_lse, row_type)
+        shape, kinds = (of_o, own) if name in ("do", "o") else (of_lse, (row_type,))
         if t is None and name in ("dlse", "delta"):
             continue
         if not isinstance(t, Tensor):
             got = type(t).__name__
-        elif tuple(t.shape) != shape or t.dtype != kind or t.device != x.q.device:
+        elif tuple(t.shape) != shape or t.dtype not in kinds or t.device != x.q.device:
             got = f"{t.dtype} {tuple(t.shape)} on {t.device}"
         else:
             continue
         raise ValueError(
-            f"{name} must be a tensor of {kind} with shape {shape} on {x.q.device}, got {got}; "
+            f"{name} must be a tensor of {kinds[0]} with shape {shape} on {x.q.device}, got {got}; "
             "pass the forward's results, and gradients that fit them"
         )
 

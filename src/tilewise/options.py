@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
+import torch
 from torch import Tensor
 
 from .layout import Varlen
@@ -24,6 +25,7 @@ class Unmasked(TypedDict, total=False):
     precision: str | None
     deterministic: bool
     backend: str | None
+    out_dtype: torch.dtype | None
 
 
 class Options(Unmasked, total=False):

@@ -94,10 +94,16 @@ class Recipe(NamedTuple):
     backend: str | None = None
     packed: bool = False
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
+    out_dtype: str | None = None
+    """"float32" for results of 16-bit inputs in fp32; None for results in the inputs' type."""
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
         return repr(tuple(self))
+
+    def of_gradients(self) -> "Recipe":
+        """Return the recipe of a forward's gradients under autograd, which wants them in the inputs' types."""
+        return self if self.out_dtype is None else self._replace(out_dtype=None)
 
     @staticmethod
     @lru_cache(4096)
@@ -195,6 +201,11 @@ class Problem(Call):
         return self.q.dtype
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """Return the type of o, dq, dk and dv."""
+        return self.q.dtype if self.recipe.out_dtype is None else torch.float32
+
+    @property
     def scale(self) -> float:
         """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
@@ -246,8 +257,8 @@ def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
     """Allocate dq, dk and dv, unwritten; as views of one tensor if q, k and v are."""
     if p.recipe.packed:
         *rows, H, D = x.q.shape
-        return x.q.new_empty((*rows, 3, H, D)).unbind(-3)
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3]])
+        return x.q.new_empty((*rows, 3, H, D), dtype=p.out_dtype).unbind(-3)
+    return tuple([torch.empty(t.shape, dtype=p.out_dtype, device=t.device) for t in x[:3]])
 
 
 def matmul_setting() -> str:

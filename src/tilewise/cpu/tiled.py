@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = compute_type(p)
-    o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
+    o = x.q.new_empty(*x.q.shape[:-1], p.D_v, dtype=p.out_dtype)
     lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
     if p.recipe.varlen:
         cu_q = x.extra[-2]

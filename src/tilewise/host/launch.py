@@ -340,7 +340,7 @@ def renormalize_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
     of_o, of_lse = saved_sizes(p)
-    return Saved(empty(*of_o, p.dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
+    return Saved(empty(*of_o, p.out_dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
 
 
 @lru_cache(4096)

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import make_lists, on_device
+from ..host.launch import NARROW, make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
@@ -34,6 +34,9 @@ class Portable:
                 f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
                 "pass backend='triton' to run them"
             )
+        if problem.out_dtype != problem.dtype and {problem.D, problem.D_v} & {*NARROW}:
+            sizes_of_rows = " and ".join(map(str, NARROW))
+            against.append(f"it stores head sizes {sizes_of_rows} in q's type alone, got out_dtype={problem.out_dtype}")
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
@@ -56,7 +59,7 @@ class Portable:
         ]
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
-        if _never_ran(problem):
+        if _never_ran(problem) or (problem.target != "cpu" and problem.out_dtype != problem.dtype):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
@@ -71,7 +74,7 @@ class Portable:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
             saved = launch.forward(wide, launch.plan(wide), x, seed)
-            return saved._replace(o=saved.o.to(problem.dtype))
+            return saved._replace(o=saved.o.to(problem.out_dtype))
         with on_device(x.q):
             return launch.forward(problem, launch.plan(problem), x, seed)
 
@@ -94,7 +97,7 @@ def _never_ran(p: Problem) -> bool:
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
-    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
+    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3", out_dtype=None)
     return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
         q, k, v, x.extra
     )
