@@ -14,6 +14,7 @@ NAMES = [
     "Explanation",
     "Full",
     "Mask",
+    "Origin",
     "Padding",
     "Prefix",
     "Score",
@@ -48,7 +49,7 @@ def test_attention_has_the_arguments_of_the_design():
     parameters = inspect.signature(tw.attention).parameters
     assert list(parameters) == [
         *("q", "k", "v", "mask", "score", "scale", "sink", "dropout", "seed", "layout"),
-        *("precision", "deterministic", "return_lse", "backend", "out_dtype"),
+        *("precision", "deterministic", "return_lse", "backend", "out_dtype", "place"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in "qkv")
     defaults = {name: p.default for name, p in parameters.items() if name not in ("q", "k", "v", "mask")}
@@ -64,6 +65,7 @@ def test_attention_has_the_arguments_of_the_design():
         "return_lse": False,
         "backend": None,
         "out_dtype": None,
+        "place": None,
     }
     assert parameters["mask"].default.parts == ()
 

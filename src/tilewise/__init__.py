@@ -7,6 +7,7 @@ from .layout import Varlen
 from .listed import listed
 from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from .merge import merge
+from .place import Origin
 from .problem import Unsupported
 from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
@@ -24,6 +25,7 @@ __all__ = [
     "Explanation",
     "Full",
     "Mask",
+    "Origin",
     "Padding",
     "Prefix",
     "Score",

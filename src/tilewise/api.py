@@ -13,6 +13,7 @@ from .layout import Varlen
 from .mask import Full, Mask
 from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
+from .place import Origin
 from .problem import KINDS, Saved
 from .score import Score
 
@@ -48,6 +49,7 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    place: Origin | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * Q K^T) V exactly, in memory linear in the length (Dao et al. 2022, 2023).
@@ -72,6 +74,8 @@ def attention(
         backend: "hopper", "triton" or "cpu" to require one; None chooses.
         out_dtype: the type of o; None for q's. torch.float32 leaves o of 16-bit inputs as it was summed, for parts
             that are merged. Gradients keep the inputs' types, as autograd wants them.
+        place: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix and
+            Padding count the whole's rows and keys.
 
     Returns:
         o (B, M, H, D_v) in q's type or out_dtype, contiguous; with return_lse, (o, lse).
@@ -84,7 +88,7 @@ def attention(
     if unknown:
         refuse_unknown("attention", unknown)
     x, recipe, longest = check_arguments(
-        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype
+        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
     )
     drawn = dropout_seed(seed, x.q, recipe.dropout)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
@@ -174,8 +178,8 @@ def attention_backward(
         delta: rowsum(do * o) - dlse, of lse's shape and type, in place of dlse; None has it computed.
 
     Returns:
-        dq, dk and dv, contiguous, of the shapes of q, k and v and their type or out_dtype; then the gradient of each Bias, in order, and
-        of the sink, if they require one. They cannot be differentiated again.
+        dq, dk and dv, contiguous, of the shapes of q, k and v, in their type or out_dtype; then the gradient of each Bias, in
+        order, and of the sink, if they require one. They cannot be differentiated again.
 
     Raises:
         TypeError, ValueError, Unsupported, RuntimeError: as `attention`; and if dropout has no seed, or both dlse and

@@ -15,6 +15,7 @@ from .backend import ORDER
 from .layout import Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
+from .place import Origin
 from .problem import (
     FLOATING_TYPES,
     KINDS,
@@ -64,6 +65,7 @@ def check_arguments(
     deterministic: bool,
     backend: str | None,
     out_dtype: torch.dtype | None = None,
+    place: Origin | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
@@ -95,9 +97,11 @@ def check_arguments(
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
+    if parts or changes:
+        check_values((*parts, *changes))
+    if place is not None:
+        parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
     values = (*parts, *changes)
-    if values:
-        check_values(values)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
     extra += [] if layout is None else [layout.cu_q, layout.cu_k]
@@ -112,8 +116,35 @@ def check_arguments(
         bool(deterministic) or _asks_for_determinism(),
         backend,
         out_dtype=_out_dtype(out_dtype, q.dtype),
+        place=None if place is None or not dropout else _counters(place, q),
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+def _placed(values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Varlen | None) -> tuple[Any, ...]:
+    """Return masks or scores as they are at a place in the whole."""
+    if not isinstance(place, Origin):
+        raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
+    if layout is None:
+        return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
+    if place.row or place.column:
+        raise ValueError(
+            f"place must have row=0 and column=0 with layout=Varlen, got {place.row} and {place.column}; "
+            "pass whole sequences, or leave row and column out"
+        )
+    return values
+
+
+def _counters(place: Origin, q: Tensor) -> tuple[int, int, int, int, int] | None:
+    """Return from where dropout counts, as the recipe holds it; None if that is the call's own beginning."""
+    heads = q.shape[-2] if place.heads is None else place.heads
+    if place.head + q.shape[-2] > heads:
+        raise ValueError(
+            f"place must have room for q's {q.shape[-2]} heads, got head {place.head} of {heads}; "
+            "pass heads=, the number of the whole's query heads"
+        )
+    found = place.row, place.column, place.head, heads, place.batch
+    return None if found == (0, 0, 0, q.shape[-2], 0) else found
 
 
 def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:

@@ -121,6 +121,13 @@ class Value(Frozen):
         entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
         return self.rebuild(self.plain[1:], tuple(entries))
 
+    def placed(self, place: Any, M: int, N: int) -> Any:
+        """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
+
+        By default it describes the call's own rows and keys, wherever they are.
+        """
+        return self
+
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides.
 
@@ -295,8 +302,31 @@ class Prefix(Mask):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        offset = constant(place.row - place.column - (N - M))
+        lengths = (_from(self.lengths, place.column, N),)
+        return PrefixAt.rebuild((offset,), lengths) if offset else Prefix.rebuild((), lengths)
+
     def check_contents(self, N: Any) -> None:
         _check_range(self, self.lengths, N)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixAt(Prefix):
+    """Show the same where row i of the call is `offset` rows further down than its keys say, as at a place."""
+
+    offset: int
+    device = "prefix_at"
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Prefix"
+
+    def keys(self, i: Any) -> Ends:
+        return super().keys(i + self.offset)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lengths.contiguous(), self.offset
 
 
 class Padding(Mask):
@@ -372,6 +402,9 @@ class PaddingLengths(Padding):
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
 
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), (_from(self.lengths, place.column, N),))
+
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
@@ -395,6 +428,9 @@ class PaddingRange(Padding):
 
     def keys(self, i: Any) -> Ends:
         return _per_batch(self.starts), _per_batch(self.lengths)
+
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lengths.contiguous(), self.starts.contiguous()
@@ -539,6 +575,11 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 def _per_batch(lengths: Tensor) -> Tensor:
     return lengths[:, None, None, None]  # (B, 1, 1, 1)
+
+
+def _from(ends: Tensor, column: int, N: int) -> Tensor:
+    """Return positions in the whole as positions among N keys that begin at `column`."""
+    return (ends - column).clamp(0, N)
 
 
 def _check_lengths(mask: Mask, lengths: Any, what: str = "lengths") -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .layout import Varlen
 from .mask import Mask
+from .place import Origin
 from .score import Score
 
 
@@ -26,6 +27,7 @@ class Unmasked(TypedDict, total=False):
     deterministic: bool
     backend: str | None
     out_dtype: torch.dtype | None
+    place: Origin | None
 
 
 class Options(Unmasked, total=False):

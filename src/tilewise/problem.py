@@ -15,6 +15,7 @@ from . import mask as masks
 from . import score as scores
 from .layout import Varlen
 from .mask import Mask, Value
+from .place import Origin
 from .score import Bias, Score
 
 KINDS: dict[str, type[Value]] = {
@@ -24,7 +25,9 @@ KINDS: dict[str, type[Value]] = {
 }
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
-torch.serialization.add_safe_globals([masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen])  # for torch.load
+torch.serialization.add_safe_globals(
+    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen]
+)  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 512
@@ -96,6 +99,8 @@ class Recipe(NamedTuple):
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
     out_dtype: str | None = None
     """"float32" for results of 16-bit inputs in fp32; None for results in the inputs' type."""
+    place: tuple[int, int, int, int, int] | None = None
+    """The whole's row, column, head, number of heads and batch entry, from which dropout counts; None without it."""
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -209,6 +214,11 @@ class Problem(Call):
     def scale(self) -> float:
         """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """Return from where dropout counts: row, column, head, of how many heads, and batch entry."""
+        return self.recipe.place or (0, 0, 0, self.H, 0)
 
     @property
     def kinds(self) -> tuple[type[Value], ...]:

@@ -139,6 +139,24 @@ def prefix_queries(b, j, lengths):
 
 
 @triton.jit
+def prefix_at_keep(b, h, i, j, lengths, offset):
+    """Return j < length, or causal for a row that is `offset` further down."""
+    return prefix_keep(b, h, i + offset, j, lengths)
+
+
+@triton.jit
+def prefix_at_keys(b, i, lengths, offset):
+    """Return the same interval of such a row."""
+    return prefix_keys(b, i + offset, lengths)
+
+
+@triton.jit
+def prefix_at_queries(b, j, lengths, offset):
+    """Return all rows for a key of the prefix, else everything from j - offset on."""
+    return tl.where(j < tl.load(lengths + b), -OPEN, j - offset), OPEN
+
+
+@triton.jit
 def padding_keep(b, h, i, j, lengths):
     """Return j < length."""
     return (j < tl.load(lengths + b)) & (i >= -OPEN)
