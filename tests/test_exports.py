@@ -19,6 +19,7 @@ NAMES = [
     "Prefix",
     "Score",
     "SoftCap",
+    "Spans",
     "Unsupported",
     "Varlen",
     "Warmed",

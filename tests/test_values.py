@@ -15,7 +15,7 @@ from tilewise.mask import Listed, PaddingKeys, PaddingLengths, PrefixAt, TileLis
 from tilewise.problem import KINDS
 from tilewise.score import AlibiAt
 
-NEW = ("padding range", "list", "listed", "prefix at", "alibi at")
+NEW = ("padding range", "list", "listed", "prefix at", "alibi at", "spans")
 """Values that 0.1.0 did not have."""
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
 """What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
@@ -44,6 +44,7 @@ def values(of=TENSORS):
         "window": tw.Window(3, None),
         "prefix": tw.Prefix(of["prefix"]),
         "prefix at": PrefixAt.rebuild((3,), (of["prefix"],)),
+        "spans": tw.Spans(of["q_ids"], of["k_ids"]),
         "padding": tw.Padding(of["lengths"]),
         "padding range": tw.Padding(of["lengths"], starts=of["starts"]),
         "padding bool": tw.Padding(of["real"]),

@@ -5,7 +5,7 @@ from .count import Calls, count_calls
 from .explain import Explanation, explain
 from .layout import Varlen
 from .listed import listed
-from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
+from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Spans, Window
 from .merge import merge
 from .place import Origin
 from .problem import Unsupported
@@ -30,6 +30,7 @@ __all__ = [
     "Prefix",
     "Score",
     "SoftCap",
+    "Spans",
     "Unsupported",
     "Varlen",
     "Warmed",

@@ -170,12 +170,16 @@ class Mask(Value):
         """
         return -OPEN, OPEN
 
+    def ends(self, i: Any, shift: int) -> Ends:
+        """Return the same for a mask that may need `shift` = N - M, which i contains, to find the row."""
+        return self.keys(i)
+
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         """Return a bool tensor, broadcast to (B, H, rows, columns): whether row i sees key j.
 
         i is shifted by `shift` = N - M already.
         """
-        lo, hi = self.keys(i)
+        lo, hi = self.ends(i, shift)
         return (j >= lo) & (j < hi)
 
     def dense(self, M: int, N: int) -> Tensor:
@@ -530,6 +534,47 @@ class Dense(Mask):
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Mask):
+    """Show row r of batch entry b the keys lo[b, r] <= j < hi[b, r]: an interval for each row, none where hi <= lo.
+
+    lo and hi: (B, M), int32 or int64, of which neither decreases along a row. Sorted documents, blocks of frames and
+    parts of longer sequences are such intervals, and need no lists of tiles. Raises TypeError or ValueError for other
+    types or shapes.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    device = "spans"
+    captures = ("lo", "hi")
+    shapes = ("BM", "BM")
+    varlen = False
+
+    def __post_init__(self) -> None:
+        for name in self.captures:
+            tensor = getattr(self, name)
+            _check_tensor(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
+            if tensor.ndim != 2:
+                raise ValueError(
+                    f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
+                )
+
+    def ends(self, i: Any, shift: int) -> Ends:
+        rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
+        return self.lo[:, None, rows, None], self.hi[:, None, rows, None]  # (B, 1, rows, 1)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
+
+    def check_contents(self, N: Any) -> None:
+        for name, tensor in zip(self.captures, self.tensors, strict=True):
+            if bool((tensor.diff(dim=1) < 0).any()):
+                raise ValueError(
+                    f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
+                    "use Dense for a mask that is no such interval"
+                )
 
 
 @dataclass(frozen=True, eq=False)

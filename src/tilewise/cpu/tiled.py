@@ -275,7 +275,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     full = True
     for mask in s.masks:
         if mask.interval:
-            (lo, hi), (lo_last, hi_last) = mask.keys(first), mask.keys(last)
+            (lo, hi), (lo_last, hi_last) = mask.ends(first, shift), mask.ends(last, shift)
             if j1 <= _least(lo) or _most(hi_last) <= j0:
                 return None
             full = full and _most(lo_last) <= j0 and j1 <= _least(hi)

@@ -218,6 +218,39 @@ def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
 
 
 @triton.jit
+def spans_keep(b, h, i, j, lo, hi, M, N):
+    """Return lo <= j < hi of the row."""
+    first, end = spans_keys(b, i, lo, hi, M, N)
+    return (j >= first) & (j < end)
+
+
+@triton.jit
+def spans_keys(b, i, lo, hi, M, N):
+    """Return the row's interval; rows past the ends have those of the last."""
+    at = b.to(tl.int64) * M + tl.minimum(tl.maximum(i - (N - M), 0), M - 1)
+    return tl.load(lo + at).to(tl.int32), tl.load(hi + at).to(tl.int32)
+
+
+@triton.jit
+def spans_queries(b, j, lo, hi, M, N):
+    """Return the rows from the first that ends behind j, to the first that begins behind it."""
+    row = b.to(tl.int64) * M
+    return first_above(hi + row, j, M) + (N - M), first_above(lo + row, j, M) + (N - M)
+
+
+@triton.jit
+def first_above(x, j, M):
+    """Return the first of M numbers, which never decrease, that is above j; M if none is. It halves an interval."""
+    low = j * 0
+    high = low + M
+    for _ in range(31):
+        middle = (low + high) // 2
+        above = tl.load(x + middle, mask=low < high, other=0) > j
+        low, high = tl.where((low < high) & (above == 0), middle + 1, low), tl.where(above, middle, high)
+    return low
+
+
+@triton.jit
 def everywhere(b, i):
     """Return all keys (or rows): the mask is no interval."""
     return -OPEN, OPEN
