@@ -178,8 +178,8 @@ def attention_backward(
         delta: rowsum(do * o) - dlse, of lse's shape and type, in place of dlse; None has it computed.
 
     Returns:
-        dq, dk and dv, contiguous, of the shapes of q, k and v, in their type or out_dtype; then the gradient of each Bias, in
-        order, and of the sink, if they require one. They cannot be differentiated again.
+        dq, dk and dv, contiguous, of the shapes of q, k and v, in their type or out_dtype; then the gradient of each
+        Bias, in order, and of the sink, if they require one. They cannot be differentiated again.
 
     Raises:
         TypeError, ValueError, Unsupported, RuntimeError: as `attention`; and if dropout has no seed, or both dlse and

@@ -14,6 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 Axes = tuple[Any, ...]
 """The process groups of a mesh's dimensions, the outer first; of a group, the group alone."""
 
+ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""Torch 2.13 gave these other names."""
+
 SENT: ContextVar[Counter | None] = ContextVar("sent", default=None)
 """The bytes that this rank sends, by the rank of the group that gets them; None counts nothing."""
 
@@ -31,7 +35,7 @@ def count_bytes() -> Iterator[Counter]:
 
 def count(to: int, tensor: Tensor) -> None:
     """Add a message to the counter, if there is one."""
-    if (counter := SENT.get()) is not None:
+    if not torch.compiler.is_compiling() and (counter := SENT.get()) is not None:
         counter[to] += tensor.numel() * tensor.element_size()
 
 
@@ -85,7 +89,7 @@ def gather(x: Tensor, axes: Axes) -> Tensor:
     for axis in reversed(axes):
         every = found.new_empty((dist.get_world_size(axis) * found.shape[0], *found.shape[1:]))
         with answered():
-            dist.all_gather_into_tensor(every, found, group=axis)
+            ALL_GATHER(every, found, group=axis)
         found = every
     for to in range(found.shape[0]):
         if to != mine:
@@ -102,7 +106,7 @@ def scatter_sum(x: Tensor, axes: Axes) -> Tensor:
     for axis in axes:
         part = x.new_empty((x.shape[0] // dist.get_world_size(axis), *x.shape[1:]))
         with answered():
-            dist.reduce_scatter_tensor(part, x.contiguous(), group=axis)
+            REDUCE_SCATTER(part, x.contiguous(), group=axis)
         x = part
     return x[0]
 

@@ -112,7 +112,7 @@ def _ends(part: Any, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
 
 @_ends.register
 def _(part: Documents, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    rows, (ids, order) = part.q_ids.cpu().long(), part.k_ids.cpu().long().sort(1, stable=True)
+    rows, (ids, order) = part.q_ids.cpu().long(), part.k_ids.cpu().long().sort(dim=1, stable=True)
     rows = rows.contiguous()
     low, high = torch.searchsorted(ids, rows), torch.searchsorted(ids, rows, right=True)
     starts = order.gather(1, low.clamp(max=N - 1))
