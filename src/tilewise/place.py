@@ -35,5 +35,5 @@ class Origin:
             object.__setattr__(self, name, constant(number))
         if self.heads is not None and self.head >= self.heads:
             raise ValueError(
-                f"Origin: head must be below heads = {self.heads}, got {self.head}; pass the number of the whole's heads"
+                f"Origin: head must be below heads = {self.heads}, got {self.head}; pass the whole's number"
             )

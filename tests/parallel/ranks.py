@@ -213,21 +213,25 @@ def rows_of_biases_and_dense_masks_are_the_ranks_own(rank):
 
 @case
 def ulysses_is_one_device_bit_by_bit_and_gather_in_o(rank):
-    group, tiled = everyone(), tw.Causal() & tw.Window(N, 0)  # fused kernels of torch sum in another order
-    for dtype, mask in ((torch.float32, tw.Causal()), (torch.float32, tiled), (torch.bfloat16, tw.Causal())):
-        whole = [t.clone().to(dtype).requires_grad_() for t in tensors(8, 4)[:3]]
-        do = tensors(8, 4)[3].to(dtype)
+    group, bf16, length = everyone(), torch.bfloat16, 2048
+    tiled = tw.Causal() & tw.Window(length, 0)  # torch's fused kernel, which takes Causal alone, sums in another order
+    calls = [
+        ("ulysses", tp.Contiguous(group), torch.float32, tw.Causal(), N),
+        ("ulysses", tp.Zigzag(group), bf16, tiled, N),
+    ]
+    calls.append(("gather", tp.Zigzag(group), bf16, tw.Causal(), length))  # bf16 never takes that kernel
+    alike = []
+    for plan, s, dtype, mask, size in calls:
+        whole = [t.clone().to(dtype).requires_grad_() for t in tensors(8, 4, size)[:3]]
+        do = tensors(8, 4, size)[3].to(dtype)
         o = tw.attention(*whole, mask=mask)
-        grads = torch.autograd.grad(o, whole, do)
-        for plan, s in (("ulysses", tp.Contiguous(group)), ("ulysses", tp.Zigzag(group)), ("gather", tp.Zigzag(group))):
-            if plan == "gather" and dtype == torch.float32 and mask is not tiled:
-                continue
-            own = [s.shard(t.detach()).requires_grad_() for t in whole]
-            mine = tp.attention(*own, sharding=s, plan=plan, mask=mask)
-            found = torch.autograd.grad(mine, own, s.shard(do))
-            assert torch.equal(mine, s.shard(o)), (plan, dtype)
-            if plan == "ulysses":
-                assert all(map(torch.equal, found, s.shard(grads))), (plan, dtype)
+        own = [s.shard(t.detach()).requires_grad_() for t in whole]
+        mine = tp.attention(*own, sharding=s, plan=plan, mask=mask)
+        alike.append(torch.equal(mine, s.shard(o)))
+        if plan == "ulysses":
+            grads, found = torch.autograd.grad(o, whole, do), torch.autograd.grad(mine, own, s.shard(do))
+            alike += map(torch.equal, found, s.shard(grads))
+    assert all(alike), alike
 
 
 @case
@@ -389,6 +393,43 @@ def explain_shows_costs_work_and_refusals(rank):
     assert sum(found.work) == N * (N + 1) / 2
     assert "model" in str(found)
     assert "chosen" in str(found)
+
+
+@case
+def a_model_of_transformers_trains_as_on_one_device(rank):
+    try:
+        import transformers
+    except ImportError:
+        return
+    from tilewise.compat.transformers import install
+
+    install()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(**sizes, vocab_size=40, num_hidden_layers=2, sliding_window=9, pad_token_id=0)
+    config._attn_implementation = "tilewise"
+    model = transformers.MistralForCausalLM(config).double().train()
+    tokens = torch.randint(1, 40, (B, N), generator=generator())
+    labels = torch.cat([tokens[:, 1:], torch.full((B, 1), -100)], 1)
+
+    def loss_of(logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    loss = loss_of(model(tokens, use_cache=False).logits, labels)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for plan, s, checkpoints in (("ring", tp.Zigzag(everyone()), False), ("ulysses", tp.Zigzag(everyone()), True)):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        own, own_labels = s.shard((tokens, labels))
+        with tp.using(s, plan):
+            mine = loss_of(model(own, position_ids=s.positions(N)[None], use_cache=False).logits, own_labels)
+        found = torch.autograd.grad(mine, list(model.parameters()))  # outside: checkpoints run again here
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        close(total, loss, 1e-12, "loss")
+        for share, whole in zip(found, expected, strict=True):
+            dist.all_reduce(share)
+            close(share, whole, 1e-9, "gradient of a weight")
 
 
 def main(rank, folder):

@@ -6,6 +6,7 @@ o = tp.attention(q, k, v, sharding=s, mask=tilewise.Causal())  # q, k, v: this r
 """
 
 from .api import Explanation, attention, explain
+from .context import using
 from .costs import Cluster, Cost
 from .exchange import count_bytes
 from .plans import Grid
@@ -24,4 +25,5 @@ __all__ = [
     "attention",
     "count_bytes",
     "explain",
+    "using",
 ]

@@ -86,7 +86,7 @@ def agree(sharding: Sharding, fact: dict[str, Any]) -> None:
         heard = [str(one[name]) for one in facts]
         if len(set(heard)) > 1:
             raise ValueError(
-                f"{name} must be alike on every rank, got {'; '.join(dict.fromkeys(heard))}; pass the same to all of them"
+                f"{name} must be alike on every rank, got {' and '.join(dict.fromkeys(heard))}; pass the same to all"
             )
     known.add(key)
 

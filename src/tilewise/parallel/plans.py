@@ -23,7 +23,7 @@ from .ulysses import Swap, of_heads, spread_keys
 
 @dataclass(frozen=True)
 class Grid:
-    """The plan of Ulysses inside groups of `ulysses` ranks, and a ring of `ring` such groups, on a mesh (ring, ulysses)."""
+    """The plan of Ulysses in groups of `ulysses` ranks, and of a ring of `ring` groups, on a mesh (ring, ulysses)."""
 
     ulysses: int
     ring: int

@@ -41,8 +41,8 @@ class Parts(NamedTuple):
 class Shards:
     """A problem in pieces.
 
-    mask and score are the whole's, but for the rows of Dense and Bias, which are this rank's. `own` is this rank's place
-    in `pieces`. `head` and `heads` say which heads of the whole these are.
+    mask and score are the whole's, but for the rows of Dense and Bias, which are this rank's. `own` is this rank's
+    place in `pieces`. `head` and `heads` say which heads of the whole these are.
     """
 
     pieces: tuple[Pieces, ...]

@@ -1,6 +1,7 @@
 """Rows for heads: before attention every rank gets all rows of some heads, and after it its own rows of all heads."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def rows_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) ->
 def order_of(pieces: tuple[Pieces, ...], device: torch.device) -> Tensor | None:
     """Return which received row comes where in the whole; None if all are in order."""
     runs = [piece for own in pieces for piece in own]
-    if all(end <= start for (_, end), (start, _) in zip(runs, runs[1:], strict=False)):
+    if all(end <= start for (_, end), (start, _) in pairwise(runs)):
         return None
     return torch.cat([index(own, device) for own in pieces]).argsort()
 

@@ -153,7 +153,7 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        (s, plan, axis), (q, k, v, sink, o, lse, *biases) = ctx.given, ctx.saved_tensors
+        (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
         kind = wide(q.dtype)
         do = torch.zeros_like(o) if do is None else do
         delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
