@@ -1,5 +1,7 @@
 """Pieces, calls and sums of parts, in one process: every entry is computed once, and errors do not grow."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ def random_mask(draw, N):
     ids = ids.sort(1)[0] if draw(2) else ids
     return (
         tw.Window(lo, hi), tw.Causal(), tw.Causal() & tw.Window(lo, 0), tw.Window(None, hi), tw.Documents(ids, ids),
-        tw.Causal() & tw.Documents(ids, ids), tw.Prefix(torch.tensor([lo])), tw.Causal() & tw.Padding(torch.tensor([hi])),
+        tw.Causal() & tw.Documents(ids, ids), tw.Prefix(torch.tensor([lo])),
+        tw.Causal() & tw.Padding(torch.tensor([hi])),
     )[draw(8)]  # fmt: skip
 
 
@@ -35,7 +38,7 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
     draw, N = Draw(seed), 48
     mask = random_mask(draw, N)
     cuts = sorted({0, N, *(draw(N) for _ in range(6))})
-    runs = list(zip(cuts, cuts[1:], strict=False))
+    runs = list(pairwise(cuts))
     order = torch.randperm(len(runs), generator=draw.generator).tolist()
     pieces = tuple(join(runs[x] for x in sorted(order[r::2])) for r in range(2))
     options = {"dropout": 0.5} if draw(2) else {}

@@ -66,8 +66,9 @@ def attention(
         w.options["seed"] = same_seed(options.get("seed"), q.device, sharding)
     if (kind := autocast_type(q)) is not None:
         own = tuple(cast(t, kind) for t in own)
-    o, lse = run(plan, w, *own, sink)  # type: ignore[arg-type]
-    return (o, lse) if options.get("return_lse") else o
+    wants_lse = bool(options.get("return_lse"))
+    o, lse = run(plan, w, *own, sink, wants_lse)  # type: ignore[arg-type]
+    return (o, lse) if wants_lse else o  # type: ignore[return-value]
 
 
 spell_out(attention, SIGNATURE, without=("layout", "place", "out_dtype"))

@@ -129,8 +129,10 @@ def shards(w: Work, pieces: tuple[Pieces, ...], own: int, reach: Reach, **heads:
     return s
 
 
-def run(plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return o and lse of this rank's rows."""
+def run(
+    plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
     if plan in ("ring", "gather"):
         reach = reach_of(w.mask, w.N) if plan == "ring" else banded(w.mask, w.N)
         s = shards(w, w.pieces, w.sharding.rank, reach)
@@ -154,6 +156,8 @@ def run(plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | Non
         place = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, place=place, return_lse=True, **w.options)
     (o,) = Swap.apply(axis, inside, False, o)
+    if not wants_lse:
+        return o, None
     (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None].contiguous())
     return o, lse[..., 0].transpose(1, 2)
 
