@@ -117,4 +117,6 @@ def steps(seen: Path) -> Iterator[Step]:
     yield of_tests("card every head size", SIZES, kernels=every, minutes=15, files=SIZES)
     for suite, minutes in MINUTES.items():
         yield of_suite(suite, seen, minutes)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
+    yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)

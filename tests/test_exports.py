@@ -15,11 +15,13 @@ NAMES = [
     "Explanation",
     "Full",
     "Mask",
+    "Origin",
     "Padding",
     "Prefix",
     "Quantized",
     "Score",
     "SoftCap",
+    "Spans",
     "Unsupported",
     "Varlen",
     "Warmed",
@@ -52,7 +54,7 @@ def test_attention_has_the_arguments_of_the_design():
     parameters = inspect.signature(tw.attention).parameters
     assert list(parameters) == [
         *("q", "k", "v", "mask", "score", "scale", "sink", "dropout", "seed", "layout"),
-        *("precision", "deterministic", "return_lse", "backend"),
+        *("precision", "deterministic", "return_lse", "backend", "out_dtype", "place"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in "qkv")
     defaults = {name: p.default for name, p in parameters.items() if name not in ("q", "k", "v", "mask")}
@@ -67,6 +69,8 @@ def test_attention_has_the_arguments_of_the_design():
         "deterministic": False,
         "return_lse": False,
         "backend": None,
+        "out_dtype": None,
+        "place": None,
     }
     assert parameters["mask"].default.parts == ()
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.mask import Listed, PaddingKeys, PaddingLengths, TileList
+from tilewise.mask import Listed, PaddingKeys, PaddingLengths, PrefixAt, TileList
 from tilewise.problem import KINDS
+from tilewise.score import AlibiAt
 
-NEW = ("padding range", "list", "listed")
+NEW = ("padding range", "list", "listed", "prefix at", "alibi at", "spans")
 """Values that 0.1.0 did not have."""
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
 """What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
@@ -42,6 +43,8 @@ def values(of=TENSORS):
         "causal": tw.Causal(),
         "window": tw.Window(3, None),
         "prefix": tw.Prefix(of["prefix"]),
+        "prefix at": PrefixAt.rebuild((3,), (of["prefix"],)),
+        "spans": tw.Spans(of["q_ids"], of["k_ids"]),
         "padding": tw.Padding(of["lengths"]),
         "padding range": tw.Padding(of["lengths"], starts=of["starts"]),
         "padding bool": tw.Padding(of["real"]),
@@ -52,6 +55,7 @@ def values(of=TENSORS):
         "and": tw.Causal() & tw.Window(5, 0) & tw.Padding(of["more lengths"]),
         "softcap": tw.SoftCap(2.5),
         "alibi": tw.Alibi(of["slopes"]),
+        "alibi at": AlibiAt.rebuild((3,), (of["slopes"],)),
         "bias": tw.Bias(of["bias"]),
         "varlen": tw.Varlen(of["cu_q"], of["cu_k"], 7, None),
     }

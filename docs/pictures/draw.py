@@ -17,6 +17,7 @@ from bars import PICTURES as BARS
 from flow import backward_flow
 from learn import PICTURES as LEARN
 from matplotlib.text import Text
+from parallel import who_sends_what
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
 
 from studies.pages.plots import STYLE
@@ -27,6 +28,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "hopper-order": tile_order,
     "hopper-backward": backward_timeline,
     "hopper-backward-flow": backward_flow,
+    "parallel-who-sends-what": who_sends_what,
     **LEARN,
 }
 VECTORS: Any = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]}

@@ -6,8 +6,9 @@ from .count import Calls, count_calls
 from .explain import Explanation, explain
 from .layout import Cached, Varlen
 from .listed import listed
-from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
+from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Spans, Window
 from .merge import merge
+from .place import Origin
 from .problem import Unsupported
 from .quantized import Quantized
 from .rotary import rotary, rotary_qk
@@ -27,11 +28,13 @@ __all__ = [
     "Explanation",
     "Full",
     "Mask",
+    "Origin",
     "Padding",
     "Prefix",
     "Quantized",
     "Score",
     "SoftCap",
+    "Spans",
     "Unsupported",
     "Varlen",
     "Warmed",

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
@@ -12,6 +13,7 @@ from .layout import Cached, Layout
 from .mask import Full, Mask
 from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
+from .place import Origin
 from .problem import KINDS, Saved, Unsupported
 from .quantized import Quantized
 from .score import Score
@@ -62,6 +64,8 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    place: Origin | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * Q K^T) V exactly, in memory linear in the length (Dao et al. 2022, 2023).
@@ -85,9 +89,13 @@ def attention(
             torch.use_deterministic_algorithms(True) has the same effect.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
         backend: "hopper", "triton" or "cpu" to require one; None chooses.
+        out_dtype: the type of o; None for q's. torch.float32 leaves o of 16-bit inputs as it was summed, for parts
+            that are merged. Gradients keep the inputs' types, as autograd wants them.
+        place: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix and
+            Padding count the whole's rows and keys.
 
     Returns:
-        o (B, M, H, D_v) in q's type, contiguous; with return_lse, (o, lse).
+        o (B, M, H, D_v) in q's type or out_dtype, contiguous; with return_lse, (o, lse).
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
@@ -97,7 +105,7 @@ def attention(
     if unknown:
         refuse_unknown("attention", unknown)
     x, recipe, longest = check_arguments(
-        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend
+        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
     )
     drawn = dropout_seed(seed, x.q, recipe.dropout)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
@@ -178,16 +186,19 @@ def attention_backward(
     the parts' dq add up. Pass the sink to one part only.
 
     Args:
-        do: (B, M, H, D_v), the gradient of o, in q's type; with `layout`, (T, H, D_v).
-        q, k, v, options: as for `attention`, as they were in the forward; with dropout, its seed.
-        o: (B, M, H, D_v), the forward's output; with `layout`, (T, H, D_v). It is not read if delta is given.
+        do: (B, M, H, D_v), the gradient of o, in q's type or out_dtype; with `layout`, (T, H, D_v). Products round it
+            to q's type.
+        q, k, v, options: as for `attention`, as they were in the forward; with dropout, its seed. With
+            out_dtype=torch.float32, dq, dk and dv are in fp32.
+        o: (B, M, H, D_v), the forward's output, in q's type or out_dtype; with `layout`, (T, H, D_v). It is not read if
+            delta is given.
         lse: (B, H, M), the forward's, fp32 or for fp64 fp64; with `layout`, (H, T).
         dlse: the gradient of lse, of its shape and type; None for 0.
         delta: rowsum(do * o) - dlse, of lse's shape and type, in place of dlse; None has it computed.
 
     Returns:
-        dq, dk and dv, contiguous, of the shapes and types of q, k and v; then the gradient of each Bias, in order, and
-        of the sink, if they require one. They cannot be differentiated again.
+        dq, dk and dv, contiguous, of the shapes of q, k and v, in their type or out_dtype; then the gradient of each
+        Bias, in order, and of the sink, if they require one. They cannot be differentiated again.
 
     Raises:
         TypeError, ValueError, Unsupported, RuntimeError: as `attention`; and if dropout has no seed, or both dlse and

@@ -16,6 +16,7 @@ from .check_cache import check_cache, check_cache_contents, refuse_gradients, un
 from .layout import Cached, Layout, Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
+from .place import Origin
 from .problem import (
     FLOATING_TYPES,
     KINDS,
@@ -65,6 +66,8 @@ def check_arguments(
     precision: str | None,
     deterministic: bool,
     backend: str | None,
+    out_dtype: torch.dtype | None = None,
+    place: Origin | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     scales: tuple[Tensor, ...] = ()
@@ -102,9 +105,11 @@ def check_arguments(
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
+    if parts or changes:
+        check_values((*parts, *changes))
+    if place is not None:
+        parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
     values = (*parts, *changes)
-    if values:
-        check_values(values)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
     extra += () if layout is None else (*layout.tensors, *scales)
@@ -120,8 +125,48 @@ def check_arguments(
         precision,
         bool(deterministic) or _asks_for_determinism(),
         backend,
+        out_dtype=_out_dtype(out_dtype, q.dtype),
+        place=None if place is None or not dropout else _counters(place, q),
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+
+
+def _placed(values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None) -> tuple[Any, ...]:
+    """Return masks or scores as they are at a place in the whole."""
+    if not isinstance(place, Origin):
+        raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
+    if layout is None:
+        return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
+    if place.row or place.column:
+        raise ValueError(
+            f"place must have row=0 and column=0 with a layout, got {place.row} and {place.column}; "
+            "pass whole sequences, or leave row and column out"
+        )
+    return values
+
+
+def _counters(place: Origin, q: Tensor) -> tuple[int, int, int, int, int] | None:
+    """Return from where dropout counts, as the recipe holds it; None if that is the call's own beginning."""
+    heads = q.shape[-2] if place.heads is None else place.heads
+    if place.head + q.shape[-2] > heads:
+        raise ValueError(
+            f"place must have room for q's {q.shape[-2]} heads, got head {place.head} of {heads}; "
+            "pass heads=, the number of the whole's query heads"
+        )
+    found = place.row, place.column, place.head, heads, place.batch
+    return None if found == (0, 0, 0, q.shape[-2], 0) else found
+
+
+def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:
+    """Return the recipe's word for a type of o: None for q's own."""
+    if out_dtype is None or out_dtype == of_q:
+        return None
+    if out_dtype != torch.float32 or of_q not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"out_dtype must be None, q's type {of_q}, or torch.float32 for 16-bit inputs, got {out_dtype!r}; "
+            "leave it out, and convert o"
+        )
+    return "float32"
 
 
 def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
@@ -184,18 +229,19 @@ def check_results(
     of_o = (*rows, H, x.v.shape[-1])
     of_lse = (H, *rows) if recipe.varlen else (*rows[:1], H, *rows[1:])
     row_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    own = (x.q.dtype, torch.float32) if recipe.out_dtype else (x.q.dtype,)
     for name, t in (("do", do), ("o", o), ("lse", lse), ("dlse", dlse), ("delta", delta)):
-        shape, kind = (of_o, x.q.dtype) if name in ("do", "o") else (of_lse, row_type)
+        shape, kinds = (of_o, own) if name in ("do", "o") else (of_lse, (row_type,))
         if t is None and name in ("dlse", "delta"):
             continue
         if not isinstance(t, Tensor):
             got = type(t).__name__
-        elif tuple(t.shape) != shape or t.dtype != kind or t.device != x.q.device:
+        elif tuple(t.shape) != shape or t.dtype not in kinds or t.device != x.q.device:
             got = f"{t.dtype} {tuple(t.shape)} on {t.device}"
         else:
             continue
         raise ValueError(
-            f"{name} must be a tensor of {kind} with shape {shape} on {x.q.device}, got {got}; "
+            f"{name} must be a tensor of {kinds[0]} with shape {shape} on {x.q.device}, got {got}; "
             "pass the forward's results, and gradients that fit them"
         )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layout import Cached
-from .mask import Dense, Documents, PaddingKeys, TileList
+from .mask import Dense, Documents, PaddingKeys, Spans, TileList
 from .problem import FLOATING_TYPES, Operands, Problem, Unsupported
 from .quantized import Quantized
 from .score import Bias
@@ -16,6 +16,7 @@ REFUSED = {
     Dense: AS_WIDE,
     PaddingKeys: AS_WIDE,
     Documents: "its key ids would need an entry for every row of the cache's capacity",
+    Spans: "its intervals are those of one number of queries, and a cache's sequences differ in theirs",
     TileList: "its lists are made for one number of keys, and a cache's sequences differ in theirs",
     Bias: AS_WIDE,
 }

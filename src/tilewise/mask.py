@@ -121,6 +121,13 @@ class Value(Frozen):
         entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
         return self.rebuild(self.plain[1:], tuple(entries))
 
+    def placed(self, place: Any, M: int, N: int) -> Any:
+        """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
+
+        By default it describes the call's own rows and keys, wherever they are.
+        """
+        return self
+
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides.
 
@@ -163,12 +170,16 @@ class Mask(Value):
         """
         return -OPEN, OPEN
 
+    def ends(self, i: Any, shift: int) -> Ends:
+        """Return the same for a mask that may need `shift` = N - M, which i contains, to find the row."""
+        return self.keys(i)
+
     def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
         """Return a bool tensor, broadcast to (B, H, rows, columns): whether row i sees key j.
 
         i is shifted by `shift` = N - M already.
         """
-        lo, hi = self.keys(i)
+        lo, hi = self.ends(i, shift)
         return (j >= lo) & (j < hi)
 
     def dense(self, M: int, N: int) -> Tensor:
@@ -295,8 +306,31 @@ class Prefix(Mask):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        offset = constant(place.row - place.column - (N - M))
+        lengths = (_from(self.lengths, place.column, N),)
+        return PrefixAt.rebuild((offset,), lengths) if offset else Prefix.rebuild((), lengths)
+
     def check_contents(self, N: Any) -> None:
         _check_range(self, self.lengths, N)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixAt(Prefix):
+    """Show the same where row i of the call is `offset` rows further down than its keys say, as at a place."""
+
+    offset: int
+    device = "prefix_at"
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Prefix"
+
+    def keys(self, i: Any) -> Ends:
+        return super().keys(i + self.offset)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lengths.contiguous(), self.offset
 
 
 class Padding(Mask):
@@ -372,6 +406,9 @@ class PaddingLengths(Padding):
     def keys(self, i: Any) -> Ends:
         return -OPEN, _per_batch(self.lengths)
 
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), (_from(self.lengths, place.column, N),))
+
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
@@ -395,6 +432,9 @@ class PaddingRange(Padding):
 
     def keys(self, i: Any) -> Ends:
         return _per_batch(self.starts), _per_batch(self.lengths)
+
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lengths.contiguous(), self.starts.contiguous()
@@ -497,6 +537,47 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Spans(Mask):
+    """Show row r of batch entry b the keys lo[b, r] <= j < hi[b, r]: an interval for each row, none where hi <= lo.
+
+    lo and hi: (B, M), int32 or int64, of which neither decreases along a row. Sorted documents, blocks of frames and
+    parts of longer sequences are such intervals, and need no lists of tiles. Raises TypeError or ValueError for other
+    types or shapes.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    device = "spans"
+    captures = ("lo", "hi")
+    shapes = ("BM", "BM")
+    varlen = False
+
+    def __post_init__(self) -> None:
+        for name in self.captures:
+            tensor = getattr(self, name)
+            _check_tensor(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
+            if tensor.ndim != 2:
+                raise ValueError(
+                    f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
+                )
+
+    def ends(self, i: Any, shift: int) -> Ends:
+        rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
+        return self.lo[:, None, rows, None], self.hi[:, None, rows, None]  # (B, 1, rows, 1)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
+
+    def check_contents(self, N: Any) -> None:
+        for name, tensor in zip(self.captures, self.tensors, strict=True):
+            if bool((tensor.diff(dim=1) < 0).any()):
+                raise ValueError(
+                    f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
+                    "use Dense for a mask that is no such interval"
+                )
+
+
+@dataclass(frozen=True, eq=False)
 class TileList(Mask):
     """Tell kernels which tiles a mask of M x N leaves; it hides nothing itself.
 
@@ -539,6 +620,11 @@ def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 def _per_batch(lengths: Tensor) -> Tensor:
     return lengths[:, None, None, None]  # (B, 1, 1, 1)
+
+
+def _from(ends: Tensor, column: int, N: int) -> Tensor:
+    """Return positions in the whole as positions among N keys that begin at `column`."""
+    return (ends - column).clamp(0, N)
 
 
 def _check_lengths(mask: Mask, lengths: Any, what: str = "lengths") -> None:

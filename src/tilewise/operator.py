@@ -132,10 +132,27 @@ def _backward(
 ) -> Tensors:
     do, dlse = _readable(do), _readable(dlse)
     x = _operands(tensors)
+    if saved.o.dtype != x.q.dtype or (do is not None and do.dtype != x.q.dtype):
+        saved, do, dlse = _narrowed(x.q, saved, do, dlse)
     problem = describe(x, *call)
     grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
     return *own, *grads.extra
+
+
+def _narrowed(
+    q: Tensor, saved: Saved, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Saved, Tensor | None, Tensor | None]:
+    """Return o and do in q's type, as kernels read them, where one is in fp32.
+
+    delta = rowsum(do * o) - dlse is taken from the fp32 o and passed on as a gradient of lse, beside o = 0.
+    """
+    zeros = q.new_zeros(saved.o.shape[-1]).expand(saved.o.shape)
+    if do is None:
+        return saved._replace(o=zeros), do, dlse
+    do = do.to(q.dtype)
+    delta = (do.to(saved.lse.dtype) * saved.o).sum(-1).transpose(-1, -2)
+    return saved._replace(o=zeros), do, -delta if dlse is None else dlse - delta
 
 
 def _readable(grad: Tensor | None) -> Tensor | None:
@@ -166,7 +183,7 @@ class _Eager(ReverseMode):
     @staticmethod
     def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
         saved = _forward(tensors, seed, *call)
-        ctx.call = call[:2]
+        ctx.call = call[0].of_gradients(), call[1]
         ctx.save_for_backward(*tensors, saved.o, saved.lse, saved.seed, *saved.kept)
         ctx.set_materialize_grads(False)
         return saved.o, saved.lse
@@ -200,7 +217,7 @@ class _Transformed(_Eager):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, seed, *tensors = inputs
-        ctx.call = call[:2]
+        ctx.call = call[0].of_gradients(), call[1]
         ctx.save_for_backward(*tensors, *output, seed)
         ctx.set_materialize_grads(False)
 
@@ -272,7 +289,7 @@ def _(q: Tensor, k: Any, v: Any, extra: Any, seed: Any, recipe: str, max_q: int,
     x = _operands((q, k, v, *extra))
     p = describe_fake(x, Recipe.decode(recipe), (max_q, max_k))
     rows = (p.H, q.shape[0]) if p.rows_packed else (p.B, p.H, p.M)
-    o = q.new_empty((*x.q.shape[:-1], p.D_v))
+    o = q.new_empty((*x.q.shape[:-1], p.D_v), dtype=p.out_dtype)
     return o, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -282,12 +299,13 @@ def _(
     max_q: int, max_k: int, wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     learned = [t for t, want in zip(extra, wanted, strict=True) if want]
-    return [t.new_empty(t.shape) for t in _present((q, k, v, *learned))]
+    own = q.dtype if Recipe.decode(recipe).out_dtype is None else torch.float32
+    return [*(t.new_empty(t.shape, dtype=own) for t in _present((q, k, v))), *(t.new_empty(t.shape) for t in learned)]
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, extra, seed, recipe, max_q, max_k = inputs
-    ctx.call = recipe, max_q, max_k
+    ctx.call = Recipe.decode(recipe).of_gradients().encode(), max_q, max_k
     ctx.save_for_backward(q, k, v, *extra, seed, *output)
     ctx.set_materialize_grads(False)
 

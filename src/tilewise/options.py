@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
+import torch
 from torch import Tensor
 
 from .layout import Layout
 from .mask import Mask
+from .place import Origin
 from .score import Score
 
 
@@ -24,6 +26,8 @@ class Unmasked(TypedDict, total=False):
     precision: str | None
     deterministic: bool
     backend: str | None
+    out_dtype: torch.dtype | None
+    place: Origin | None
 
 
 class Options(Unmasked, total=False):

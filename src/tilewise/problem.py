@@ -15,6 +15,7 @@ from . import mask as masks
 from . import score as scores
 from .layout import Cached, Varlen
 from .mask import Mask, Value
+from .place import Origin
 from .score import Bias, Score
 
 KINDS: dict[str, type[Value]] = {
@@ -25,7 +26,7 @@ KINDS: dict[str, type[Value]] = {
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
 torch.serialization.add_safe_globals(
-    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen, Cached]
+    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached]
 )  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -99,6 +100,10 @@ class Recipe(NamedTuple):
     backend: str | None = None
     packed: bool = False
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
+    out_dtype: str | None = None
+    """"float32" for results of 16-bit inputs in fp32; None for results in the inputs' type."""
+    place: tuple[int, int, int, int, int] | None = None
+    """The whole's row, column, head, number of heads and batch entry, from which dropout counts; None without it."""
 
     @property
     def varlen(self) -> bool:
@@ -118,6 +123,10 @@ class Recipe(NamedTuple):
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
         return repr(tuple(self))
+
+    def of_gradients(self) -> "Recipe":
+        """Return the recipe of a forward's gradients under autograd, which wants them in the inputs' types."""
+        return self if self.out_dtype is None else self._replace(out_dtype=None)
 
     @staticmethod
     @lru_cache(4096)
@@ -235,9 +244,19 @@ class Problem(Call):
         return self.q.dtype
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """Return the type of o, dq, dk and dv."""
+        return self.q.dtype if self.recipe.out_dtype is None else torch.float32
+
+    @property
     def scale(self) -> float:
         """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """Return from where dropout counts: row, column, head, of how many heads, and batch entry."""
+        return self.recipe.place or (0, 0, 0, self.H, 0)
 
     @property
     def kinds(self) -> tuple[type[Value], ...]:
@@ -257,9 +276,11 @@ class Problem(Call):
     @property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
-        left_out = self.recipe.layout or self.recipe.dropout or self.dtype.itemsize != 2 or self.listed or self.biased
+        recipe = self.recipe
+        left_out = recipe.layout or recipe.dropout or recipe.out_dtype or self.listed or self.biased
         return (
             not left_out
+            and self.dtype.itemsize == 2
             and 0 < self.M * (self.H // self.H_k) <= 64
             and self.M <= 16
             and self.N >= max(16 * self.M, 64)
@@ -299,8 +320,8 @@ def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:
     """Allocate dq, dk and dv, unwritten; as views of one tensor if q, k and v are."""
     if p.recipe.packed:
         *rows, H, D = x.q.shape
-        return x.q.new_empty((*rows, 3, H, D)).unbind(-3)
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3]])
+        return x.q.new_empty((*rows, 3, H, D), dtype=p.out_dtype).unbind(-3)
+    return tuple([torch.empty(t.shape, dtype=p.out_dtype, device=t.device) for t in x[:3]])
 
 
 def matmul_setting() -> str:

@@ -84,9 +84,31 @@ class Alibi(Score):
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
         return S - slopes * (i - j).abs()
 
+    def placed(self, place: Any, M: int, N: int) -> Score:
+        offset = constant(place.row - place.column - (N - M))
+        return AlibiAt.rebuild((offset,), self.tensors) if offset else self
+
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
         return self.slopes, batch, self.slopes.stride(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class AlibiAt(Alibi):
+    """Subtract the same where row i of the call is `offset` rows further down than its keys say, as at a place."""
+
+    offset: int
+    device = "alibi_at"
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Alibi"
+
+    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return super().apply(S, i + self.offset, j, shift)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (*super().arguments(problem), self.offset)
 
 
 @dataclass(frozen=True, eq=False)

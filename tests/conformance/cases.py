@@ -258,6 +258,12 @@ def documents(draw: Draw) -> tw.Mask:
     return tw.Documents(q_ids.expand(draw.B, -1), k_ids.expand(draw.B, -1).to(torch.int32))
 
 
+def spans(draw: Draw) -> tw.Mask:
+    """Intervals of random lengths, some of them empty."""
+    lo, hi = (draw.integers(draw.N + 1, draw.B, draw.M).sort(1)[0].to(torch.int32) for _ in range(2))
+    return tw.Spans(lo, hi)
+
+
 def documents_mixed(draw: Draw) -> tw.Mask:
     return tw.Documents(draw.integers(3, draw.B, draw.M), draw.integers(3, draw.B, draw.N))
 
@@ -343,6 +349,8 @@ def _masks() -> Iterator[Case]:
         "padding-bool of none", mask=lambda d: tw.Padding(d.tensor([[False], [True]], torch.bool).expand(2, d.N))
     )
     yield Case("documents mixed", mask=documents_mixed)
+    yield Case("spans", M=70, N=90, mask=spans)
+    yield Case("spans & causal, dropout", M=70, N=70, mask=both(spans, causal), dropout=0.2)
     for shape in BROADCASTS:
         yield Case(f"dense {shape or 'scalar'}", mask=dense(shape))
     yield Case("dense strided", mask=lambda d: tw.Dense(d.bools(d.B, d.N, d.case.H, d.M).permute(0, 2, 3, 1)))

@@ -73,6 +73,7 @@ def test_every_picture_of_the_pages_is_drawn(tmp_path):
         wanted |= set(re.findall(r"\]\(\S+images/(learn-\S+)\)", page.read_text()))
     for page in DOCS.parent.glob("README*.md"):
         wanted |= set(re.findall(r'src(?:set)?="docs/images/([^"]+)"', page.read_text()))
+    wanted |= set(re.findall(r"images/(parallel-\S+)\)", (DOCS / "use" / "many-gpus.md").read_text()))
     drawn = draw.draw(tmp_path)
     assert {path.name for path in drawn} == wanted
     for path in drawn:

@@ -1,6 +1,9 @@
 """What a launch takes for granted about masks, held against the masks themselves."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -211,3 +214,11 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
         assert launch.kernel.fn.__name__ != "attention_list_tiles"
         given += [a.lists.ptr for a in launch.arguments if isinstance(a, Variant)]
     assert [id(one) for one in given] == [id(one.tiles) for one in lists]
+
+
+def test_a_margin_leaves_multiprocessors_free():
+    code = "import torch; from tilewise.hopper.plan import processors; print(processors(torch.device('cpu')))"
+    for margin, expected in (("0", "132"), ("8", "124"), ("500", "1")):
+        environment = {**os.environ, "TILEWISE_MARGIN": margin}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected

@@ -20,6 +20,7 @@ def why_not(p: Problem) -> list[str]:
         "a sink": r.sink,
         "dropout": r.dropout > 0.0,
         "another head size for v": p.D_v != p.D,
+        "results in fp32": p.out_dtype != p.dtype,
         "no queries or keys": 0 in (p.B, p.M, p.N),
         # its bf16 is as slow as fp32; our tiles, with exact bf16 products, are twice as fast
         "bf16 at the speed of bf16": p.dtype == torch.bfloat16,

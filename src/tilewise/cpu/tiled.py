@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = compute_type(p)
-    o = x.q.new_empty(*x.q.shape[:-1], p.D_v)
+    o = x.q.new_empty(*x.q.shape[:-1], p.D_v, dtype=p.out_dtype)
     lse = x.q.new_empty((p.H, x.q.shape[:-2].numel()) if p.recipe.layout else (p.B, p.H, p.M), dtype=kind)
     cu_q = p.in_layout("cu_q", x.extra)
     if cu_q is not None:
@@ -279,7 +279,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     full = True
     for mask in s.masks:
         if mask.interval:
-            (lo, hi), (lo_last, hi_last) = mask.keys(first), mask.keys(last)
+            (lo, hi), (lo_last, hi_last) = mask.ends(first, shift), mask.ends(last, shift)
             if j1 <= _least(lo) or _most(hi_last) <= j0:
                 return None
             full = full and _most(lo_last) <= j0 and j1 <= _least(hi)
@@ -313,15 +313,18 @@ def _dropout_factor(p, s, tile, seed):
 
     Each counter is computed only once, for all blocks of 16 rows and 64 columns that overlap the tile.
     """
-    row = s.b.start * p.H + _range(s, 0, s.q.shape[0])[tile.h, None, None]
-    c_i = _range(s, tile.i0 // 16 * 8, -(-tile.i1 // 16) * 8)[:, None]
-    c_j = _range(s, tile.j0 // 64 * 8, -(-tile.j1 // 64) * 8)
+    first, column, head, heads, batch = p.place
+    each = _range(s, 0, s.q.shape[0])[tile.h, None, None]
+    row = (batch + s.b.start + each // p.H) * heads + head + each % p.H
+    i0, i1, j0, j1 = tile.i0 + first, tile.i1 + first, tile.j0 + column, tile.j1 + column
+    c_i = _range(s, i0 // 16 * 8, -(-i1 // 16) * 8)[:, None]
+    c_j = _range(s, j0 // 64 * 8, -(-j1 // 64) * 8)
     words = torch.stack(philox((c_j, c_i, row, torch.zeros_like(row)), int(seed)))
     every = words[0] ^ words[1] ^ words[2] ^ words[3]
     numbers = torch.stack([(words >> byte & 0xFF) << 8 | every >> byte & 0xFF for byte in (0, 8, 16, 24)])
     numbers = numbers.view(2, 2, 4, len(row), -1, 8, len(c_j) // 8, 8)  # bit 3 of i, of j, bits 5 and 4; heads, i, j
     numbers = numbers.permute(3, 4, 0, 5, 6, 2, 1, 7).reshape(len(row), 2 * len(c_i), 8 * len(c_j))
-    numbers = numbers[:, tile.i0 % 16 :, tile.j0 % 64 :][:, : tile.i1 - tile.i0, : tile.j1 - tile.j0]
+    numbers = numbers[:, i0 % 16 :, j0 % 64 :][:, : i1 - i0, : j1 - j0]
     keep = numbers >= dropout_threshold(p.recipe.dropout)
     return keep.to(compute_type(p)).mul_(dropout_rescale(p.recipe.dropout))
 

@@ -44,6 +44,10 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
+        if p.out_dtype != p.dtype:
+            against.append(f"it stores results in q's type, got out_dtype={p.out_dtype}")
+        if p.recipe.place:
+            against.append("its dropout counts from the call's own first row and head, not from place")
         if p.recipe.deterministic and p.listed:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against

@@ -3,6 +3,7 @@
 A `loop` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
 """
 
+import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from .parts import scores
 from .tiles import Backward, Forward, Rows, current, padded
 
 TINY = 2.0**-126
+MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
+"""Multiprocessors that attention leaves free, for messages that travel beside it."""
 SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 CACHED_KEYS = 32 << 20
@@ -208,8 +211,9 @@ def even_section(heads: int, least: int) -> int:
 
 @lru_cache(64)
 def processors(device: torch.device) -> int:
-    """Return the GPU's multiprocessor count, or an H200's if there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """Return how many of the GPU's multiprocessors kernels start on, or of an H200's if there is no GPU."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return max(1, count - MARGIN)
 
 
 def key_tiles(p: Problem, B_c: int) -> int:

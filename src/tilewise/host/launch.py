@@ -16,7 +16,7 @@ from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
 from ..tile.bias import Broadcast, Kind, attention_backward_dbias
-from ..tile.dropout import Dropout
+from ..tile.dropout import Counters, Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
 from ..tile.rows import Output, Packed, Rows, Unused
@@ -251,7 +251,10 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[A
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
-    return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout))
+    row, column, head, of_heads, batch = p.place
+    numbers = (row, column, p.H, of_heads, batch * of_heads + head)
+    counters = Counters(*(2 * n + 1 for n in numbers)) if p.recipe.place else None
+    return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout), counters)
 
 
 def lengths(p: Problem) -> tuple[int, int]:
@@ -340,7 +343,7 @@ def renormalize_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
     of_o, of_lse = saved_sizes(p)
-    return Saved(empty(*of_o, p.dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
+    return Saved(empty(*of_o, p.out_dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
 
 
 @lru_cache(4096)

@@ -46,9 +46,12 @@ def launches(call: Call) -> list[Launch]:
     try:
         saved = select(p).forward(p, x, seed)
         if call.wanted is not None:
-            p = p._replace(wanted=call.wanted)
+            # with results in fp32, operator.py passes delta on as a gradient of lse, and gives o in q's type
+            of_lse = (None, saved.lse)[: 1 + call.lse] if p.out_dtype == p.dtype else (saved.lse,)
+            p = p._replace(wanted=call.wanted, recipe=p.recipe.of_gradients())
+            saved = saved._replace(o=torch.empty_like(saved.o, dtype=p.dtype))
             do = meta_tensor(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
-            for dlse in (None, saved.lse)[: 1 + call.lse]:
+            for dlse in of_lse:
                 select(p, backward=True).backward(p, x, saved, do, dlse)
     finally:
         RECORDED.reset(token)

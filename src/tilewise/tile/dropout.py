@@ -6,12 +6,25 @@ import triton
 import triton.language as tl
 
 
+class Counters(NamedTuple):
+    """Say where the call's score matrices lie in the whole's: its first row and column, which are multiples of 16 and
+    64; the heads of call and whole, and the first matrix. Each number is 2 n + 1, as in `Packed`."""
+
+    row: object
+    column: object
+    heads: object
+    of_heads: object
+    matrix: object
+
+
 class Dropout(NamedTuple):
     """Hold the seed's address, the number below which 16 bits drop their entry, and the factor of what is kept."""
 
     seed: object
     threshold: object
     rescale: object
+    counters: object = None
+    """Counters of a call that is a part of a larger one."""
 
 
 @triton.jit
@@ -23,6 +36,10 @@ def dropout_mask(dropout, row, i0, i, j0, j):
     counter. So a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
     column are those of j0, in tiles of 32 bit 5 is.
     """
+    if dropout.counters is not None:
+        i0, j0 = i0 + (dropout.counters.row >> 1), j0 + (dropout.counters.column >> 1)
+        heads = dropout.counters.heads >> 1
+        row = (dropout.counters.matrix >> 1) + row // heads * (dropout.counters.of_heads >> 1) + row % heads
     seed = tl.load(dropout.seed)
     c_i = (i0 >> 1) + ((i >> 4) << 3 | i & 7)  # bit 3 taken out
     c_j = ((j0 >> 6) << 3) + ((j >> 6) << 3 | j & 7)  # bits 3, 4 and 5 taken out

@@ -139,6 +139,24 @@ def prefix_queries(b, j, lengths):
 
 
 @triton.jit
+def prefix_at_keep(b, h, i, j, lengths, offset):
+    """Return j < length, or causal for a row that is `offset` further down."""
+    return prefix_keep(b, h, i + offset, j, lengths)
+
+
+@triton.jit
+def prefix_at_keys(b, i, lengths, offset):
+    """Return the same interval of such a row."""
+    return prefix_keys(b, i + offset, lengths)
+
+
+@triton.jit
+def prefix_at_queries(b, j, lengths, offset):
+    """Return all rows for a key of the prefix, else everything from j - offset on."""
+    return tl.where(j < tl.load(lengths + b), -OPEN, j - offset), OPEN
+
+
+@triton.jit
 def padding_keep(b, h, i, j, lengths):
     """Return j < length."""
     return (j < tl.load(lengths + b)) & (i >= -OPEN)
@@ -197,6 +215,39 @@ def dense_keep(b, h, i, j, seen, batch, head, row_stride, entry, M, N):
     row = i - (N - M)
     at = b.to(tl.int64) * batch + h.to(tl.int64) * head + row.to(tl.int64) * row_stride + j.to(tl.int64) * entry
     return tl.load(seen + at, mask=(row >= 0) & (row < M) & (j < N), other=0).to(tl.int1)
+
+
+@triton.jit
+def spans_keep(b, h, i, j, lo, hi, M, N):
+    """Return lo <= j < hi of the row."""
+    first, end = spans_keys(b, i, lo, hi, M, N)
+    return (j >= first) & (j < end)
+
+
+@triton.jit
+def spans_keys(b, i, lo, hi, M, N):
+    """Return the row's interval; rows past the ends have those of the last."""
+    at = b.to(tl.int64) * M + tl.minimum(tl.maximum(i - (N - M), 0), M - 1)
+    return tl.load(lo + at).to(tl.int32), tl.load(hi + at).to(tl.int32)
+
+
+@triton.jit
+def spans_queries(b, j, lo, hi, M, N):
+    """Return the rows from the first that ends behind j, to the first that begins behind it."""
+    row = b.to(tl.int64) * M
+    return first_above(hi + row, j, M) + (N - M), first_above(lo + row, j, M) + (N - M)
+
+
+@triton.jit
+def first_above(x, j, M):
+    """Return the first of M numbers, which never decrease, that is above j; M if none is. It halves an interval."""
+    low = j * 0
+    high = low + M
+    for _ in range(31):
+        middle = (low + high) // 2
+        above = tl.load(x + middle, mask=low < high, other=0) > j
+        low, high = tl.where((low < high) & (above == 0), middle + 1, low), tl.where(above, middle, high)
+    return low
 
 
 @triton.jit

@@ -104,6 +104,19 @@ def alibi_grad(dS, S, T, unit, at, slopes, batch, head):
 
 
 @triton.jit
+def alibi_at_fn(S, unit, at, slopes, batch, head, offset):
+    """Return S unit - slope |i + offset - j|."""
+    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
+    return S * unit - slope * tl.abs(at.i0 + at.i + offset - (at.j0 + at.j)).to(tl.float32)
+
+
+@triton.jit
+def alibi_at_grad(dS, S, T, unit, at, slopes, batch, head, offset):
+    """Return dS: the slope does not depend on S."""
+    return dS
+
+
+@triton.jit
 def bias_fn(S, unit, at, bias, batch, head, row_stride, entry, M, N):
     """Return S unit + bias."""
     row, column = at.i0 + at.i - (N - M), at.j0 + at.j

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import make_lists, on_device
+from ..host.launch import NARROW, make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
@@ -38,12 +38,23 @@ class Portable:
             )
         if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
             against.append(f"it splits keys for head sizes up to 256, got {sizes}")
+        if problem.recipe.cached and problem.out_dtype != problem.dtype:
+            against.append(f"it stores a cache's results in q's type, got out_dtype={problem.out_dtype}")
         if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
             against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
+        if problem.out_dtype != problem.dtype and {problem.D, problem.D_v} & {*NARROW}:
+            sizes_of_rows = " and ".join(map(str, NARROW))
+            against.append(f"it stores head sizes {sizes_of_rows} in q's type alone, got out_dtype={problem.out_dtype}")
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
             against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
+        row, column, *_ = problem.place
+        if row % 16 or column % 64:
+            against.append(
+                f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
+                "choose multiples of these"
+            )
         if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
             kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
             against.append(
@@ -68,6 +79,8 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round a fifth more than PyTorch")
+        if problem.target != "cpu" and problem.out_dtype != problem.dtype:
+            parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -84,7 +97,7 @@ class Portable:
                 saved = decode_launch.forward(wide, decode_launch.plan(wide), x)
             else:
                 saved = launch.forward(wide, launch.plan(wide), x, seed)
-            return saved._replace(o=saved.o.to(problem.dtype))
+            return saved._replace(o=saved.o.to(problem.out_dtype))
         with on_device(x.q):
             if splits(problem):
                 return decode_launch.forward(problem, decode_launch.plan(problem), x)
@@ -114,7 +127,7 @@ def _less_accurate(p: Problem) -> bool:
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
-    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
+    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3", out_dtype=None)
     return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
         q, k, v, x.extra
     )

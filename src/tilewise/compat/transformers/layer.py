@@ -11,7 +11,7 @@ from ...layout import Varlen
 from ...mask import Causal, Dense, Full, Mask, Window
 from ...problem import Unsupported
 from ...score import Bias, Score, SoftCap
-from .view import MaskView
+from .view import SHARDED, MaskView
 
 INERT = {
     "cache_position", "cu_seqlens", "indices", "labels", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen",
@@ -62,6 +62,13 @@ def attend(
         scores.append(Bias(position_bias[..., :N]))
     sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
     options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
+    sharded = getattr(attention_mask, "sharded", None) or (SHARDED[-1] if SHARDED else None)
+    if sharded is not None:
+        if cu is not None:
+            raise Unsupported(
+                "cu_seq_lens_q came to a layer of sharded rows; pass documents to tilewise.parallel.using"
+            )
+        return sharded(q, k, v, mask=mask, score=scores, **options), None
     if cu is None:
         k, v, options["score"] = k[:, :N], v[:, :N], scores
         if isinstance(attention_mask, MaskView):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...mask import Causal, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
-from .view import MaskView, Values, warn_drawn
+from ...problem import Unsupported
+from .view import SHARDED, MaskView, Values, warn_drawn
 
 
 class Pattern(NamedTuple):
@@ -56,6 +57,8 @@ def mask_of(
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # the cache counts on in place, before its layer computes attention
     asked = Request(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, use_vmap, device)
+    if SHARDED:
+        return asked.of_whole()
     if one_step:  # a compiled step then has inputs of one kind and shape
         return asked.draw()
     if not torch.compiler.is_compiling():
@@ -95,6 +98,21 @@ class Request(NamedTuple):
         if pattern is not None:
             return "its last query is not aligned with its last key"
         return f"tilewise has no value for {getattr(unknown_part(self.function), '__qualname__', self.function)}"
+
+    def of_whole(self) -> MaskView:
+        """Return the mask of the whole whose rows are sharded.
+
+        Runs of position ids are no documents there, as a rank's rows jump; documents come with the sharding.
+        """
+        pattern = read(self.function)
+        if self.real is not None or pattern is None or pattern.chunked or self.M != self.N:
+            raise Unsupported(
+                "sharded rows have no padding, chunks or caches of keys, and no mask of the model's own; "
+                "leave attention_mask out, pass use_cache=False, or choose another model"
+            )
+        view = MaskView(self.shape, (), lambda _: Values(intersect(pattern.intervals), self.N), self.draw, "")
+        view.sharded = SHARDED[-1]
+        return view
 
     def draw(self) -> Tensor:
         """Return the bool tensor (B, 1, M, N) that transformers' sdpa would get."""

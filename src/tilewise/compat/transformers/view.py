@@ -20,6 +20,8 @@ DRAWN = (
     "{}, so that this mask of transformers is drawn as a tensor of all queries and keys: results are right, but its "
     "memory is quadratic in the length"
 )
+SHARDED: list[Callable[..., Tensor]] = []
+"""What computes layers of sharded rows, the last one where several contexts of `tilewise.parallel.using` nest."""
 ADDS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
 
 
@@ -60,6 +62,8 @@ class MaskView:
 
     ndim = 4
     dtype = torch.bool
+    sharded: Callable[..., Tensor] | None = None
+    """What computes the layer where rows are sharded; a checkpoint finds it here when it runs again."""
 
     def __init__(
         self,

@@ -1,0 +1,145 @@
+"""The public functions of tilewise.parallel: attention() of sharded rows, and explain()."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..api import SIGNATURE, with_defaults
+from ..check import autocast_type, cast
+from ..options import Everything, spell_out
+from ..problem import Unsupported
+from .check import agree, check_call, same_seed
+from .costs import Cluster, Cost
+from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, refusals, run, work_of
+from .shardings import Sharding
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sharding: Sharding,
+    plan: Plan | None = None,
+    **options: Unpack[Everything],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention of a sequence whose rows are sharded over the ranks of a group (Liu et al. 2023; Jacobs 2023).
+
+    Every rank of the group calls it, with the same options.
+
+    Args:
+        q, k, v: this rank's rows, (B, m, H, D), (B, m, H_k, D) and (B, m, H_k, D_v), as `sharding.shard` cuts them.
+        sharding: Contiguous, Zigzag, Striped or Balanced.
+        plan: "ulysses" swaps rows for heads; "gather" brings all keys to every rank; "ring" brings each rank, from
+            their owners, the keys that its rows see; Grid(ulysses, ring) does the first inside the second. None has
+            the fastest chosen, by a model of costs.
+        options: those of `tilewise.attention`, but layout, place and out_dtype. The mask is the whole's: Documents,
+            Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
+            (..., m, N). A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors, once.
+
+    Returns:
+        o (B, m, H, D_v) of this rank's rows, as if one device had computed the whole; with return_lse, (o, lse).
+        Gradients of q, k and v are those of the whole. What every rank holds, a sink or a bias that is alike for all
+        rows, gets a share of its gradient: the shares add up over the group.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `tilewise.attention`, before anything is sent, if one rank can see what
+            is wrong; ValueError on every rank if ranks disagree.
+        RuntimeError: a rank does not answer within the group's time-out.
+    """
+    w, own, sink = _prepared("tilewise.parallel.attention", q, k, v, sharding, options)
+    if plan is None:
+        plan = choose(costs_of(w, q, k, Cluster()), memory_limit(q.device))
+    _refuse(plan, w, q.shape[2])
+    plain = [part.plain for part in (*w.mask.parts, *w.score)]
+    fact = {
+        "the sizes of q, k and v": str((*q.shape[::2], *k.shape[2:], v.shape[3], q.dtype)),
+        "the length": w.N,
+        "the sharding": w.pieces,
+        "the plan": plan,
+        "the options": str((plain, w.options, sink is not None)),
+    }
+    agree(sharding, fact)
+    if w.options["dropout"]:
+        w.options["seed"] = same_seed(options.get("seed"), q.device, sharding)
+    if (kind := autocast_type(q)) is not None:
+        own = tuple(cast(t, kind) for t in own)
+    wants_lse = bool(options.get("return_lse"))
+    o, lse = run(plan, w, *own, sink, wants_lse)  # type: ignore[arg-type]
+    return (o, lse) if wants_lse else o  # type: ignore[return-value]
+
+
+spell_out(attention, SIGNATURE, without=("layout", "place", "out_dtype"))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which plan a call would have, what each costs by the model, and why others refuse. It prints as a table.
+
+    `work` is the entries of P that each rank computes, a batch entry and head.
+    """
+
+    plan: Plan | None
+    costs: dict[Plan, Cost]
+    refusals: dict[Plan, list[str]]
+    work: list[float]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}   (a model, not measured)"
+        ]
+        for plan, one in self.costs.items():
+            chosen = "  chosen" if plan == self.plan else ""
+            numbers = f"{one.seconds:>10.2e}{one.exposed:>10.1e}{one.received / 1e9:>13.3f}{one.memory / 1e9:>9.3f}"
+            lines.append(f"{plan!s:<28}{numbers}{chosen}")
+        lines += [f"{plan!s:<28}refuses: {'; '.join(why)}" for plan, why in self.refusals.items() if why]
+        mean = sum(self.work) / max(1, len(self.work))
+        most = max(self.work, default=0.0) / mean if mean else 1.0
+        return "\n".join([*lines, f"work of a rank: at most {most:.2f} of the mean"])
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, cluster: Cluster = Cluster(), **options: Unpack[Everything]  # noqa: B008
+) -> Explanation:  # fmt: skip
+    """Explain which plan `attention` would choose for these arguments. Nothing is computed or sent.
+
+    Args:
+        q, k, v, sharding, options: as for `attention`.
+        cluster: what the model assumes of GPUs and links.
+
+    Returns:
+        An Explanation with .plan, .costs, .refusals and .work. Print it to see a table.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    w, *_ = _prepared("tilewise.parallel.explain", q, k, v, sharding, options)
+    costs = costs_of(w, q, k, cluster)
+    against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
+    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work_of(w))
+
+
+def _prepared(
+    function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Any
+) -> tuple[Work, tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Check what this rank can see, and return the call."""
+    chosen = with_defaults(function, options)
+    N = check_call(q, k, v, sharding, chosen)
+    names = ("scale", "dropout", "seed", "precision", "deterministic", "backend")
+    given = {name: chosen[name] for name in names}
+    score = chosen["score"] if isinstance(chosen["score"], (tuple, list)) else (chosen["score"],)
+    w = Work(sharding, N, sharding.pieces(N), chosen["mask"], tuple(score), given)
+    return w, (q, k, v), chosen["sink"]
+
+
+def _refuse(plan: Any, w: Work, H: int) -> None:
+    """Raise for a plan that is none, or that the call cannot have."""
+    if plan is not None and not isinstance(plan, Grid) and plan not in NAMES:
+        raise ValueError(
+            f"plan must be None, Grid(...) or one of {', '.join(NAMES)}, got {plan!r}; leave it out to have one chosen"
+        )
+    against = ["no plan takes it"] if plan is None else refusals(plan, w, H)
+    if against:
+        raise Unsupported(f"plan {plan!r} cannot run this call: {'; '.join(against)}; choose another plan or sharding")

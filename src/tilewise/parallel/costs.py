@@ -1,0 +1,94 @@
+"""A model of what plans cost, forward and backward of one layer. It is a model: no cluster has measured its numbers."""
+
+from typing import NamedTuple
+
+
+class Cluster(NamedTuple):
+    """What the model assumes of GPUs and links, by default H200s, NVLink in nodes of 8, and 400 Gb/s between them."""
+
+    forward: float = 640e12
+    """FLOP/s of long rows, forward; then backward."""
+    backward: float = 560e12
+    link: float = 340e9
+    """Bytes/s a GPU and direction inside a node; then between nodes."""
+    network: float = 42e9
+    memory: float = 4.0e12
+    """Bytes/s of a GPU's memory."""
+    node: int = 8
+    start: float = 20e-6
+    """Seconds that a message takes to start inside a node; then between nodes; then those of a launch."""
+    network_start: float = 40e-6
+    launch: float = 15e-6
+    beside: float = 0.06
+    """The part of a GPU that communication takes from a kernel beside it."""
+
+
+class Sizes(NamedTuple):
+    """A problem's sizes: the whole's rows, ranks, heads, head size, bytes of a number, and the part of P computed."""
+
+    N: int
+    ranks: int
+    H: int
+    H_k: int
+    D: int
+    itemsize: int = 2
+    seen: float = 0.5
+    fetched: float = 0.75
+    """The part of the others' keys that a rank needs, the mean over ranks."""
+    balance: float = 1.0
+    """The most work of a rank, of the mean."""
+
+
+class Cost(NamedTuple):
+    """Seconds of forward and backward, those in which nothing is computed, bytes that a rank receives, bytes it holds
+    beside its rows."""
+
+    seconds: float
+    exposed: float
+    received: float
+    memory: float
+
+
+def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # noqa: B008, a value
+    """Return the cost of "ulysses", "ring" or "gather"; with inner > 1, of "ring" over Ulysses in groups of `inner`."""
+    U = x.ranks if plan == "ulysses" else inner
+    R = x.ranks // U
+    h, h_k = x.H // U, max(1, x.H_k // U)
+    rows = x.N // R
+    flops = 4.0 * x.seen * x.N * x.N * x.H * x.D / x.ranks * x.balance
+    swap, swapped = _swap(x, U, h_k, c) if U > 1 else (0.0, 0.0)
+    if R == 1:
+        seconds = flops / _rate(c.forward, x.N) + 2.5 * flops / _rate(c.backward, x.N)
+        return Cost(seconds + swap, swap, swapped, rows * (2 * h + 2 * h_k) * x.D * x.itemsize)
+    speed, start = (c.link, c.start) if x.ranks <= c.node else (c.network, c.network_start)
+    keys = rows * 2.0 * h_k * x.D * x.itemsize
+    sums = rows * 2.0 * h_k * x.D * 4
+    seconds = exposed = swap
+    for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
+        work = scale * flops / _rate(peak, rows / 2)
+        if plan == "ring":
+            step = work / R + 2 * c.launch + 12 * rows / 2 * h * x.D / c.memory
+            talk = x.fetched * size / speed + start
+            seconds += step + (R - 1) * max(step * (1 + c.beside * min(1.0, talk / step)), talk)
+            exposed += (R - 1) * max(0.0, talk - step)
+        else:
+            talk = (R - 1) * size / speed + start * R**0.5
+            seconds, exposed = seconds + work + c.launch + talk, exposed + talk
+    part = x.fetched if plan == "ring" else 1.0
+    received = swapped + part * (R - 1) * (2 * keys + sums)
+    held = 4 * keys + 2 * sums + rows * h * x.D * 8.0 if plan == "ring" else R * (keys + sums)
+    return Cost(seconds, exposed, received, held)
+
+
+def _swap(x: Sizes, U: int, h_k: int, c: Cluster) -> tuple[float, float]:
+    """Return the seconds and bytes of Ulysses' exchanges, two each way."""
+    inside = c.node >= U
+    speed, start = (c.link, c.start) if inside else (c.network, c.network_start)
+    each = x.N / x.ranks * (2 * x.H + 2 * h_k * U) * x.D * x.itemsize * (U - 1) / U
+    across = 1.0 if inside else (U - c.node) / (U - 1)
+    return 2 * (each / speed * across + 4 * start) + 4 * each / c.memory, 2 * each
+
+
+def _rate(peak: float, rows: float) -> float:
+    """Return FLOP/s for calls of so many rows."""
+    return peak * rows / (rows + 500.0)

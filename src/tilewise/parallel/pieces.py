@@ -1,0 +1,59 @@
+"""Pieces of a sequence: which rows a rank holds, as global intervals in local order."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+Piece = tuple[int, int]
+Pieces = tuple[Piece, ...]
+Box = tuple[int, int, int, int]
+"""Rows i0:i1 and keys j0:j1 of the whole."""
+
+
+def length(pieces: Pieces) -> int:
+    """Return how many rows pieces hold."""
+    return sum(end - start for start, end in pieces)
+
+
+def join(pieces: Iterable[Piece]) -> Pieces:
+    """Return the pieces with those that touch made one, and empty ones left out."""
+    out: list[Piece] = []
+    for start, end in pieces:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], end)
+        elif start < end:
+            out.append((start, end))
+    return tuple(out)
+
+
+def index(pieces: Pieces, device: torch.device | None = None) -> Tensor:
+    """Return the global positions of local rows, int64."""
+    if not pieces:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(start, end, device=device) for start, end in pieces])
+
+
+def places(pieces: Pieces, part: Pieces) -> list[slice]:
+    """Return where global intervals `part` are in a buffer that holds `pieces`; each lies in one of them."""
+    found, base = [], 0
+    for start, end in pieces:
+        found += [slice(base + a - start, base + b - start) for a, b in part if start <= a and b <= end]
+        base += end - start
+    return found
+
+
+def crop(rows: Piece, keys: Piece, first: Callable[[int], int], end: Callable[[int], int]) -> Box | None:
+    """Return the bounding box of what rows see of keys, None if they see nothing.
+
+    Row i sees keys first(i) to end(i), and neither ever moves left as i grows. The last row of the box sees its last
+    key, so that a band in it is a Window aligned there (both sides >= 0).
+    """
+    (a0, a1), (b0, b1) = rows, keys
+    i0 = a0 + bisect_right(range(a0, a1), b0, key=end)
+    i1 = i0 + bisect_left(range(i0, a1), b1, key=first)
+    if i0 >= i1:
+        return None
+    j0, j1 = max(b0, first(i0)), min(b1, end(i1 - 1))
+    return (i0, i1, j0, j1) if j0 < j1 else None

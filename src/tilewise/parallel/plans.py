@@ -1,0 +1,168 @@
+"""Plans: how rows meet keys that other ranks hold. Which ones a call can have, which is chosen, and how each runs."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..api import attention as attend
+from ..mask import Dense, Mask, intersect
+from ..place import Origin
+from ..score import Bias, Score
+from . import walk as walks
+from .costs import Cluster, Cost, Sizes, cost
+from .pieces import Pieces, length
+from .reach import Reach, reach_of
+from .shardings import Sharding, positive
+from .shards import Shards, together
+from .ulysses import Swap, of_heads, spread_keys
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The plan of Ulysses in groups of `ulysses` ranks, and of a ring of `ring` groups, on a mesh (ring, ulysses)."""
+
+    ulysses: int
+    ring: int
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses", "ring"):
+            object.__setattr__(self, name, positive(f"Grid: {name}", getattr(self, name)))
+
+
+Plan = str | Grid
+NAMES = ("ulysses", "gather", "ring")
+
+
+class Work(NamedTuple):
+    """A checked call: the whole's length, every rank's pieces, and the options of attention but mask and score."""
+
+    sharding: Sharding
+    N: int
+    pieces: tuple[Pieces, ...]
+    mask: Mask
+    score: tuple[Score, ...]
+    options: dict[str, Any]
+
+
+def refusals(plan: Plan, w: Work, H: int) -> list[str]:
+    """Return the reasons against a plan; empty if the call can have it."""
+    axes = w.sharding.axes
+    sizes = tuple(dist.get_world_size(axis) for axis in axes)
+    against = []
+    if isinstance(plan, Grid):
+        if len(axes) != 2 or sizes != (plan.ring, plan.ulysses):
+            against.append(f"it needs a mesh of ({plan.ring}, {plan.ulysses}) ranks, this one has {sizes}")
+    elif len(axes) == 2:
+        against.append("it needs a group or a mesh of one dimension; a mesh of two is for Grid")
+    U = plan.ulysses if isinstance(plan, Grid) else w.sharding.ranks
+    if plan == "ulysses" or isinstance(plan, Grid):
+        if H % U:
+            against.append(f"{H} query heads do not divide by {U} ranks")
+        rows = [one for one in (*w.mask.parts, *w.score) if isinstance(one, (Dense, Bias)) and one.tensors[0].ndim > 1]
+        against += [
+            f"{type(one).__name__} has rows, of which each rank holds its own" for one in rows
+            if one.tensors[0].shape[-2] > 1
+        ]  # fmt: skip
+    return against
+
+
+def candidates(w: Work) -> list[Plan]:
+    """Return the plans to ask."""
+    sizes = [dist.get_world_size(axis) for axis in w.sharding.axes]
+    return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
+
+
+def sizes_of(w: Work, q: Tensor, k: Tensor) -> Sizes:
+    """Return what the cost model reads. Masks with tensors count as causal for it, unless they were read before."""
+    reach = banded(w.mask, w.N)
+    seen = float(reach.counts().sum()) / max(1, w.N) ** 2
+    return Sizes(
+        w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size(), seen, min(1.0, 1.5 * seen)
+    )
+
+
+def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
+    """Return what each plan costs that the call can have."""
+    x = sizes_of(w, q, k)
+    found: dict[Plan, Cost] = {}
+    for plan in candidates(w):
+        if not refusals(plan, w, x.H):
+            name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
+            found[plan] = cost(name, inner, x, cluster)
+    return found
+
+
+def choose(costs: dict[Plan, Cost], limit: float) -> Plan | None:
+    """Return the fastest plan under a limit of memory, or the smallest if none is; None if there is none."""
+    small = {plan: one for plan, one in costs.items() if one.memory <= limit}
+    if small:
+        return min(small, key=lambda plan: small[plan].seconds)
+    return min(costs, key=lambda plan: costs[plan].memory) if costs else None
+
+
+def memory_limit(device: torch.device) -> float:
+    """Return the bytes that a plan may hold by default: a quarter of the device's, the same on every rank."""
+    return torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 16e9
+
+
+def banded(mask: Mask, N: int) -> Reach:
+    """Return what rows see by the parts of a mask that hold no tensor; nothing is read."""
+    plain = tuple([part for part in mask.parts if not part.captures])
+    return reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
+
+
+@lru_cache(64)
+def _known(pieces: Any, mask: Mask, versions: Any, N: int, options: Any) -> dict[Any, Any]:
+    """Return the calls of each pair of ranks, as far as they are known."""
+    return {}
+
+
+def shards(w: Work, pieces: tuple[Pieces, ...], own: int, reach: Reach, **heads: Any) -> Shards:
+    """Return the problem in pieces."""
+    s = Shards(pieces, own, reach, w.mask, w.score, w.options, **heads)
+    versions = tuple([t._version for part in w.mask.parts for t in part.tensors])
+    s.known = _known(pieces, w.mask, versions, w.N, (s.joins, bool(w.options.get("dropout"))))
+    return s
+
+
+def run(
+    plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
+    if plan in ("ring", "gather"):
+        reach = reach_of(w.mask, w.N) if plan == "ring" else banded(w.mask, w.N)
+        s = shards(w, w.pieces, w.sharding.rank, reach)
+        return walks.walk(s, str(plan), w.sharding.axes[0], q, k, v, sink)
+    axis = w.sharding.axes[-1]
+    U, u = dist.get_world_size(axis), dist.get_rank(axis)
+    H = q.shape[2]
+    heads = slice(u * (H // U), (u + 1) * (H // U))
+    r = dist.get_rank(w.sharding.axes[0]) if isinstance(plan, Grid) else 0
+    inside = w.pieces[r * U : (r + 1) * U]
+    k, v = spread_keys(k, v, H, U)
+    q, k, v = Swap.apply(axis, inside, True, q, k, v)
+    mask, score = of_heads(w.mask, w.score, heads)
+    sink = None if sink is None else sink[heads]
+    if isinstance(plan, Grid):
+        own = w._replace(mask=mask, score=score)
+        joined = together(w.pieces, U)
+        s = shards(own, joined, r, reach_of(mask, w.N), head=heads.start, heads=H)
+        o, lse = walks.walk(s, "ring", w.sharding.axes[0], q, k, v, sink)
+    else:
+        place = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
+        o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, place=place, return_lse=True, **w.options)
+    (o,) = Swap.apply(axis, inside, False, o)
+    if not wants_lse:
+        return o, None
+    (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None].contiguous())
+    return o, lse[..., 0].transpose(1, 2)
+
+
+def work_of(w: Work) -> list[float]:
+    """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read, once."""
+    counts = reach_of(w.mask, w.N).counts()
+    return [float(sum(counts[a:b].sum() for a, b in own)) if length(own) else 0.0 for own in w.pieces]

@@ -1,0 +1,147 @@
+"""What rows of the whole see, from a mask's own values: intervals of keys, read on the host once for each mask."""
+
+from functools import lru_cache, singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mask import (
+    Causal,
+    Documents,
+    Mask,
+    PaddingKeys,
+    PaddingLengths,
+    PaddingRange,
+    Prefix,
+    Spans,
+    Window,
+)
+
+Ends = tuple[Tensor | None, Tensor | None]
+"""First keys and ends, int64, broadcast to (B, N); None for no bound."""
+
+
+class Reach(NamedTuple):
+    """The keys that rows of a sequence of N see, as a hull: row i sees no key before first(i), and none from end(i) on.
+
+    lo and hi: the band lo <= j - i <= hi. starts and ends: (N,) over all batch entries, never decreasing, or None.
+    """
+
+    N: int
+    lo: int | None
+    hi: int | None
+    starts: Tensor | None
+    ends: Tensor | None
+    each: tuple[Tensor, Tensor] | None
+    """Without the band: first keys and ends by batch entry; None where the band says everything."""
+    exact: bool
+    """Whether every key between first and end is seen by some batch entry."""
+
+    def first(self, i: int) -> int:
+        """Return the first key that row i may see."""
+        start = 0 if self.starts is None else int(self.starts[i])
+        return start if self.lo is None else max(start, i + self.lo)
+
+    def end(self, i: int) -> int:
+        """Return the key behind the last that row i may see."""
+        end = self.N if self.ends is None else int(self.ends[i])
+        return end if self.hi is None else min(end, i + self.hi + 1)
+
+    def covers(self, i0: int, i1: int, j0: int, j1: int) -> bool:
+        """Tell whether all of the rows see all of the keys, in every batch entry."""
+        band = (self.lo is None or j0 - (i1 - 1) >= self.lo) and (self.hi is None or j1 - 1 - i0 <= self.hi)
+        if not (self.exact and band) or self.each is None:
+            return self.exact and band
+        starts, ends = self.each
+        return int(starts[:, i0:i1].max()) <= j0 and j1 <= int(ends[:, i0:i1].min())
+
+    def counts(self) -> Tensor:
+        """Return how many keys each row sees, (N,) fp64, the mean over batch entries."""
+        i = torch.arange(self.N)
+        lo = torch.zeros_like(i) if self.lo is None else (i + self.lo).clamp(min=0)
+        hi = torch.full_like(i, self.N) if self.hi is None else (i + self.hi + 1).clamp(max=self.N)
+        if self.each is None:
+            return (hi - lo).clamp(min=0).double()
+        return (torch.minimum(self.each[1], hi) - torch.maximum(self.each[0], lo)).clamp(min=0).double().mean(0)
+
+
+def reach_of(mask: Mask, N: int) -> Reach:
+    """Return what rows of N see. Tensors of the mask are read, once for each mask: that synchronises with a GPU."""
+    return _read(mask, N, tuple([t._version for part in mask.parts for t in part.tensors]))
+
+
+@lru_cache(128)
+def _read(mask: Mask, N: int, versions: tuple[int, ...]) -> Reach:
+    lows, highs, bounds, exact = [], [], [], True
+    for part in mask.parts:
+        lo, hi = _band(part)
+        lows += [] if lo is None else [lo]
+        highs += [] if hi is None else [hi]
+        if part.captures:
+            starts, ends, one_run = _ends(part, N)
+            bounds.append((starts, ends))
+            exact = exact and one_run
+    band = max(lows) if lows else None, min(highs) if highs else None
+    if not any(end is not None for pair in bounds for end in pair):
+        return Reach(N, *band, None, None, None, exact)
+    starts, ends = torch.zeros(1, N, dtype=torch.int64), torch.full((1, N), N)
+    for start, end in bounds:
+        starts = starts if start is None else torch.maximum(starts, start)
+        ends = ends if end is None else torch.minimum(ends, end)
+    starts, ends = torch.broadcast_tensors(starts, ends)
+    empty = starts >= ends
+    low, high = starts.masked_fill(empty, N).amin(0), ends.masked_fill(empty, 0).amax(0)
+    low = low.flip(0).cummin(0)[0].flip(0)  # hulls that never move left, for ids in any order, too
+    return Reach(N, *band, low, high.cummax(0)[0], (starts, ends), exact)
+
+
+def _band(part: Mask) -> tuple[int | None, int | None]:
+    if isinstance(part, Causal):
+        return None, 0
+    if isinstance(part, Window):
+        return None if part.left is None else -part.left, part.right
+    return None, None
+
+
+@singledispatch
+def _ends(part: Any, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return first keys and ends of a mask with tensors, and whether all keys between are seen. By default, any may."""
+    return None, None, False
+
+
+@_ends.register
+def _(part: Documents, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    rows, (ids, order) = part.q_ids.cpu().long(), part.k_ids.cpu().long().sort(dim=1, stable=True)
+    rows = rows.contiguous()
+    low, high = torch.searchsorted(ids, rows), torch.searchsorted(ids, rows, right=True)
+    starts = order.gather(1, low.clamp(max=N - 1))
+    ends = torch.where(low < high, order.gather(1, (high - 1).clamp(min=0)) + 1, starts)
+    return starts, ends, bool((ends - starts == high - low).all())
+
+
+@_ends.register
+def _(part: PaddingLengths, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    return None, part.lengths.cpu().long()[:, None], True
+
+
+@_ends.register
+def _(part: PaddingRange, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    return part.starts.cpu().long()[:, None], part.lengths.cpu().long()[:, None], True
+
+
+@_ends.register
+def _(part: PaddingKeys, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    real, j = part.real.cpu(), torch.arange(N)
+    starts = torch.where(real, j, N).amin(1, keepdim=True)
+    return starts, torch.where(real, j + 1, 0).amax(1, keepdim=True), False
+
+
+@_ends.register
+def _(part: Prefix, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    return None, torch.maximum(part.lengths.cpu().long()[:, None], torch.arange(1, N + 1)), True
+
+
+@_ends.register
+def _(part: Spans, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    return part.lo.cpu().long(), part.hi.cpu().long(), True

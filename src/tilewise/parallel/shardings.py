@@ -1,0 +1,205 @@
+"""Shardings: which rows of a sequence each rank of a group holds. They are values; nothing global knows them."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask, integer
+from .exchange import Axes, axes_of, gather, rank_of, scatter_sum, size_of
+from .pieces import Pieces, index, join, length
+from .reach import reach_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Every sharding derives from this class.
+
+    group: a ProcessGroup, None for all processes, or a DeviceMesh with one dimension, or two for Grid, the ring first.
+    """
+
+    group: Any
+
+    @property
+    def axes(self) -> Axes:
+        """Return the process groups, the ring's before that of Ulysses."""
+        return axes_of(self.group)
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks share the sequence."""
+        return size_of(self.axes)
+
+    @property
+    def rank(self) -> int:
+        """Return this process's rank among them."""
+        return rank_of(self.axes)
+
+    @property
+    def known(self) -> int | None:
+        """Return the length that the sharding is for, None for any that divides."""
+        return getattr(self, "length", None)
+
+    def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
+        """Return the pieces of every rank, of N rows."""
+        raise NotImplementedError
+
+    def unit(self, ranks: int) -> int:
+        """Return what a length must be a multiple of, unless the sharding knows it."""
+        return ranks
+
+    def pieces(self, N: int) -> tuple[Pieces, ...]:
+        """Return the pieces of every rank: intervals of the N rows, in local order. Raise ValueError for another N."""
+        name, unit = type(self).__name__, self.unit(self.ranks)
+        if self.known is not None and N != self.known:
+            raise ValueError(f"{name}: length must be that of the sequence, {N}, got {self.known}; pass that one")
+        if self.known is None and N % unit:
+            raise ValueError(
+                f"{name}: the length must be a multiple of {unit}, got {N}; pass length={N} for pieces of several sizes"
+            )
+        return self.cut(N, self.ranks)
+
+    def whole(self, m: int) -> int:
+        """Return the length of the whole of which this rank holds m rows."""
+        return m * self.ranks if self.known is None else self.known
+
+    def shard(self, x: T, dim: int = 1) -> T:
+        """Return this rank's rows of a whole tensor, or of each of several, in local order."""
+        if not isinstance(x, Tensor):
+            return type(x)(self.shard(t, dim) for t in x)  # type: ignore[call-arg, attr-defined]
+        own = self.pieces(x.shape[dim])[self.rank]
+        parts = [x.narrow(dim, start, end - start) for start, end in own]
+        return torch.cat(parts, dim) if len(parts) != 1 else parts[0].contiguous()  # type: ignore[return-value]
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Return where this rank's rows are in the whole, int64 (m,), for rotary embeddings and position ids."""
+        return index(self.pieces(length)[self.rank], device)  # type: ignore[arg-type]
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor, on every rank, from each rank's rows; differentiable.
+
+        The gradient of a rank's rows is the sum, over the ranks, of what each one's copy gets.
+        """
+        pieces = self.pieces(self.whole(x.shape[dim]))
+        return _Unshard.apply(x.movedim(dim, 0), self.axes, pieces).movedim(0, dim)
+
+
+class _Unshard(torch.autograd.Function):
+    """All rows on every rank. Pieces are padded to the longest, as all ranks send alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...]) -> Tensor:
+        ctx.axes, ctx.pieces = axes, pieces
+        most = max(map(length, pieces))
+        padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
+        every = gather(padded, axes)
+        rows = torch.cat([part[: length(own)] for part, own in zip(every, pieces, strict=True)])
+        return torch.empty_like(rows).index_copy_(0, torch.cat([index(own, x.device) for own in pieces]), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        most = max(map(length, ctx.pieces))
+        parts = grad.new_zeros((len(ctx.pieces), most, *grad.shape[1:]))
+        for part, own in zip(parts, ctx.pieces, strict=True):
+            part[: length(own)] = grad[index(own, grad.device)]
+        return scatter_sum(parts, ctx.axes)[: length(ctx.pieces[rank_of(ctx.axes)])], None, None
+
+
+@dataclass(frozen=True)
+class Contiguous(Sharding):
+    """One run of rows a rank, in order: for windows, and for plans "ulysses" and "gather" of masks alike for all rows.
+
+    length: the sequence's, if it does not divide by the ranks; then pieces differ by a row.
+    """
+
+    length: int | None = None
+
+    def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
+        return tuple(join([(r * N // ranks, (r + 1) * N // ranks)]) for r in range(ranks))
+
+
+@dataclass(frozen=True)
+class Zigzag(Sharding):
+    """Of 2 P runs, run r and run 2 P - 1 - r: equal work under a causal mask.
+
+    length: the sequence's, if it does not divide by 2 P.
+    """
+
+    length: int | None = None
+
+    def unit(self, ranks: int) -> int:
+        return 2 * ranks
+
+    def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
+        ends = [x * N // (2 * ranks) for x in range(2 * ranks + 1)]
+        return tuple(join((ends[x], ends[x + 1]) for x in (r, 2 * ranks - 1 - r)) for r in range(ranks))
+
+
+@dataclass(frozen=True)
+class Striped(Sharding):
+    """Runs of `chunk` rows, dealt out to the ranks in turn.
+
+    length: the sequence's, if it does not divide by P chunk.
+    """
+
+    chunk: int
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk", positive("Striped: chunk", self.chunk))
+
+    def unit(self, ranks: int) -> int:
+        return ranks * self.chunk
+
+    def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
+        starts = (range(r * self.chunk, N, ranks * self.chunk) for r in range(ranks))
+        return tuple(join((i, min(N, i + self.chunk)) for i in own) for own in starts)
+
+
+@dataclass(frozen=True)
+class Balanced(Sharding):
+    """Runs of `chunk` rows, dealt out so that every rank has as much work under a mask: for packed documents.
+
+    mask: the whole's, as attention gets it. length: the sequence's. The solver is greedy: the chunk with the most work
+    goes first, to the rank with the least. Its tensors are read once, on the host.
+    """
+
+    mask: Mask
+    length: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for name in ("length", "chunk"):
+            object.__setattr__(self, name, positive(f"Balanced: {name}", getattr(self, name)))
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"Balanced: mask must be a Mask, got {self.mask!r}; pass the one that attention gets")
+
+    def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
+        counts = reach_of(self.mask, N).counts()
+        return deal([float(part.sum()) for part in counts.split(self.chunk)], N, ranks, self.chunk)
+
+
+def deal(work: Sequence[float], N: int, ranks: int, chunk: int) -> tuple[Pieces, ...]:
+    """Deal chunks out, the longest first, each to the least loaded rank that has room."""
+    room = -(-len(work) // ranks)
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    free = [(0.0, r) for r in range(ranks)]
+    for c in sorted(range(len(work)), key=lambda c: -work[c]):
+        load, r = heapq.heappop(free)
+        own[r].append(c)
+        if len(own[r]) < room:
+            heapq.heappush(free, (load + work[c], r))
+    return tuple(join((c * chunk, min(N, c * chunk + chunk)) for c in sorted(chunks)) for chunks in own)
+
+
+def positive(name: str, number: Any) -> int:
+    """Return the number as an int > 0, or raise an error that names it."""
+    number = integer(name, number, "an int > 0")
+    if number <= 0:
+        raise ValueError(f"{name} must be an int > 0, got {number}; pass how many rows")
+    return number

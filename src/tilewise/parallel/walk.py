@@ -1,0 +1,215 @@
+"""Keys come to queries: pairwise from their owners ("ring"), or all at once ("gather"); gradients go back to owners.
+
+Both are one autograd.Function over the calls of `Shards`. They differ in how keys arrive and gradients leave.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..import_hook import when_imported
+from ..merge import sink_gradient
+from ..score import Bias
+from .exchange import Arriving, Messages, gather, scatter_sum
+from .pieces import Pieces, index, length, places
+from .shards import Given, Parts, Shards, backward_parts, forward_parts, rows_of, wide
+
+
+class Source(NamedTuple):
+    """Keys that have arrived: k and v of `rank`, and the calls that this rank makes with them."""
+
+    rank: int
+    keys: tuple[Tensor, ...]
+    parts: Parts
+
+
+class Pairwise:
+    """Step s: a rank asks the owner of what it needs of rank r - s, while it computes step s - 1.
+
+    Nothing is forwarded and nothing unneeded travels. Gradients of keys go straight to their owner, in the type of
+    sums, while the next step is computed; the owner adds them up.
+    """
+
+    def __init__(self, s: Shards, axis: Any) -> None:
+        self.s, self.messages = s, Messages(axis)
+        self.back: list[tuple[Arriving, Pieces]] = []
+
+    def sources(self, *keys: Tensor) -> Iterator[Source]:
+        """Yield keys from the nearest rank on, this one first."""
+        s, r, P = self.s, self.messages.rank, self.messages.size
+        ahead = self._fetch(1, keys) if P > 1 else None
+        own = s.pair(r, r)
+        if own.visits:
+            yield Source(r, tuple(torch.cat([t[:, at] for at in self._places(own.keys)], 1) for t in keys), own)
+        for step in range(1, P):
+            arriving, ahead = ahead, self._fetch(step + 1, keys) if step + 1 < P else None
+            flat, source = arriving.wait(), (r - step) % P  # type: ignore[union-attr]
+            parts = s.pair(r, source)
+            if parts.visits:
+                yield Source(source, tuple(unpack(flat, keys, length(parts.keys))), parts)  # type: ignore[arg-type]
+            yield Source(source, (), parts)
+
+    def _places(self, keys: Pieces) -> list[slice]:
+        return places(self.s.pieces[self.messages.rank], keys)
+
+    def _fetch(self, step: int, keys: tuple[Tensor, ...]) -> Arriving:
+        r, P = self.messages.rank, self.messages.size
+        to, source = (r + step) % P, (r - step) % P
+        wanted, coming = self.s.pair(to, r).keys, self.s.pair(r, source).keys
+        out = pack([torch.cat([t[:, at] for at in self._places(wanted)], 1) for t in keys]) if wanted else None
+        into = keys[0].new_empty(entries(keys, length(coming))) if coming else None
+        return self.messages.start(out, to, into, source)
+
+    def give_back(self, source: Source, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> None:
+        """Send the gradients of a source's keys to it, and receive those of this rank's keys from its counterpart."""
+        r, P = self.messages.rank, self.messages.size
+        other = (2 * r - source.rank) % P
+        coming = self.s.pair(other, r).keys
+        into = like[0].new_empty(entries(like, length(coming)), dtype=wide(like[0].dtype)) if coming else None
+        out = pack(list(grads)) if grads else None
+        self.back.append((self.messages.start(out, source.rank, into, other), coming))
+
+    def collect(self, totals: tuple[Tensor, ...], own: tuple[tuple[Tensor, ...], Pieces] | None) -> None:
+        """Add all gradients of this rank's keys to `totals`."""
+        arrived = [] if own is None else [own]
+        for arriving, coming in self.back:
+            flat = arriving.wait()
+            if flat is not None:
+                arrived.append((tuple(unpack(flat, totals, length(coming))), coming))
+        for grads, coming in arrived:
+            for total, grad in zip(totals, grads, strict=True):
+                base = 0
+                for at in self._places(coming):
+                    total[:, at] += grad[:, base : base + at.stop - at.start]
+                    base += at.stop - at.start
+
+
+class Gathered:
+    """All keys on every rank, in the whole's order: one call for each piece of rows, with the keys that it sees."""
+
+    def __init__(self, s: Shards, axis: Any) -> None:
+        self.s, self.axes = s, (axis,)
+        self.most = max(rows_of(s.pieces))
+
+    def sources(self, *keys: Tensor) -> Iterator[Source]:
+        """Yield all keys at once."""
+        padded = [torch.cat([t, t.new_zeros((t.shape[0], self.most - t.shape[1], *t.shape[2:]))], 1) for t in keys]
+        every = gather(pack(padded), self.axes)
+        blocks = [unpack(flat, keys, self.most) for flat in every]
+        at = torch.cat([index(own, keys[0].device) for own in self.s.pieces])
+        whole = []
+        for parts in zip(*blocks, strict=True):
+            rows = torch.cat([part[:, :n] for part, n in zip(parts, rows_of(self.s.pieces), strict=True)], 1)
+            whole.append(torch.empty_like(rows).index_copy_(1, at, rows))
+        N = self.s.reach.N
+        boxed = self.s.parts(self.s.pieces[self.s.own], ((0, N),))
+        hull = boxed.keys[0] if boxed.keys else (0, 0)
+        yield Source(self.s.own, tuple(t[:, hull[0] : hull[1]] for t in whole), boxed)
+
+    def give_back(self, source: Source, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> None:
+        """Do nothing: there is one source, and `collect` gets its gradients."""
+
+    def collect(self, totals: tuple[Tensor, ...], own: tuple[tuple[Tensor, ...], Pieces] | None) -> None:
+        """Sum the gradients of all keys over the ranks, each rank its own."""
+        grads, keys = own or ((), ((0, 0),))
+        whole = [total.new_zeros((total.shape[0], self.s.reach.N, *total.shape[2:])) for total in totals]
+        for into, grad in zip(whole, grads, strict=False):
+            into[:, keys[0][0] : keys[0][1]] = grad
+        packed = []
+        for pieces in self.s.pieces:
+            rows = [t[:, index(pieces, t.device)] for t in whole]
+            packed.append(pack([torch.cat([t, t.new_zeros((t.shape[0], self.most - t.shape[1], *t.shape[2:]))], 1)
+                                for t in rows]))  # fmt: skip
+        mine = unpack(scatter_sum(torch.stack(packed), self.axes), totals, self.most)
+        for total, grad in zip(totals, mine, strict=True):
+            total.copy_(grad[:, : total.shape[1]])
+
+
+EXCHANGES = {"ring": Pairwise, "gather": Gathered}
+
+
+class Walk(torch.autograd.Function):
+    """o and lse of a rank's rows, from keys that come to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor
+    ) -> Any:
+        B, M, H, _ = q.shape
+        kind = wide(q.dtype)
+        o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
+        if sink is not None:  # a key of value 0 that every row has seen already
+            lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
+        for source in EXCHANGES[plan](s, axis).sources(k, v):
+            if source.keys:
+                forward_parts(s, (o, lse), q, source.keys, source.parts)
+        o = o.to(q.dtype)
+        ctx.given = s, plan, axis
+        ctx.save_for_backward(q, k, v, sink, o, lse, *biases)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
+        (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
+        kind = wide(q.dtype)
+        do = torch.zeros_like(o) if do is None else do
+        delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
+        g = Given(do, o, lse, delta if dlse is None else delta - dlse)
+        dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
+        learned = {
+            n: torch.zeros_like(one.bias, dtype=wide(one.bias.dtype))
+            for n, one in enumerate(s.score)
+            if isinstance(one, Bias) and one.bias.requires_grad
+        }
+        exchange, own = EXCHANGES[plan](s, axis), None
+        grads: tuple[Tensor, ...] = ()
+        for source in exchange.sources(k, v):
+            if source.keys:
+                grads = tuple(torch.zeros_like(t, dtype=kind) for t in source.keys)
+                backward_parts(s, g, q, source.keys, source.parts, (dq, *grads), learned)
+            if source.rank == s.own:
+                own = grads, source.parts.keys
+                grads = ()
+            elif not source.keys:  # every step ends with this, on every rank
+                exchange.give_back(source, grads, (k, v))
+                grads = ()
+        exchange.collect((dk, dv), own)
+        d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
+        of_biases = [learned[n].to(one.bias.dtype) if n in learned else None
+                     for n, one in enumerate(s.score) if isinstance(one, Bias)]  # fmt: skip
+        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
+
+
+def walk(s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
+    """Return o and lse of this rank's rows, differentiable in q, k, v, the sink and every Bias."""
+    biases = [one.bias for one in s.score if isinstance(one, Bias)]
+    return Walk.apply(s, plan, axis, q, k, v, sink, *biases)
+
+
+def _leave_graphs(dynamo: Any) -> None:
+    """Break graphs before `walk`, whose messages between pairs of ranks no graph holds."""
+    global walk  # noqa: PLW0603, nothing else names it in a graph
+    walk = dynamo.disable(walk, reason='pass plan="ulysses", which compiles whole')
+
+
+when_imported("torch._dynamo", _leave_graphs)
+
+
+def entries(keys: tuple[Tensor, ...], rows: int) -> int:
+    """Return how many numbers some rows of k and v are."""
+    return sum(t.shape[0] * rows * t.shape[2] * t.shape[3] for t in keys)
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """Return k and v in one message."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unpack(flat: Tensor, like: tuple[Tensor, ...], rows: int) -> list[Tensor]:
+    """Return what `pack` packed, of tensors (B, rows, H_k, D) with the other sizes of `like`."""
+    sizes = [t.shape[0] * rows * t.shape[2] * t.shape[3] for t in like]
+    shapes = [(t.shape[0], rows, *t.shape[2:]) for t in like]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -1,0 +1,448 @@
+"""What every rank of four processes runs, case by case; test_parallel.py reads what they wrote.
+
+A case is a function of the rank. It raises on what is wrong, after its last message, so that the others go on.
+"""
+
+import json
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+import tilewise.parallel as tp
+from tilewise import reference
+
+RANKS = 4
+B, N, D = 2, 64, 8
+HEADS = ((4, 2), (4, 4), (4, 1))
+CASES: dict[str, Callable[[int], None]] = {}
+GROUPS: dict[int, object] = {}
+MESH: list[DeviceMesh] = []
+
+
+def case(run):
+    """Add a case under the function's name."""
+    CASES[run.__name__] = run
+    return run
+
+
+def everyone():
+    return dist.group.WORLD
+
+
+def generator(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
+@lru_cache(None)
+def tensors(H, H_k, length=N, dtype=torch.float64):
+    """q, k, v, do, dlse and a sink, fp32 numbers in a type."""
+    g = generator()
+    shapes = (B, length, H, D), (B, length, H_k, D), (B, length, H_k, D), (B, length, H, D), (B, H, length), (H,)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+@lru_cache(None)
+def ids(length=N):
+    return torch.randint(0, 6, (B, length), generator=generator(3)).sort(1)[0]
+
+
+@lru_cache(None)
+def masks(length=N):
+    g, own = generator(5), ids(length)
+    lo, hi = (torch.randint(0, length + 1, (B, length), generator=g).sort(1)[0].int() for _ in range(2))
+    mixed = torch.randint(0, 4, (B, length), generator=g)
+    return {
+        "full": tw.Full(),
+        "causal": tw.Causal(),
+        "window": tw.Causal() & tw.Window(11, 0),
+        "two sides": tw.Window(9, 20),
+        "prefix": tw.Prefix(torch.tensor([20, 45])),
+        "padding": tw.Causal() & tw.Padding(torch.tensor([50, 12])),
+        "padding bool": tw.Padding(torch.rand(B, length, generator=g) > 0.4),
+        "documents": tw.Causal() & tw.Documents(own, own),
+        "documents mixed": tw.Documents(mixed, mixed),
+        "documents window": tw.Causal() & tw.Window(6, 0) & tw.Documents(own, own),
+        "spans": tw.Spans(lo, hi),
+    }
+
+
+def plans():
+    """Every plan with its shardings."""
+    group, causal = everyone(), tw.Causal()
+    yield "ring", tp.Zigzag(group)
+    yield "ring", tp.Contiguous(group)
+    yield "ring", tp.Striped(group, 4)
+    yield "ring", tp.Balanced(group, causal & tw.Documents(ids(), ids()), N, 8)
+    yield "gather", tp.Zigzag(group)
+    yield "gather", tp.Balanced(group, causal, N, 4)
+    yield "ulysses", tp.Contiguous(group)
+    yield "ulysses", tp.Zigzag(group)
+    yield tp.Grid(2, 2), tp.Zigzag(MESH[0])
+
+
+def close(found, expected, bound, what):
+    """Compare by the largest entry; infinities are where they should be."""
+    assert torch.equal(found.isinf(), expected.isinf()), what
+    a, b = (t.detach().double().masked_fill(expected.isinf(), 0.0) for t in (found, expected))
+    error = float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) if a.numel() else 0.0
+    assert error <= bound, f"{what}: {error:.1e}"
+
+
+@lru_cache(None)
+def truth(name, H, H_k, extras):
+    q, k, v, do, dlse, sink = tensors(H, H_k)
+    options = {"mask": masks()[name], "sink": sink}
+    if extras:
+        options["score"] = tw.SoftCap(3.0), tw.Alibi(torch.linspace(0.1, 0.5, H))
+        options |= {"dropout": 0.25, "seed": 9}
+    o, lse = reference.attention(q, k, v, **options)
+    gradients = reference.gradients(q, k, v, do, dlse.masked_fill(lse.isinf(), 0.0), **options)
+    return options, o, lse, gradients
+
+
+def check_one(plan, s, name, H, H_k, dtype, extras=False):
+    """Compare o, lse and all gradients with the reference."""
+    q, k, v, do, dlse, sink = tensors(H, H_k)
+    options, o_t, lse_t, g = truth(name, H, H_k, extras)
+    own = [t.clone().to(dtype).requires_grad_() for t in s.shard((q, k, v))]
+    sink = sink.clone().to(dtype).requires_grad_()
+    o, lse = tp.attention(*own, sharding=s, plan=plan, return_lse=True, **options | {"sink": sink})
+    own_dlse = s.shard(dlse, 2).masked_fill(s.shard(lse_t, 2).isinf(), 0.0)
+    torch.autograd.backward((o, lse), (s.shard(do).to(dtype), own_dlse.to(dtype)))
+    dist.all_reduce(sink.grad)
+    bound, label = 1e-12 if dtype == torch.float64 else 2e-5, f"{plan} {type(s).__name__} {name} {H}/{H_k}"
+    pairs = [
+        (o, s.shard(o_t)),
+        (lse, s.shard(lse_t, 2)),
+        *((t.grad, s.shard(x)) for t, x in zip(own, g[:3], strict=True)),
+    ]
+    return [*pairs, (sink.grad, g.sink)], bound, label
+
+
+def check_all(rows):
+    for found, bound, label in list(rows):
+        for n, (mine, theirs) in enumerate(found):
+            close(mine, theirs, bound, f"{label} result {n}")
+
+
+@case
+def every_plan_sharding_and_mask(rank):
+    check_all(check_one(plan, s, name, 4, 2, torch.float64) for plan, s in plans() for name in masks())
+
+
+@case
+def every_count_of_heads_and_fp32(rank):
+    for names, dtype in ((("causal", "documents"), torch.float64), (("window", "padding"), torch.float32)):
+        check_all(check_one(plan, s, n, *h, dtype) for plan, s in plans() for n in names for h in HEADS[1:])
+
+
+@case
+def dropout_alibi_and_caps_draw_and_see_what_one_device_does(rank):
+    check_all(
+        check_one(plan, s, name, 4, 2, torch.float64, True)
+        for plan, s in plans() for name in ("causal", "documents", "prefix", "padding bool")
+    )  # fmt: skip
+
+
+@case
+def pieces_of_several_sizes_and_other_numbers_of_ranks(rank):
+    checked = 0
+    for size in (2, 3):
+        if rank >= size:
+            continue
+        length, group = 61, GROUPS[size]
+        q, k, v, do, *_ = tensors(6, 2, length)
+        mask = tw.Causal() & tw.Window(30, 0)
+        o_t, lse_t = reference.attention(q, k, v, mask=mask)
+        g = reference.gradients(q, k, v, do, mask=mask)
+        for plan in ("ring", "gather", "ulysses"):
+            for s in (tp.Contiguous(group, length), tp.Zigzag(group, length), tp.Striped(group, 5, length)):
+                own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
+                o, lse = tp.attention(*own, sharding=s, plan=plan, mask=mask, return_lse=True)
+                o.backward(s.shard(do))
+                close(o, s.shard(o_t), 1e-12, plan)
+                close(lse, s.shard(lse_t, 2), 1e-12, plan)
+                for t, x in zip(own, g[:3], strict=True):
+                    close(t.grad, s.shard(x), 1e-12, plan)
+                assert torch.equal(s.unshard(s.shard(q)), q)
+                checked += 1
+    assert checked == 9 * ((rank < 2) + (rank < 3))
+
+
+@case
+def rows_of_biases_and_dense_masks_are_the_ranks_own(rank):
+    q, k, v, do, *_ = tensors(4, 2)
+    g = generator(2)
+    bias, alike = torch.randn(B, 4, N, N, generator=g).double(), torch.randn(4, 1, N, generator=g).double()
+    seen = torch.rand(1, 4, N, N, generator=g) > 0.3
+    mask = tw.Causal() & tw.Dense(seen)
+    scores = tw.Bias(bias), tw.Bias(alike)
+    o_t, _ = reference.attention(q, k, v, mask=mask, score=scores)
+    true = reference.gradients(q, k, v, do, mask=mask, score=scores)
+    for plan, s in plans():
+        if plan not in ("ring", "gather"):
+            continue
+        own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
+        rows, same = s.shard(bias, 2).requires_grad_(), alike.clone().requires_grad_()
+        local = tw.Causal() & tw.Dense(s.shard(seen, 2))
+        o = tp.attention(*own, sharding=s, plan=plan, mask=local, score=(tw.Bias(rows), tw.Bias(same)))
+        o.backward(s.shard(do))
+        dist.all_reduce(same.grad)
+        close(o, s.shard(o_t), 1e-12, plan)
+        close(rows.grad, s.shard(true.scores[0], 2), 1e-12, "dbias of rows")
+        close(same.grad, true.scores[1], 1e-12, "dbias that is alike for all")
+        for t, x in zip(own, true[:3], strict=True):
+            close(t.grad, s.shard(x), 1e-12, plan)
+    s = tp.Contiguous(everyone())
+    own, same = [t.clone() for t in s.shard((q, k, v))], alike.clone().requires_grad_()
+    o = tp.attention(*own, sharding=s, plan="ulysses", score=tw.Bias(same))
+    o.backward(s.shard(do))
+    dist.all_reduce(same.grad)
+    close(same.grad, reference.gradients(q, k, v, do, score=(tw.Bias(alike),)).scores[0], 1e-12, "dbias over heads")
+
+
+@case
+def ulysses_is_one_device_bit_by_bit_and_gather_in_o(rank):
+    group, bf16, length = everyone(), torch.bfloat16, 2048
+    tiled = tw.Causal() & tw.Window(length, 0)  # torch's fused kernel, which takes Causal alone, sums in another order
+    calls = [
+        ("ulysses", tp.Contiguous(group), torch.float32, tw.Causal(), N),
+        ("ulysses", tp.Zigzag(group), bf16, tiled, N),
+    ]
+    calls.append(("gather", tp.Zigzag(group), bf16, tw.Causal(), length))  # bf16 never takes that kernel
+    alike = []
+    for plan, s, dtype, mask, size in calls:
+        whole = [t.clone().to(dtype).requires_grad_() for t in tensors(8, 4, size)[:3]]
+        do = tensors(8, 4, size)[3].to(dtype)
+        o = tw.attention(*whole, mask=mask)
+        own = [s.shard(t.detach()).requires_grad_() for t in whole]
+        mine = tp.attention(*own, sharding=s, plan=plan, mask=mask)
+        alike.append(torch.equal(mine, s.shard(o)))
+        if plan == "ulysses":
+            grads, found = torch.autograd.grad(o, whole, do), torch.autograd.grad(mine, own, s.shard(do))
+            alike += map(torch.equal, found, s.shard(grads))
+    assert all(alike), alike
+
+
+@case
+def bytes_are_what_the_mask_needs_and_windows_talk_to_neighbours(rank):
+    q, k, v, *_ = tensors(4, 2)
+    group = everyone()
+    for s in (tp.Contiguous(group), tp.Zigzag(group), tp.Striped(group, 4)):
+        for name in ("causal", "window", "documents", "documents window", "spans"):
+            mask = masks()[name]
+            pieces = s.pieces(N)
+            with tp.count_bytes() as sent:
+                tp.attention(*s.shard((q, k, v)), sharding=s, plan="ring", mask=mask)
+            seen = mask.dense(N, N).expand(B, 1, N, N).any(0)[0]
+            for to in range(RANKS):
+                rows = torch.cat([torch.arange(a, b) for a, b in pieces[to]])
+                needed = 0
+                for a, b in pieces[rank]:
+                    hit = seen[rows, a:b].any(0).nonzero()
+                    hull = seen[rows][:, a:b]
+                    needed += int(hit.max() - hit.min()) + 1 if hull.any() else 0
+                expected = needed * B * 2 * 2 * D * 8 if to != rank else 0
+                assert sent[to] == expected, (type(s).__name__, name, rank, to, sent[to], expected)
+            if name == "window" and isinstance(s, tp.Contiguous):
+                assert set(sent) <= {rank + 1}
+
+
+@case
+def random_masks_never_wait_for_ever(rank):
+    g, group = generator(17), everyone()
+    q, k, v, do, *_ = tensors(4, 2)
+    for _ in range(12):
+        lo, hi = (torch.randint(0, N + 1, (B, N), generator=g).sort(1)[0].int() for _ in range(2))
+        own = torch.randint(0, 9, (B, N), generator=g)
+        mask = (tw.Spans(lo, hi), tw.Documents(own, own), tw.Window(int(lo[0, 3]), int(hi[0, 5])))[int(own[0, 0]) % 3]
+        s = (tp.Contiguous(group), tp.Zigzag(group), tp.Striped(group, 2))[int(own[0, 1]) % 3]
+        x = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
+        o = tp.attention(*x, sharding=s, plan="ring", mask=mask)
+        o.backward(s.shard(do))
+        close(
+            o,
+            s.shard(reference.attention(q, k, v, mask=mask)[0]),
+            1e-12,
+            str(mask.plain if hasattr(mask, "plain") else ""),
+        )
+        close(x[1].grad, s.shard(reference.gradients(q, k, v, do, mask=mask).k), 1e-12, "dk")
+
+
+@case
+def disagreement_raises_on_every_rank(rank):
+    s = tp.Zigzag(everyone())
+    own = s.shard(tuple(t.float() for t in tensors(4, 2)[:3]))
+    for options in (
+        {"scale": 0.5 + (rank == 3)},
+        {"mask": tw.Window(3 + (rank == 0), 0)},
+        {"plan": ("ring", "gather")[rank % 2]},
+    ):
+        with pytest.raises(ValueError, match="must be alike on every rank"):
+            tp.attention(*own, sharding=s, **{"plan": "ring", **options})
+
+
+WRONG = {
+    "other rows": (lambda s, q: tp.attention(q[:, 1:], q[:, 1:], q[:, 1:], sharding=s), "multiple of 8"),
+    "cached keys": (lambda s, q: tp.attention(q, q.repeat(1, 2, 1, 1), q.repeat(1, 2, 1, 1), sharding=s), "caches"),
+    "a length that does not divide": (lambda s, q: s.shard(torch.zeros(1, 30)), "multiple of 8"),
+    "a mask of another length": (
+        lambda s, q: tp.attention(q, q, q, sharding=s, mask=tw.Documents(ids(32), ids(32))), "the whole's length",
+    ),
+    "heads": (lambda s, q: tp.attention(*[q[:, :, :3]] * 3, sharding=s, plan="ulysses"), "do not divide"),
+    "a layout": (lambda s, q: tp.attention(q, q, q, sharding=s, place=tw.Origin()), "place must be None"),
+    "no sharding": (lambda s, q: tp.attention(q, q, q, sharding=None), "sharding must be"),
+    "a plan": (lambda s, q: tp.attention(q, q, q, sharding=s, plan="tree"), "plan must be"),
+    "a grid": (lambda s, q: tp.attention(q, q, q, sharding=s, plan=tp.Grid(2, 2)), "needs a mesh"),
+    "an option": (lambda s, q: tp.attention(q, q, q, sharding=s, causal=True), "did you mean mask"),
+    "key heads": (lambda s, q: tp.attention(q, q[:, :, :3], q[:, :, :3], sharding=s), "multiple of k's"),
+    "a whole bias": (
+        lambda s, q: tp.attention(q, q, q, sharding=s, score=tw.Bias(torch.zeros(N, N))), "the rank's 16 rows",
+    ),
+    "rows of a bias over heads": (
+        lambda s, q: tp.attention(q, q, q, sharding=s, plan="ulysses", score=tw.Bias(torch.zeros(16, N))), "has rows",
+    ),
+}  # fmt: skip
+
+
+@case
+def wrong_use_raises_before_anything_is_sent(rank):
+    s, q = tp.Zigzag(everyone()), torch.zeros(B, N // RANKS, 4, D)
+    for name, (attempt, word) in WRONG.items():
+        with tp.count_bytes() as sent, pytest.raises((TypeError, ValueError), match=re.escape(word)):
+            attempt(s, q)
+        assert not sent, name
+
+
+@case
+def checkpoints_agree_and_ulysses_compiles_in_one_graph(rank):
+    for plan, group in (("ulysses", GROUPS[2]), ("gather", everyone()), ("ring", everyone())):
+        if group is not everyone() and rank > 1:
+            continue
+        s = tp.Zigzag(group)
+        own = [t.float().requires_grad_() for t in s.shard(tuple(tensors(4, 2)[:3]))]
+
+        def call(q, k, v, plan=plan, s=s):
+            return tp.attention(q, k * 1.0, v, sharding=s, mask=tw.Causal(), plan=plan)
+
+        plain = call(*own)
+        others = [checkpoint(call, *own, use_reentrant=False)]
+        if plan == "ulysses":
+            others.append(torch.compile(call, backend="aot_eager", fullgraph=True)(*own))
+        expected = torch.autograd.grad(plain.sum(), own)
+        for other in others:
+            assert torch.equal(plain, other), plan
+            assert all(map(torch.equal, expected, torch.autograd.grad(other.sum(), own))), plan
+
+
+@case
+def two_models_at_once_and_a_seed_that_is_drawn(rank):
+    one, two = tp.Zigzag(everyone()), tp.Contiguous(everyone())
+    q, k, v, *_ = tensors(4, 2)
+    first = tp.attention(*one.shard((q, k, v)), sharding=one, plan="ring", mask=tw.Causal())
+    second = tp.attention(*two.shard((q, k, v)), sharding=two, plan="gather", mask=tw.Window(5, 5))
+    close(one.unshard(first), reference.attention(q, k, v, mask=tw.Causal())[0], 1e-12, "one")
+    close(two.unshard(second), reference.attention(q, k, v, mask=tw.Window(5, 5))[0], 1e-12, "two")
+    dropped = tp.attention(*one.shard((q, k, v)), sharding=one, plan="ulysses", dropout=0.5)
+    assert not torch.equal(one.unshard(dropped), reference.attention(q, k, v)[0])
+
+
+@case
+def rows_come_together_again_and_gradients_go_apart(rank):
+    for s in (tp.Zigzag(everyone()), tp.Contiguous(everyone(), 61), tp.Zigzag(MESH[0])):
+        length = s.known or N
+        x = torch.arange(2.0 * length).view(2, length)
+        own = s.shard(x).requires_grad_()
+        whole = s.unshard(own)
+        assert torch.equal(whole, x)
+        (whole * (rank + 1) * x).sum().backward()
+        assert torch.equal(own.grad, s.shard(x) * 10)
+        assert torch.equal(s.positions(length), s.shard(torch.arange(length), 0))
+        tokens, weights = s.shard((x.long(), x), 1)
+        assert torch.equal(tokens, weights.long())
+
+
+@case
+def explain_shows_costs_work_and_refusals(rank):
+    s = tp.Zigzag(everyone())
+    q = torch.zeros(1, N // RANKS, 6, D)
+    found = tp.explain(q, q, q, sharding=s, mask=tw.Causal())
+    assert set(found.costs) == {"gather", "ring"}
+    assert found.plan in found.costs
+    assert any("do not divide" in reason for reason in found.refusals["ulysses"])
+    assert found.work == [found.work[0]] * RANKS
+    assert sum(found.work) == N * (N + 1) / 2
+    assert "model" in str(found)
+    assert "chosen" in str(found)
+
+
+@case
+def a_model_of_transformers_trains_as_on_one_device(rank):
+    try:
+        import transformers
+    except ImportError:
+        return
+    from tilewise.compat.transformers import install
+
+    install()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(**sizes, vocab_size=40, num_hidden_layers=2, sliding_window=9, pad_token_id=0)
+    config._attn_implementation = "tilewise"
+    model = transformers.MistralForCausalLM(config).double().train()
+    tokens = torch.randint(1, 40, (B, N), generator=generator())
+    labels = torch.cat([tokens[:, 1:], torch.full((B, 1), -100)], 1)
+
+    def loss_of(logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    loss = loss_of(model(tokens, use_cache=False).logits, labels)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for plan, s, checkpoints in (("ring", tp.Zigzag(everyone()), False), ("ulysses", tp.Zigzag(everyone()), True)):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        own, own_labels = s.shard((tokens, labels))
+        with tp.using(s, plan):
+            mine = loss_of(model(own, position_ids=s.positions(N)[None], use_cache=False).logits, own_labels)
+        found = torch.autograd.grad(mine, list(model.parameters()))  # outside: checkpoints run again here
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        close(total, loss, 1e-12, "loss")
+        for share, whole in zip(found, expected, strict=True):
+            dist.all_reduce(share)
+            close(share, whole, 1e-9, "gradient of a weight")
+
+
+def main(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    MESH.append(init_device_mesh("cpu", (2, 2)))
+    GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3)})
+    results = {}
+    for name, run in CASES.items():
+        start, wrong = time.perf_counter(), ""
+        try:
+            run(rank)
+        except Exception:
+            wrong = traceback.format_exc()
+        results[name] = {"wrong": wrong, "seconds": time.perf_counter() - start}
+        Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

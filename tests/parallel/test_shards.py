@@ -1,0 +1,127 @@
+"""Pieces, calls and sums of parts, in one process: every entry is computed once, and errors do not grow."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import reference
+from tilewise.parallel.costs import Sizes, cost
+from tilewise.parallel.pieces import join, length
+from tilewise.parallel.reach import reach_of
+from tilewise.parallel.shardings import deal
+from tilewise.parallel.shards import Given, Shards, backward_parts, forward_parts
+
+
+def random_mask(draw, N):
+    lo, hi = draw(N), draw(N)
+    ids = torch.randint(0, 5, (1, N), generator=draw.generator)
+    ids = ids.sort(1)[0] if draw(2) else ids
+    return (
+        tw.Window(lo, hi), tw.Causal(), tw.Causal() & tw.Window(lo, 0), tw.Window(None, hi), tw.Documents(ids, ids),
+        tw.Causal() & tw.Documents(ids, ids), tw.Prefix(torch.tensor([lo])),
+        tw.Causal() & tw.Padding(torch.tensor([hi])),
+    )[draw(8)]  # fmt: skip
+
+
+class Draw:
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, n):
+        return int(torch.randint(0, n, (), generator=self.generator))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
+    draw, N = Draw(seed), 48
+    mask = random_mask(draw, N)
+    cuts = sorted({0, N, *(draw(N) for _ in range(6))})
+    runs = list(pairwise(cuts))
+    order = torch.randperm(len(runs), generator=draw.generator).tolist()
+    pieces = tuple(join(runs[x] for x in sorted(order[r::2])) for r in range(2))
+    options = {"dropout": 0.5} if draw(2) else {}
+    s = Shards(pieces, 0, reach_of(mask, N), mask, (), options)
+    seen = torch.zeros(N, N, dtype=torch.int)
+    for to in range(2):
+        rows = torch.cat([torch.arange(*p) for p in pieces[to]])
+        for source in range(2):
+            parts = s.pair(to, source)
+            columns = torch.cat([torch.arange(*p) for p in parts.keys]) if parts.keys else rows[:0]
+            for v in parts.visits:
+                given = s.arguments(v)
+                shown, place = given["mask"], given["place"] or tw.Origin()
+                M, n = v.r1 - v.r0, v.c1 - v.c0
+                placed = [part.placed(place, M, n) for part in shown.parts]
+                dense = torch.ones(M, n, dtype=torch.bool)
+                for part in placed:
+                    dense = dense & part.dense(M, n)
+                box = dense.reshape(M, n).int()
+                seen[rows[v.r0 : v.r1][:, None], columns[v.c0 : v.c1][None, :]] += box
+    assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+
+
+def rms(found, true):
+    return float((found.double() - true).square().mean().sqrt() / true.square().mean().sqrt())
+
+
+def test_errors_of_bf16_do_not_grow_with_the_number_of_parts():
+    """Relative RMS errors of o, dq, dk and dv at 64 parts are at most 1.05 of one call's."""
+    N, H, D = 512, 2, 32
+    g = torch.Generator().manual_seed(3)
+    q, k, v, do = (torch.randn(1, N, H, D, generator=g).bfloat16() for _ in range(4))
+    exact = [t.double() for t in (q, k, v, do)]
+    o_t, _ = reference.attention(*exact[:3], mask=tw.Causal())
+    true = (o_t, *reference.gradients(*exact, mask=tw.Causal())[:3])
+    errors = {}
+    for count in (1, 64):
+        pieces = tuple(((r * N // count, (r + 1) * N // count),) for r in range(count))
+        s = Shards(pieces, 0, reach_of(tw.Causal(), N), tw.Causal(), (), {})
+        o, lse = torch.zeros(1, N, H, D), torch.full((1, H, N), -torch.inf)
+        for r, ((a, b),) in enumerate(pieces):
+            for source in range(count):
+                parts = s.pair(r, source)
+                keys = tuple(
+                    torch.cat([t[:, x:y] for x, y in parts.keys], 1) if parts.keys else t[:, :0] for t in (k, v)
+                )
+                forward_parts(s, (o[:, a:b], lse[:, :, a:b]), q[:, a:b], keys, parts)
+        rounded = o.bfloat16()
+        delta = (do.float() * rounded).sum(-1).transpose(1, 2)
+        sums = [torch.zeros(1, N, H, D) for _ in range(3)]
+        for r, ((a, b),) in enumerate(pieces):
+            own = Given(do[:, a:b], rounded[:, a:b], lse[:, :, a:b], delta[:, :, a:b])
+            for source in range(count):
+                parts = s.pair(r, source)
+                for x, y in parts.keys:
+                    keys = k[:, x:y], v[:, x:y]
+                    of_keys = (sums[0][:, a:b], sums[1][:, x:y], sums[2][:, x:y])
+                    backward_parts(s, own, q[:, a:b], keys, parts, of_keys, {})
+        errors[count] = [rms(t.bfloat16(), x) for t, x in zip((o, *sums), true, strict=True)]
+    for one, many in zip(errors[1], errors[64], strict=True):
+        assert many <= 1.05 * one, errors
+
+
+@pytest.mark.parametrize(("N", "ranks"), [(1 << 14, 8), (1 << 15, 16)])
+def test_the_solver_balances_packed_documents(N, ranks):
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.exp(torch.randn(N // 128, generator=g) * 1.5 + 5.0).long().clamp(16, N // 4)
+    ends = lengths.cumsum(0)
+    ids = torch.bucketize(torch.arange(N), ends, right=True)[None]
+    mask = tw.Causal() & tw.Documents(ids, ids)
+    counts, chunk = reach_of(mask, N).counts(), 128
+    pieces = deal([float(part.sum()) for part in counts.split(chunk)], N, ranks, chunk)
+    assert sorted(i for own in pieces for a, b in own for i in range(a, b)) == list(range(N))
+    assert {length(own) for own in pieces} == {N // ranks}
+    work = [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
+    assert max(work) <= 1.02 * sum(work) / ranks
+
+
+def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():
+    node = Sizes(1 << 18, 8, 32, 8, 128)
+    assert cost("ulysses", 1, node).seconds < min(cost(plan, 1, node).seconds for plan in ("ring", "gather"))
+    wide = Sizes(1 << 20, 64, 32, 8, 128, seen=0.5)
+    grid = cost("ring", 8, wide)
+    assert grid.seconds < cost("ring", 1, wide).seconds
+    narrow = wide._replace(seen=0.01, fetched=0.01)
+    assert cost("ring", 1, narrow).received < 0.05 * cost("gather", 1, narrow).received
