@@ -69,7 +69,7 @@ def attention(
     Args:
         q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D).
         k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
-        v: (B, N, H_k, D_v). Head sizes are 1 to 512, on a GPU above 256 by name. With `layout`, (T', H_k, D_v).
+        v: (B, N, H_k, D_v). Head sizes are 1 to 512, in fp32 on a GPU above 256 by name. With `layout`, (T', H_k, D_v).
         mask: a Mask; combine several with `&`. A row that sees no key has o = 0, lse = -inf and gradients of 0.
         score: a Score or a sequence of them, applied left to right to the scaled logits, before the mask.
         scale: factor on the logits, >= 0; default D ** -0.5.

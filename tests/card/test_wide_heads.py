@@ -1,5 +1,5 @@
 """Head sizes from 257 to 512 on a GPU, forward and backward: fresh memory is NaN, lengths are ragged, the truth is in
-fp64. Once it has passed, `RAN` in triton/tiles.py is 512, and calls come here by default."""
+fp64. Where it has passed, `BY_DEFAULT` in triton/tiles.py lets calls come here by default."""
 
 from dataclasses import replace
 

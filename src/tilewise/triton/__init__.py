@@ -7,7 +7,7 @@ from torch import Tensor
 from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
-from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
+from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
 from . import decode_launch, launch, tiles
 from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
@@ -31,10 +31,10 @@ class Portable:
         sizes = f"{problem.D} and {problem.D_v}"
         if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
-        elif _never_ran(problem) and problem.recipe.backend != self.name:
+        elif _less_accurate(problem) and problem.recipe.backend != self.name:
             against.append(
-                f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
-                "pass backend='triton' to run them"
+                f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round a fifth more "
+                "than PyTorch; pass backend='triton' to run them"
             )
         if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
             against.append(f"it splits keys for head sizes up to 256, got {sizes}")
@@ -66,8 +66,8 @@ class Portable:
             parts[0] = f"forward {decode_launch.told(problem)}"
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
-        if _never_ran(problem):
-            parts.append("never run on a GPU")
+        if _less_accurate(problem):
+            parts.append("may round a fifth more than PyTorch")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -106,9 +106,9 @@ def splits(p: Problem) -> bool:
     return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)
 
 
-def _never_ran(p: Problem) -> bool:
-    """Tell whether the kernels of a problem have only been compiled for its chip's kind, and run in the interpreter."""
-    return p.target != "cpu" and max(p.D, p.D_v) > tiles.RAN
+def _less_accurate(p: Problem) -> bool:
+    """Tell whether some results of a problem's head sizes and type broke the rule of accuracy on a GPU."""
+    return p.target != "cpu" and max(p.D, p.D_v) > tiles.BY_DEFAULT.get(p.dtype.itemsize, MAX_HEAD_SIZE)
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:

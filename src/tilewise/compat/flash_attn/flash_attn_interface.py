@@ -25,7 +25,7 @@ them. It is for tests: it synchronises, and takes memory and time quadratic in t
 
 These things differ from that package:
 
-- The CPU, fp32, fp64 and any head size up to 512 work, too; above 256 on the CPU alone.
+- The CPU, fp32, fp64 and any head size up to 512 work, too; in fp32 above 256 on the CPU alone.
 - softmax_lse is differentiable, and -inf (not inf) for a row that sees no key.
 - With causal ALiBi, softmax_lse belongs to the logits written above; that package leaves out a constant per row.
 - S_dmask is exact, and not padded to multiples of 128.
