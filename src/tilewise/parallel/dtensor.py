@@ -1,7 +1,7 @@
 """How DTensors of q, k and v may be sharded, so that attention runs on each rank's part: by batch or by heads.
 
-It is for the forward. Torch's `register_sharding` takes no operator that returns a list, as the gradient does; trainings
-give attention the local tensors (`to_local`, or `local_map`).
+It is for the forward. Torch's `register_sharding` takes no operator that returns a list, as the gradient does. So
+trainings give attention the local tensors (`to_local`, or `local_map`).
 """
 
 from typing import Any
