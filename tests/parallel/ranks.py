@@ -389,6 +389,24 @@ def explain_shows_costs_work_and_refusals(rank):
 
 
 @case
+def dtensors_of_batches_and_heads_run_on_each_rank_s_part(rank):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    g = generator(4)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole = [torch.randn(4, 16, heads, D, generator=g) for heads in (8, 4, 4)]
+    expected = tw.attention(*whole, mask=tw.Causal())
+    for placement in (Shard(0), Shard(2), Replicate()):
+        o = tw.attention(*[distribute_tensor(t, mesh, [placement]) for t in whole], mask=tw.Causal())
+        assert o.placements == (placement,)
+        close(o.full_tensor(), expected, 1e-6, str(placement))
+    lengths = distribute_tensor(torch.tensor([16, 3, 9, 0]), mesh, [Replicate()])
+    x = [distribute_tensor(t, mesh, [Shard(2)]) for t in whole]
+    padded = tw.attention(*x, mask=tw.Padding(lengths)).full_tensor()
+    close(padded, tw.attention(*whole, mask=tw.Padding(lengths.full_tensor())).detach(), 1e-6, "padding")
+
+
+@case
 def a_model_of_transformers_trains_as_on_one_device(rank):
     try:
         import transformers

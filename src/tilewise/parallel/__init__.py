@@ -5,6 +5,7 @@ s = tp.Zigzag(group)
 o = tp.attention(q, k, v, sharding=s, mask=tilewise.Causal())  # q, k, v: this rank's rows, s.shard(...)
 """
 
+from . import dtensor as dtensor
 from .api import Explanation, attention, explain
 from .context import using
 from .costs import Cluster, Cost
