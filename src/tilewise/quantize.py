@@ -64,6 +64,10 @@ class Codes(NamedTuple):
     v_descale: Tensor | None = None
     """fp32 (blocks,), powers of two."""
 
+    def present(self) -> tuple[Tensor, ...]:
+        """Return the tensors that there are, which a forward saves for `Codes(*saved)`."""
+        return tuple([t for t in self if t is not None])
+
 
 def eight_bits(p: Problem) -> bool:
     """Tell whether a call asks for 8-bit products."""
@@ -319,6 +323,81 @@ def _blocks(p: Problem, t: Tensor, own: tuple[int, int, int, int]) -> Tensor:
     return t.unflatten(0, (1 if p.recipe.varlen else p.B, heads, -1))[:, :, first : first + -(-length // rows)]
 
 
-def _per_query_head(p: Problem, x: Tensor) -> Tensor:
-    """Repeat (entries, H_k, …) for the query heads of each key head."""
-    return x.repeat_interleave(p.H // p.H_k, 1)
+def _per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:
+    """Repeat what each key head has for its query heads."""
+    return x.repeat_interleave(p.H // p.H_k, axis)
+
+
+# What a forward saw, from its codes
+
+
+def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
+    """Return q, k and v as the two products of a forward see them, in fp32: Q and K rotated, (…, heads, size)."""
+    q = _rows(p, codes.q.float() * codes.q_descale[..., None], ROWS, x, 0)
+    k = _rows(p, codes.k.float() * codes.k_descale[:, None, None], KEYS, x, 1)
+    return Operands(q, k, _values(p, x, codes), x.extra)
+
+
+def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
+    """Return q, k and v as a forward saw them, in their own type and coordinates; K without its mean.
+
+    The 16-bit backward takes these, with lse less `shift_of`: P sums to 1, as it did in the forward. With the original
+    tensors it would not.
+    """
+    seen, size = multiplied(p, x, codes), size_of(p)
+    signs = signs_of(size, x.q.device)
+    q = rotated(seen.q) * signs / _per_query_head(p, _of_rows(p, codes.balance, x, 0), -2)
+    k = rotated(seen.k) * (signs / size) * _of_rows(p, codes.balance, x, 1)
+    return Operands(q[..., : p.D].to(p.dtype), k[..., : p.D].to(p.dtype), seen.v.to(p.dtype), x.extra)
+
+
+def shift_of(p: Problem, x: Operands, codes: Codes) -> Tensor:
+    """Return scale * q . mean of each row, of lse's shape: lse is that of the codes' logits plus this."""
+    shift = _rows(p, codes.q_shift[..., None], ROWS, x, 0)[..., 0]  # (B, M, H) or (T, H)
+    return shift.transpose(-1, -2).contiguous()
+
+
+def mean_of_keys(p: Problem, x: Operands, codes: Codes) -> Tensor:
+    """Return the mean that K lost, for each query: (B, 1, H, D), packed (T, H, D)."""
+    return _per_query_head(p, _of_rows(p, codes.mean, x, 0), -2)[..., : p.D]
+
+
+def probabilities(p: Problem, P: Tensor) -> Tensor:
+    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3."""
+    return P.mul(256.0).to(torch.float8_e4m3fn).to(P.dtype).div_(256.0) if p.recipe.precision == "fp8" else P
+
+
+def _values(p: Problem, x: Operands, codes: Codes) -> Tensor:
+    if codes.v is None or codes.v_descale is None:
+        return x.v.float()
+    v = codes.v.float().mT[:, torch.argsort(key_order(x.v.device))]
+    return _rows(p, v * codes.v_descale[:, None, None], KEYS, x, 1)[..., : p.D_v]
+
+
+def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
+    """Take blocks (blocks, rows, columns) apart into (B, length, heads, columns), packed (T, heads, columns).
+
+    `side` is 0 for queries, 1 for keys. Packed rows of no sequence hold any number.
+    """
+    heads, length = (p.H, p.M) if side == 0 else (p.H_k, p.N)
+    if not p.recipe.varlen:
+        count = -(-length // rows)
+        return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
+    cu, total = x.extra[side - 2].long(), x[side].shape[0]
+    at = torch.arange(total, device=t.device)
+    b = _sequence_of(p, at, cu)
+    in_blocks = (cu[b] // rows + b) * rows + at - cu[b]
+    stride = total // rows + p.B
+    return t.reshape(heads, stride * rows, t.shape[-1])[:, in_blocks.clamp(0, stride * rows - 1)].transpose(0, 1)
+
+
+def _of_rows(p: Problem, t: Tensor, x: Operands, side: int) -> Tensor:
+    """Return numbers of each head (B, H_k, size) for each row: (B, 1, H_k, size), packed (T, H_k, size)."""
+    if not p.recipe.varlen:
+        return t[:, None]
+    return t[_sequence_of(p, torch.arange(x[side].shape[0], device=t.device), x.extra[side - 2].long())]
+
+
+def _sequence_of(p: Problem, at: Tensor, cu: Tensor) -> Tensor:
+    """Return which packed sequence owns each row."""
+    return (torch.searchsorted(cu, at, right=True) - 1).clamp(0, p.B - 1)

@@ -4,7 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import make_lists, on_device
+from .. import quantize
+from ..host.launch import current_stream, make_lists, on_device, with_adjacent_rows
+from ..host.quantize import quantize_launches
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
@@ -21,7 +23,9 @@ class Portable:
 
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
-        against = _against_target(problem)
+        against = _against_target(problem) + quantize.against(problem)
+        if quantize.eight_bits(problem):
+            against.append(f"it has no kernel for precision {problem.recipe.precision!r}; use backend='cpu'")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -66,6 +70,13 @@ class Portable:
         of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
         with on_device(x.extra[0]):
             return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
+
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        codes = quantize.empty_codes(problem, x.q.device)
+        with on_device(x.q):
+            for launch_ in quantize_launches(problem, with_adjacent_rows(x), codes, {}):
+                launch_.run(current_stream(x.q.device))
+        return codes
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
