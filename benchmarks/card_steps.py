@@ -101,6 +101,8 @@ def steps(seen: Path) -> Iterator[Step]:
     cases = "tests/conformance"
     yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=HOPPER, minutes=6, files=f"{cases}/*.py")
     yield of_tests("conformance triton", cases, "-k", "triton", kernels=TRITON, minutes=6, files=f"{cases}/*.py")
+    flash = "tests/compat/flash_attn"
+    yield of_tests("flash_attn", flash, kernels=every, minutes=1.5, files=f"{flash}/**/*.py")
     rest = "not hopper and not triton and not cpu"
     yield of_tests(
         "conformance, the rest", cases, "-k", rest, kernels=every, minutes=5, files=f"{cases}/*.py", silence=10

@@ -113,7 +113,7 @@ def test_zeros_give_zeros_and_nan_gives_nan(precision):
         t[0, 129, 0, 5] = torch.inf
         exact = tw.attention(q, k, v, mask=tw.Causal())
         got = tw.attention(q, k, v, mask=tw.Causal(), precision=precision)
-        assert got[~exact.isfinite()].isnan().all()
+        assert not got[~exact.isfinite()].isfinite().any()
         t[0, 129, 0, 5] = 0.0
 
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
 from .check import autocast_type, cast, check_arguments, check_results, dropout_seed
-from .layout import Varlen
+from .layout import Cached, Layout
 from .mask import Full, Mask
 from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
-from .problem import KINDS, Saved
+from .problem import KINDS, Saved, Unsupported
+from .quantized import Quantized
 from .score import Score
 
 FULL = Full()
@@ -20,20 +21,35 @@ FULL = Full()
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     *,
     mask: Mask = FULL,
     score: Score | Sequence[Score] = (),
@@ -41,7 +57,7 @@ def attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
-    layout: Varlen | None = None,
+    layout: Layout | None = None,
     precision: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -61,7 +77,8 @@ def attention(
         dropout: probability in [0, 1) of dropping an entry of P, rounded to a multiple of 2^-16. Kept entries are
             multiplied by 1 / (1 - the rounded probability). Below 2^-17, nothing is dropped.
         seed: int or scalar int64 tensor on q's device, for dropout; None draws one from torch's generator.
-        layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences.
+        layout: Varlen(cu_q, cu_k, max_q, max_k) for packed sequences; Cached(lengths, table) for k and v in a cache,
+            whose shapes it states, and which may be Quantized.
         precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             It is for fp32 inputs only. None follows torch.get_float32_matmul_precision().
         deterministic: make gradients bitwise repeatable, as o, dk and dv always are.
@@ -74,7 +91,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and what is allowed.
-        Unsupported: no back end can run the call, or `backend` cannot.
+        Unsupported: no back end can run the call, or `backend` cannot; or a cache and a gradient are asked for.
         RuntimeError: forward-mode differentiation was used, or a gradient was differentiated.
     """
     if unknown:
@@ -123,6 +140,8 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}; convert it with torch.as_tensor(...)")
+    if isinstance(chosen["layout"], Cached):
+        raise ValueError("layout must be None or a Varlen with qkv, got a Cached; call attention with q and the cache")
     shape = "(B, N, 3, H, D)" if chosen["layout"] is None else "(T, 3, H, D)"
     if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
         packed = qkv.ndim == 4 and chosen["layout"] is None
@@ -178,6 +197,8 @@ def attention_backward(
         raise TypeError("attention_backward: options must not have return_lse, got one; leave it out")
     chosen = with_defaults("attention_backward", options)
     seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
+    if isinstance(chosen["layout"], Cached):
+        raise Unsupported("Cached is for inference and has no backward; gather the keys and pass them without a layout")
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if recipe.dropout and seed is None:
         raise ValueError("attention_backward: seed must be the forward's where there is dropout, got None; pass it")
@@ -187,7 +208,7 @@ def attention_backward(
     learns = [
         getattr(KINDS[name], "learns", False) for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures
     ]
-    learns += [recipe.sink] * recipe.sink + [False] * (2 * recipe.varlen)
+    learns += [recipe.sink] * recipe.sink + [False] * recipe.of_layout
     wanted = [learned and t.requires_grad for learned, t in zip(learns, x.extra, strict=True)]
     saved = Saved(o.contiguous() if delta is None else o, lse, dropout_seed(seed, x.q, recipe.dropout))
     grads = attend_backward((*x[:3], *x.extra), saved, do, dlse, recipe, longest, wanted)

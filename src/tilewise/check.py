@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .backend import ORDER
-from .layout import Varlen
+from .check_cache import check_cache, check_cache_contents, refuse_gradients, unquantized, with_scales
+from .layout import Cached, Layout, Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
 from .problem import (
@@ -29,6 +30,7 @@ from .problem import (
     matmul_setting,
     target_of,
 )
+from .quantized import Quantized
 from .score import Score
 
 TRANSPOSE = (
@@ -53,27 +55,32 @@ def cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 def check_arguments(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     mask: Mask,
     score: Score | Sequence[Score],
     scale: float | None,
     sink: Tensor | None,
     dropout: float,
-    layout: Varlen | None,
+    layout: Layout | None,
     precision: str | None,
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
+    scales: tuple[Tensor, ...] = ()
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        k, v, scales = unquantized(k, v, layout)
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not whole or not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
-    if layout is not None and not isinstance(layout, Varlen):
-        raise TypeError(f"layout must be None or a Varlen, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)")
+    if layout is not None and not isinstance(layout, (Varlen, Cached)):
+        raise TypeError(
+            f"layout must be None, a Varlen or a Cached, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)"
+        )
     if scale is not None:
         scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
@@ -91,7 +98,8 @@ def check_arguments(
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
     if (kind := autocast_type(q)) is not None:
-        q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
+        q = cast(q, kind)
+        k, v = (k, v) if scales else (cast(k, kind), cast(v, kind))
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
@@ -100,12 +108,14 @@ def check_arguments(
         check_values(values)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [] if sink is None else [sink]
-    extra += [] if layout is None else [layout.cu_q, layout.cu_k]
+    extra += () if layout is None else (*layout.tensors, *scales)
+    if isinstance(layout, Cached):
+        refuse_gradients(q, k, v, *extra)
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),
         sink is not None,
-        layout is not None,
+        () if layout is None else with_scales(layout.plain) if scales else layout.plain,
         scale,
         dropout,
         precision,
@@ -239,7 +249,8 @@ def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target:
 
 def checked(p: Problem) -> Problem:
     """Return the problem if shapes, types and devices fit; else raise a TypeError or ValueError with the remedy."""
-    _check_operands(p)
+    check_cache(p) if p.recipe.cached else _check_operands(p)
+    _check_heads(p)
     _check_recipe(p)
     _check_extra(p)
     return p
@@ -275,6 +286,9 @@ def _check_operands(p: Problem) -> None:
     if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
         sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
         raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
+
+
+def _check_heads(p: Problem) -> None:
     if p.k.shape[:-1] != p.v.shape[:-1]:
         raise ValueError(
             f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}; "
@@ -298,7 +312,7 @@ def _check_operands(p: Problem) -> None:
 
 def _heads_first(p: Problem) -> Problem:
     """Return the problem with q, k and v transposed, to see whether they were laid out with the heads first."""
-    if p.recipe.varlen:
+    if p.recipe.layout:
         return p
     q, k, v = (s._replace(shape=(s.shape[0], s.shape[2], s.shape[1], s.shape[3])) for s in (p.q, p.k, p.v))
     return p._replace(q=q, k=k, v=v)
@@ -366,8 +380,8 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
-    for name, spec in zip(("Varlen: cu_q", "Varlen: cu_k"), specs, strict=False):
-        _same_device(p, name, spec)
+    for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
+        _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
 
 def _fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -390,6 +404,8 @@ def check_contents(problem: Problem, x: Operands) -> None:
         _check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
         _check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
         N = cu_k.diff()
+    if problem.recipe.cached:
+        N = check_cache_contents(problem, x)
     for values in problem.values(x.extra)[:2]:
         for value in values:
             value.check_contents(N)

@@ -12,6 +12,7 @@ from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
 from .quantize import eight_bits
+from .quantized import Quantized
 
 SHORT = 2048
 """Keys below which quantizing costs about what 8-bit products save."""
@@ -48,7 +49,7 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **options: Unpack[Everything]
+    q: Tensor, k: Tensor | Quantized, v: Tensor | Quantized, *, device: str | None = None, **options: Unpack[Everything]
 ) -> Explanation:
     """Explain which kernels `attention` would run for these arguments, without running them.
 

@@ -310,7 +310,7 @@ def attention_backward_op(
 def _(q: Tensor, k: Any, v: Any, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int) -> Any:
     x = _operands((q, k, v, *extra))
     p = describe_fake(x, Recipe.decode(recipe), (max_q, max_k))
-    rows = (p.H, q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M)
+    rows = (p.H, q.shape[0]) if p.rows_packed else (p.B, p.H, p.M)
     o = q.new_empty((*x.q.shape[:-1], p.D_v))
     return o, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -380,8 +380,8 @@ def _vmap(
     Packed sequences, a mapped sink and dropout run one call at a time instead. Dropout's mask depends on the batch
     index, which folding would change.
     """
-    mapped_sink = recipe.sink and dims[-1 - 2 * recipe.varlen] is not None
-    if recipe.varlen or mapped_sink or seed is not None:
+    mapped_sink = recipe.sink and dims[-1 - recipe.of_layout] is not None
+    if recipe.layout or mapped_sink or seed is not None:
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
@@ -431,9 +431,12 @@ def _pairs(q: Tensor, k: Tensor, extra: Sequence[Tensor], recipe: str, longest: 
     """Count the entries of all score matrices, ignoring masks.
 
     Lengths of packed sequences are read, which synchronises with a GPU. Fake tensors hold no lengths, so each of their
-    sequences counts as long as the longest.
+    sequences counts as long as the longest. Those in a cache count as long as its capacity.
     """
     *_, M, H, _ = q.shape
+    if Recipe.decode(recipe).cached:
+        p = describe_fake(Operands(q, k, k, tuple(extra)), Recipe.decode(recipe), longest)
+        return q.shape[:-2].numel() * H * p.N
     if not Recipe.decode(recipe).varlen:
         return q.shape[0] * H * M * k.shape[-3]
     ends = extra[-2:]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypedDict
 
 from torch import Tensor
 
-from .layout import Varlen
+from .layout import Layout
 from .mask import Mask
 from .score import Score
 
@@ -20,7 +20,7 @@ class Unmasked(TypedDict, total=False):
     sink: Tensor | None
     dropout: float
     seed: int | Tensor | None
-    layout: Varlen | None
+    layout: Layout | None
     precision: str | None
     deterministic: bool
     backend: str | None
@@ -49,6 +49,9 @@ INSTEAD = {
     "softcap": "did you mean score=tilewise.SoftCap(...)?",
     "alibi_slopes": "did you mean score=tilewise.Alibi(...)?",
     "window_size": "write mask=tilewise.Window(left, right), with None for an open side",
+    "block_table": "write layout=tilewise.Cached(lengths, table)",
+    "cache_seqlens": "write layout=tilewise.Cached(lengths)",
+    "seqused_k": "write layout=tilewise.Cached(lengths, cu_q=...)",
     "cu_seqlens": "write layout=tilewise.Varlen(cu_seqlens, cu_seqlens)",
     "return_attn_probs": "write return_lse=True, for the logarithm of the softmax's denominator",
 }

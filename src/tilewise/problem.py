@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import mask as masks
 from . import score as scores
-from .layout import Varlen
+from .layout import Cached, Varlen
 from .mask import Mask, Value
 from .score import Bias, Score
 
@@ -24,7 +24,9 @@ KINDS: dict[str, type[Value]] = {
 }
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
-torch.serialization.add_safe_globals([masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen])  # for torch.load
+torch.serialization.add_safe_globals(
+    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Varlen, Cached]
+)  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 512
@@ -83,12 +85,15 @@ class Grads(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The caller's options, without tensors. A mask or score is (class name, numbers...)."""
+    """The caller's options, without tensors. A mask or score is (class name, numbers...).
+
+    A layout is (class name, names of its tensors, numbers...), or () for a padded batch.
+    """
 
     mask: tuple[tuple[Any, ...], ...] = ()
     score: tuple[tuple[Any, ...], ...] = ()
     sink: bool = False
-    varlen: bool = False
+    layout: tuple[Any, ...] = ()
     scale: float | None = None
     dropout: float = 0.0
     precision: str | None = None
@@ -96,6 +101,21 @@ class Recipe(NamedTuple):
     backend: str | None = None
     packed: bool = False
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
+
+    @property
+    def varlen(self) -> bool:
+        """Tell whether the rows are packed sequences, as `Varlen` describes them."""
+        return self.layout[:1] == (Varlen.__name__,)
+
+    @property
+    def cached(self) -> bool:
+        """Tell whether the keys are in a cache, as `Cached` describes it."""
+        return self.layout[:1] == (Cached.__name__,)
+
+    @property
+    def of_layout(self) -> int:
+        """Return how many of the extra operands, the last ones, are the layout's."""
+        return len(self.layout[1]) if self.layout else 0
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -105,7 +125,10 @@ class Recipe(NamedTuple):
     @lru_cache(4096)
     def decode(text: str) -> "Recipe":
         """Read the recipe that `encode` wrote."""
-        return Recipe(*ast.literal_eval(text))
+        recipe = Recipe(*ast.literal_eval(text))
+        if isinstance(recipe.layout, bool):  # version 0.1.0 wrote whether the layout was a Varlen
+            recipe = recipe._replace(layout=("Varlen", ("cu_q", "cu_k")) if recipe.layout else ())
+        return recipe
 
 
 class TensorSpec(NamedTuple):
@@ -159,17 +182,34 @@ class Problem(Call):
     @property
     def B(self) -> int:  # noqa: N802
         """Return the number of batch entries or packed sequences."""
+        if self.recipe.cached:
+            return self.in_layout("lengths").shape[0]
         return self.extra[-1].shape[0] - 1 if self.recipe.varlen else self.q.shape[0]
 
     @property
     def M(self) -> int:  # noqa: N802
         """Return the number of queries of the longest batch entry."""
+        if self.recipe.cached and self.rows_packed:
+            return self.max_q or self.q.shape[0]
         return self.max_q if self.recipe.varlen else self.q.shape[1]
 
     @property
     def N(self) -> int:  # noqa: N802
-        """Return the number of keys of the longest batch entry."""
+        """Return the number of keys of the longest batch entry; of a cache, its capacity."""
+        if (table := self.in_layout("table")) is not None:
+            return table.shape[1] * self.k.shape[1]
         return self.max_k if self.recipe.varlen else self.k.shape[1]
+
+    @property
+    def rows_packed(self) -> bool:
+        """Tell whether q is (T, H, D), without a dimension for the batch."""
+        return len(self.q.shape) == 3
+
+    def in_layout(self, name: str, extra: tuple[Any, ...] | None = None) -> Any:
+        """Return a layout's tensor from `extra`, by default its spec; None if the layout has none of that name."""
+        extra = self.extra if extra is None else extra
+        names = self.recipe.layout[1] if self.recipe.layout else ()
+        return extra[len(extra) - len(names) + names.index(name)] if name in names else None
 
     @property
     def H(self) -> int:  # noqa: N802
@@ -215,6 +255,19 @@ class Problem(Call):
     def listed(self) -> bool:
         """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
         return not all([kind.interval for kind in self.kinds])
+
+    @property
+    def few_rows(self) -> bool:
+        """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
+        left_out = self.recipe.layout or self.recipe.dropout or self.dtype.itemsize != 2 or self.listed or self.biased
+        return (
+            not left_out
+            and 0 < self.M * (self.H // self.H_k) <= 64
+            and self.M <= 16
+            and self.N >= max(16 * self.M, 64)
+            and 0 < self.B <= 1024
+            and max(self.D, self.D_v) <= 256
+        )
 
     @property
     def biased(self) -> bool:

@@ -81,6 +81,8 @@ def against(p: Problem) -> list[str]:
     name, found = f"precision {p.recipe.precision!r}", []
     if max(p.D, p.D_v) > 256:
         found.append(f"{name} takes head sizes up to 256, got {p.D} and {p.D_v}")
+    if p.recipe.cached:
+        found.append(f"{name} reads no cache; leave precision out")
     if p.recipe.precision == "fp8" and p.recipe.dropout:
         found.append(f"{name} has no dropout; use precision='int8'")
     return found
@@ -269,7 +271,8 @@ def int8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int8(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     exists = (top >= LEAST) & (top < torch.inf)
-    scale = torch.where(exists, INT8 / torch.where(exists, top, 1.0), 0.0)
+    most = torch.full_like(top, INT8)  # a number over a tensor would be its reciprocal, rounded, times the number
+    scale = torch.where(exists, most / torch.where(exists, top, 1.0), 0.0)
     codes = (torch.where(x.abs() < torch.inf, x, 0.0) * scale).round().to(torch.int8)  # half to even
     return codes, torch.where(top < torch.inf, torch.where(exists, top / INT8, 0.0), torch.nan)
 

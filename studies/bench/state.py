@@ -41,6 +41,11 @@ BACKWARD = (
     "triton/backward.py:attention_backward_dq",
 )
 KERNELS = {
+    "split keys": Kernel(
+        ("triton/decode.py:attention_decode", "triton/decode.py:attention_combine"),
+        ("triton/tiles.py:DECODE",),
+    ),
+    "append": Kernel(("tile/append.py:cache_append",)),
     "hopper forward": Kernel(
         ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
     ),

@@ -171,10 +171,10 @@ def test_what_is_refused_says_why():
     for name in ("qv", "q_descale", "k_descale", "v_descale"):
         with pytest.raises(tw.Unsupported, match=f"flash_attn_func: {name} is not None, but no kernel here reads it"):
             flash_attn_func(q, q, q, **{name: q})
-    for name in ("seqused_q", "seqused_k"):
+    for name in ("seqused_q",):
         with pytest.raises(tw.Unsupported, match=f"{name} is not None, but parts of sequences"):
             flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 5, 5, **{name: cu[1:]})
-    with pytest.raises(tw.Unsupported, match="page_table is not None, but keys and values in pages"):
+    with pytest.raises(tw.Unsupported, match="page_table is not None, but this function takes no"):
         interface._flash_attn_forward(q, q, q, page_table=cu)
-    with pytest.raises(tw.Unsupported, match="no kernel here appends"):
-        flash_attn_with_kvcache(q, q, q, cache_seqlens=5)
+    with pytest.raises(tw.Unsupported, match="flash_attn_with_kvcache: qv is not None"):
+        flash_attn_with_kvcache(q, q, q, cache_seqlens=5, qv=q)

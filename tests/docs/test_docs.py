@@ -38,7 +38,7 @@ def snippets(page, language="python"):
 GUIDE = snippets("docs/use/guide.md")
 IN_ORDER = (
     "quickstart", "with-sdpa", "with-transformers", "with-diffusers", "with-hub", "from-sdpa", "from-flash-attn",
-    "from-flexattention",
+    "from-flexattention", "serve",
 )  # fmt: skip
 CLIENTS = {"with-transformers": "transformers", "with-diffusers": "diffusers", "with-hub": "kernels"}
 SOURCES = ("src", "studies", "benchmarks", "tests")

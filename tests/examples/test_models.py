@@ -65,3 +65,12 @@ def test_generation_is_eager_attentions():
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.stem)
 def test_it_is_short(path):
     assert len(path.read_text().splitlines()) < 60
+
+
+def test_serving_is_generate_whatever_happens_to_pages():
+    line = output("serving", "transformers")
+    served, of, shared, freed, preempted = re.match(
+        r"(\d+) of (\d+) requests as generate; {'shared': (\d+), 'freed': (\d+), 'preempted': (\d+)}", line
+    ).groups()
+    assert served == of == "12"
+    assert min(int(shared), int(freed), int(preempted)) > 0

@@ -63,6 +63,7 @@ def test_names_comments_and_hosts_do_not_enter(package):
 def test_a_revision_from_before_a_move_has_the_same_states(package, monkeypatch):
     (package / "hopper/tiles.py").rename(package / "hopper/rows.py")
     (package / "tile/rotary.py").rename(package / "tile/turning.py")
+    edit(package / "tile/append.py", "from .rotary import", "from .turning import")
     assert "rotary" in changed(package)
     earlier = {"hopper/tiles.py": "hopper/rows.py", "tile/rotary.py": "tile/turning.py"}
     monkeypatch.setattr(state, "EARLIER", earlier)

@@ -13,15 +13,14 @@ that are None by default raise Unsupported if they are given: qv, descales (fp8)
 Any head size up to 256 works, on the CPU up to 512; v may have another than q and k.
 """
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from ..api import attention_qkvpacked
+from ..api import attention, attention_qkvpacked
 from ..layout import Varlen
 from ..merge import merge
-from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse, refuse_cache
+from .flash_attn.cache import Angles, Cache, attend_cache, cached_parts
+from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
 
 __all__ = [
@@ -89,9 +88,14 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q, seqused_k=seqused_k)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q)
     refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    if seqused_k is not None:
+        refuse("flash_attn_varlen_func with seqused_k", attention_chunk=attention_chunk or None)
+        k, v, used = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), seqused_k)
+        o, lse = attention(q, k, v, **chosen._asdict(), layout=used, return_lse=True)
+        return (o, lse) if return_attn_probs else o
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
     return (o, lse) if return_attn_probs else o
@@ -123,9 +127,50 @@ def flash_attn_qkvpacked_func(
     return (o, lse) if return_attn_probs else o
 
 
-def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any, **given: Any) -> NoReturn:
-    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
-    refuse_cache()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Append k and v to a cache, in place, and compute attention of q to all its keys, as FlashAttention-2's function.
+
+    With cu_seqlens_q, q is packed (T, H, D); with cu_seqlens_k_new, so are k and v. rotary_seqlens (B,) replace
+    cache_seqlens as positions. What schedules its kernels is not read.
+    """
+    refuse("flash_attn_with_kvcache", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_with_kvcache", attention_chunk=attention_chunk or None)
+    of_pages = page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, *of_pages)
+    angles = Angles(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    o, lse = attend_cache(q, k, v, cache, angles, options(softmax_scale, causal, window_size, softcap))
+    return (o, lse) if return_softmax_lse else o
 
 
 def flash_attn_combine(

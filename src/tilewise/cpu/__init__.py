@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import quantize
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved
-from . import fused, tiled
+from . import cached, fused, tiled
 from .precision import exact_products
 from .sequences import choose_tiles
 
@@ -31,6 +31,9 @@ class Cpu:
     def tiles(self, problem: Problem) -> str:
         """Describe the path taken, and the tile size of the tiled path."""
         heads, rows, columns = choose_tiles(problem)
+        if problem.recipe.cached:
+            width = cached.FEW_COLUMNS if cached.few_rows(problem) else columns
+            return f"tiled torch, keys from a cache, one sequence and {width} keys at a time"
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
         if not self.fuse or fused.why_not(problem) or quantize.eight_bits(problem):
             return tiles
@@ -46,7 +49,8 @@ class Cpu:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if quantize.eight_bits(problem):
             return self._forward_of_codes(problem, x, seed)
-        with exact_products(problem.dtype):
+        # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
+        with exact_products(torch.float32 if cached.few_rows(problem) else problem.dtype):
             if self.fuse and not fused.why_not(problem):
                 saved = fused.forward(problem, x)
                 if not fused.doubtful(saved):

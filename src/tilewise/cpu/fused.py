@@ -14,7 +14,7 @@ def why_not(p: Problem) -> list[str]:
     r = p.recipe
     causal = r.mask == (("Causal",),) and p.M in (1, p.N)
     against = {
-        "packed sequences": r.varlen,
+        "packed sequences or a cache": bool(r.layout),
         "this mask": bool(r.mask) and not causal,
         "scores": bool(r.score),
         "a sink": r.sink,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ class Sequence(NamedTuple):
 
     b: slice
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Any
+    v: Any
+    """Tensors, or what gives their tiles by `k[heads, columns]`."""
     masks: list[Mask]
     scores: list[Score]
     rows: slice
@@ -34,6 +35,10 @@ class Sequence(NamedTuple):
     columns: slice
     heads: int
     """The number of key heads computed at once."""
+    shift: int
+    """How far masks and scores shift a query's position: the first one's index i."""
+    width: int = COLUMNS
+    """The number of keys in a tile."""
 
 
 def choose_tiles(p: Problem, lengths: tuple[int, int] | None = None) -> tuple[int, int, int]:
@@ -61,7 +66,7 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             for t, part in zip(x[:3], (rows, columns, columns), strict=True)
         )
         own = [m.at(b, count) for m in masks], [c.at(b, count) for c in scores]
-        yield Sequence(entries, q, k, v, *own, rows, columns, heads)
+        yield Sequence(entries, q, k, v, *own, rows, columns, heads, k.shape[1] - q.shape[1])
 
 
 def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -94,12 +99,12 @@ def count_of(s: Sequence) -> int:
 
 def rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
     """Return a view (entries, length, heads, size) of some batch entries."""
-    return t[rows].unflatten(0, _split(b, rows)) if p.recipe.varlen else t[b]
+    return t[rows].unflatten(0, _split(b, rows)) if p.recipe.layout else t[b]
 
 
 def lse_rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
     """Return a view (entries, heads, length) of some batch entries."""
-    return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.varlen else t[b]
+    return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.layout else t[b]
 
 
 def _split(b: slice, rows: slice) -> tuple[int, int]:

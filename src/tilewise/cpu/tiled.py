@@ -16,6 +16,7 @@ from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..quantize import probabilities
 from ..score import Bias, Score
+from .cached import cached_sequences
 from .sequences import (
     COLUMNS,
     Sequence,
@@ -52,17 +53,20 @@ class Tile(NamedTuple):
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v, dtype=p.dtype)
-    lse = x.q.new_empty((p.H, x.q.shape[0]) if p.recipe.varlen else (p.B, p.H, p.M), dtype=kind)
-    if p.recipe.varlen:
-        cu_q = x.extra[-2]
+    lse = x.q.new_empty((p.H, x.q.shape[:-2].numel()) if p.recipe.layout else (p.B, p.H, p.M), dtype=kind)
+    cu_q = p.in_layout("cu_q", x.extra)
+    if cu_q is not None:
         _unowned(o, cu_q).zero_()
         _unowned(lse.T, cu_q).fill_(-torch.inf)
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
-    for s in sequences(p, x):
+    rows = o.view(-1, p.H, p.D_v) if p.recipe.layout else o
+    for s in cached_sequences(p, x) if p.recipe.cached else sequences(p, x):
         for h_k in heads_in_turn(s):
             for i0 in range(0, s.q.shape[1], B_r):
-                _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
+                _forward_tile(p, s, h_k, i0, (rows, lse), sink, seed)
+    if p.recipe.layout and not p.rows_packed:
+        lse = lse.view(p.H, p.B, p.M).transpose(0, 1).contiguous()
     return Saved(o, lse, seed)
 
 
@@ -126,7 +130,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
             _unowned(grad, cu).zero_()
     if p.recipe.sink:
-        index = len(x.extra) - (3 if p.recipe.varlen else 1)
+        index = len(x.extra) - 1 - p.recipe.of_layout
         if p.wanted[index]:
             extra[index] = sink_gradient(x.extra[index], saved.lse.to(kind), delta)
     typed = [None if g is None else g.to(t.dtype) for g, t in zip(extra, x.extra, strict=True)]
@@ -263,15 +267,15 @@ def _of_heads(score: Score, h: slice) -> Any:
 
 def _tiles(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
     """Yield the key tiles that rows i0:i1 see."""
-    for j0 in range(0, N, COLUMNS):
-        tile = _look(s, h, i0, i1, j0, min(j0 + COLUMNS, N))
+    for j0 in range(0, N, s.width):
+        tile = _look(s, h, i0, i1, j0, min(j0 + s.width, N))
         if tile is not None:
             yield tile
 
 
 def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | None:
     """Return one tile with its mask, or None if the mask hides all of it."""
-    shift = s.k.shape[1] - s.q.shape[1]
+    shift = s.shift
     first, last = i0 + shift, i1 - 1 + shift
     full = True
     for mask in s.masks:
@@ -296,7 +300,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
 
 
 def _indices(s, tile):
-    shift = s.k.shape[1] - s.q.shape[1]
+    shift = s.shift
     return _range(s, tile.i0 + shift, tile.i1 + shift)[:, None], _range(s, tile.j0, tile.j1)[None, :], shift
 
 

@@ -32,6 +32,8 @@ class Hopper:
         against = []
         if eight_bits(p):
             against.append(f"it has no kernel for precision {p.recipe.precision!r} yet")
+        if p.recipe.cached:
+            against.append("its kernels do not read caches or split keys")
         if p.dtype == torch.float32:
             against += _against_fp32(p)
         elif p.dtype not in (torch.float16, torch.bfloat16):
@@ -51,8 +53,11 @@ class Hopper:
 
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster: their backward at head size 64, and their forward at 128, for
-        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`)."""
+        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`); and their forward where
+        it splits the keys among programs."""
         p, recipe = problem, problem.recipe
+        if not backward and p.few_rows:
+            return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         return plain and max(p.M, p.N) <= SHORTEST and padded(p) == (64 if backward else 128)
 

@@ -157,7 +157,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     zeros = counter(x.q.device, stream)
     for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
         launch.run(stream)
-    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    sink = len(extra) - 1 - p.recipe.of_layout
     if p.recipe.sink and extra[sink] is not None:
         delta = by_row(p, gradients.BLOCK, x, scratch.rows.delta)
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)

@@ -194,7 +194,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     zeros = counter(x.q.device, stream)
     for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
         launch.run(stream)
-    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    sink = len(extra) - 1 - p.recipe.of_layout
     if p.recipe.sink and extra[sink] is not None:
         delta = by_row(p, pl.backward.B_r, x, scratch.delta)
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)

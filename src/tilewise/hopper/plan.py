@@ -92,11 +92,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     section = max(SECTION, of_keys) if p.recipe.mask else 1
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4}
+    if row.programs > 1:  # of three warpgroups each, the producer's included
+        constants["maxnreg"] = 65536 // (row.programs * 3 * 128) // 8 * 8
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
-        min(heads * tiles, processors(p.q.device)), shape, constants,
+        min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {},
     )  # fmt: skip
 

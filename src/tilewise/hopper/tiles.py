@@ -24,6 +24,8 @@ class Forward(NamedTuple):
     fetch_early: bool
     wait_pv: int
     registers: int
+    programs: int = 1
+    """Counts the programs of a multiprocessor, which share its registers; not one of `Tile`'s fields."""
 
     @property
     def B_r(self) -> int:  # noqa: N802
@@ -35,7 +37,8 @@ FORWARD = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "short"): Forward(2, 64, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (64, "medium"): Forward(2, 64, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (64, "short"): Forward(2, 32, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
@@ -136,9 +139,10 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
-    256. Short calls have a tile or two of a head: they are faster with a third stage of Q, and at 64 with smaller key
-    tiles. Masks are faster if the previous product is complete before them (`wait_pv`). At 128, so are dropout and
-    scores, except SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
+    256. Short calls have a tile or two of a head: they are faster with a third stage of Q, at 64 also with smaller key
+    tiles, and the shortest with two programs on a multiprocessor. Masks are faster if the previous product is complete
+    before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone are faster there with
+    ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
@@ -149,7 +153,7 @@ def keys(p: Problem) -> dict[str, Any]:
         if registers_short:
             forward = 64, "small"
         elif short:
-            forward = 64, "short"
+            forward = 64, "short" if max(p.M, p.N) <= (256 if recipe.mask else 224) else "medium"
         elif p.M <= (1024 if recipe.mask else 256):
             forward = 64, "small"
         elif recipe.mask:

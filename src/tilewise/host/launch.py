@@ -348,7 +348,7 @@ def saved_sizes(p: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Return the shape and the strides of o, and those of lse."""
     *rows, H, _ = p.q.shape
     o = torch.empty((*rows, H, p.D_v), device="meta")
-    lse = torch.empty((H, *rows) if p.recipe.varlen else (rows[0], H, rows[1]), device="meta")
+    lse = torch.empty((H, *rows) if p.rows_packed else (rows[0], H, rows[1]), device="meta")
     return (tuple(o.shape), o.stride()), (tuple(lse.shape), lse.stride())  # a torch.Size is no tuple for PyTorch here
 
 

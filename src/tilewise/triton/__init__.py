@@ -10,9 +10,11 @@ from ..host.quantize import quantize_launches
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec, empty_parts
-from . import launch, tiles
+from . import decode_launch, launch, tiles
 from .tiles import AMPERE, HOPPER, NO_MATRIX_UNITS, OTHER, current, precision, precisions
 
+WITH_FP8 = (*HOPPER, "sm_89", "sm_120", "sm_121")
+"""Chips on which Triton converts e4m3."""
 TARGETS = (*HOPPER, *AMPERE, *OTHER)
 
 
@@ -38,6 +40,10 @@ class Portable:
                 f"its kernels for head sizes above {tiles.RAN}, got {sizes}, have never run on a GPU; "
                 "pass backend='triton' to run them"
             )
+        if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
+            against.append(f"it splits keys for head sizes up to 256, got {sizes}")
+        if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
+            against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
         if not against and problem.dtype == torch.float32 and precision(problem) is None:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
@@ -53,11 +59,15 @@ class Portable:
         return False
 
     def tiles(self, problem: Problem) -> str:
-        """Describe the tiles of the three kernels."""
+        """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
+        if problem.recipe.cached:
+            return decode_launch.told(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
             for name, t in current(problem)._asdict().items()
         ]
+        if splits(problem):
+            parts[0] = f"forward {decode_launch.told(problem)}"
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _never_ran(problem):
@@ -81,9 +91,14 @@ class Portable:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
-            saved = launch.forward(wide, launch.plan(wide), x, seed)
+            if splits(problem):
+                saved = decode_launch.forward(wide, decode_launch.plan(wide), x)
+            else:
+                saved = launch.forward(wide, launch.plan(wide), x, seed)
             return saved._replace(o=saved.o.to(problem.dtype))
         with on_device(x.q):
+            if splits(problem):
+                return decode_launch.forward(problem, decode_launch.plan(problem), x)
             return launch.forward(problem, launch.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
@@ -95,6 +110,11 @@ class Portable:
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+
+
+def splits(p: Problem) -> bool:
+    """Tell whether the kernels that split keys run a problem's forward."""
+    return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)
 
 
 def _never_ran(p: Problem) -> bool:

@@ -114,7 +114,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads):
         launch.run(stream)
     extra = list(grads.extra)
-    sink = len(extra) - 1 - 2 * p.recipe.varlen
+    sink = len(extra) - 1 - p.recipe.of_layout
     if p.recipe.sink and extra[sink] is not None:
         delta = scratch.delta[..., : saved.lse.shape[-1]]
         extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)

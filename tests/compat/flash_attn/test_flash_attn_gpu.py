@@ -127,12 +127,6 @@ def test_the_extension_makes_what_is_none_and_writes_what_is_not():
 
 
 def test_what_is_refused_says_why():
-    q, cu = random(5, H, D), starts(5)
-    forward = interface._flash_attn_varlen_forward
-    for name in ("seqused_k", "leftpad_k", "block_table"):
-        with pytest.raises(tw.Unsupported, match=f"{name} is not None, but .* leave {name} out"):
-            forward(q, q, q, cu, cu, 5, 5, 0.0, None, True, **{name: cu})
+    q = random(5, H, D)
     with pytest.raises(ValueError, match="rng_state must be what the forward returned"):
         flash_attn_gpu.bwd(*[q[None]] * 5, q[None, ..., 0], *[None] * 4, 0.5, None, True, -1, -1, 0.0, False)
-    with pytest.raises(tw.Unsupported, match="no kernel here appends"):
-        flash_attn_gpu.fwd_kvcache(q, q, q)

@@ -1,7 +1,7 @@
 """What the functions of FlashAttention-2, -3 and -4 share: from their arguments to calls of tilewise and back."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from ...api import attention, attention_qkvpacked
 from ...check import dropout_seed
 from ...dropout import dropout_keep
-from ...layout import Varlen
+from ...layout import Layout, Varlen
 from ...mask import Causal, Full, Mask, Window
 from ...problem import Unsupported
 from ...score import Alibi, Score, SoftCap
@@ -19,7 +19,7 @@ Length = int | Tensor
 Result = Any
 """out; or, with return_attn_probs or its like, a tuple of out, softmax_lse and what else the function describes."""
 
-PAGES = "keys and values in pages are not supported", "gather the pages into k and v"
+PAGES = "this function takes no keys and values in pages", "call flash_attn_with_kvcache, or a varlen function"
 PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
 OTHERS = "no kernel here reads it", "use what tilewise.attention takes"
 REFUSED = {"block_table": PAGES, "page_table": PAGES, "seqused_q": PARTS, "seqused_k": PARTS, "leftpad_k": PARTS}
@@ -79,19 +79,10 @@ def refuse(function: str, **given: Any) -> None:
             raise Unsupported(f"{function}: {name} is not None, but {why}; {instead}, and leave {name} out")
 
 
-def refuse_cache() -> NoReturn:
-    """Raise Unsupported for a function that appends to a key-value cache."""
-    raise Unsupported(
-        "flash_attn_with_kvcache: no kernel here appends to a key-value cache; rotate q and k with tilewise.rotary, "
-        "write k and v into the cache, and call flash_attn_func on the part that is filled, or flash_attn_varlen_func "
-        "if the sequences' lengths differ"
-    )
-
-
 def attend(
     operands: tuple[Tensor, ...],
     chosen: Options,
-    layout: Varlen | None = None,
+    layout: Layout | None = None,
     dropout: float = 0.0,
     return_attn_probs: bool = False,
 ) -> Result:
@@ -105,7 +96,7 @@ def attend(
 def forward(
     operands: tuple[Tensor, ...],
     chosen: Options,
-    layout: Varlen | None,
+    layout: Layout | None,
     dropout: float,
     probabilities: bool = True,
 ) -> Forward:
@@ -120,7 +111,9 @@ def forward(
     q, k = q.to(o.dtype), k.to(o.dtype)  # autocast's type, if it is on
     whole = Whole(chosen, dropout, int(seed))
     with torch.autocast(q.device.type, enabled=False):
-        return Forward(o, lse, whole.padded(q, k, lse) if layout is None else whole.packed(q, k, lse, layout), seed)
+        return Forward(
+            o, lse, whole.packed(q, k, lse, layout) if isinstance(layout, Varlen) else whole.padded(q, k, lse), seed
+        )
 
 
 def attend_chunks(

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from ...api import attention
-from ...layout import Varlen
+from ...layout import Cached, Layout, Varlen
+from .cache import cached_parts
 from .call import Length, Options, Sides, equal_starts, number, options, refuse
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -103,10 +104,13 @@ def flash_attn_varlen_func(
     refuse("flash_attn_varlen_func", qv=qv, gather_kv_indices=gather_kv_indices, aux_tensors=aux_tensors)
     refuse("flash_attn_varlen_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_varlen_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q)
     chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return _attend(q, k, v, chosen, None, return_lse)
+    if seqused_k is not None or page_table is not None:
+        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, page_table
+        return _attend_parts(q, k, v, where, chosen, return_lse)
     batch, max_q, max_k = None, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is None:
         batch, cu_seqlens_q, max_q, q = q.shape[:2], equal_starts(q), q.shape[1], q.flatten(0, 1)
@@ -117,6 +121,22 @@ def flash_attn_varlen_func(
     if batch is None:
         return o, lse
     return o.unflatten(0, batch), None if lse is None else lse.unflatten(1, batch).transpose(0, 1).contiguous()
+
+
+def _attend_parts(q: Tensor, k: Tensor, v: Tensor, where: Any, chosen: Options, return_lse: bool) -> Outputs:
+    """Attend to the rows in use of sequences, padded, packed or in pages."""
+    cu_q, cu_k, max_q, used, table = where
+    max_q = _maybe(max_q) if cu_q is not None else None
+    if cu_k is not None and table is None:
+        packed = cu_q is not None
+        starts, rows = (cu_q, q) if packed else (equal_starts(q), q.flatten(0, 1))
+        k, v, layout = cached_parts(k, v, starts, cu_k, max_q or q.shape[-3], used)
+        o, lse = _attend(rows, k, v, chosen, layout, return_lse)
+        if packed:
+            return o, lse
+        return o.unflatten(0, q.shape[:2]), None if lse is None else lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    lengths: Any = cu_k.diff() if used is None else used
+    return _attend(q, k, v, chosen, Cached(lengths, table, cu_q=cu_q, max_q=max_q), return_lse)
 
 
 def _maybe(length: Length | None) -> int | None:
@@ -138,7 +158,7 @@ def _options(
     return options(softmax_scale, causal, window_size, softcap, None, deterministic, sink)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Varlen | None, return_lse: bool) -> Outputs:
+def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Layout | None, return_lse: bool) -> Outputs:
     if not return_lse:
         return attention(q, k, v, **chosen._asdict(), layout=layout), None
     return attention(q, k, v, **chosen._asdict(), layout=layout, return_lse=True)

@@ -5,14 +5,15 @@ and is to be written (out, dq, dk, dv) is made if it is None. `gen` and `zero_te
 (2,), with dropout's seed first. softmax_d is rowsum(dout * out), in softmax_lse's type and shape.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...api import attention_backward
-from ...layout import Varlen
-from .call import Length, Options, forward, number, options, refuse, refuse_cache
+from ...layout import Layout, Varlen
+from .cache import Angles, Cache, attend_cache, cached_parts
+from .call import Length, Options, forward, number, options
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -62,9 +63,11 @@ def varlen_fwd(
     num_splits: int = 0,
 ) -> list[Tensor]:
     """Return out, softmax_lse, S_dmask and rng_state of packed q (T, H, D), k and v (T', H_k, D)."""
-    refuse("varlen_fwd", seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    layout: Layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    if any(t is not None for t in (seqused_k, leftpad_k, block_table)):
+        given = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), seqused_k, block_table, leftpad_k
+        k, v, layout = cached_parts(k, v, *given)
     return _forward(q, k, v, out, chosen, layout, p_dropout, return_softmax)
 
 
@@ -130,9 +133,33 @@ def varlen_bwd(
     return _backward(results, (dq, dk, dv), chosen, layout, p_dropout, rng_state)
 
 
-def fwd_kvcache(*arguments: Any) -> NoReturn:
-    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
-    refuse_cache()
+def fwd_kvcache(
+    q: Tensor,
+    kcache: Tensor,
+    vcache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    seqlens_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    is_rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """Append k and v to a cache, in place; return out and softmax_lse of q and all its keys."""
+    cache = Cache(kcache, vcache, seqlens_k, cache_batch_idx, leftpad_k, block_table)
+    chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, is_rotary_interleaved), chosen)
+    return [o if out is None else out.copy_(o), lse]
 
 
 @torch.no_grad()
@@ -142,7 +169,7 @@ def _forward(
     v: Tensor,
     out: Tensor | None,
     chosen: Options,
-    layout: Varlen | None,
+    layout: Layout | None,
     dropout: float,
     return_softmax: bool,
 ) -> list[Tensor]:

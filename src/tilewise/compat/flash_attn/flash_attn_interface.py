@@ -39,13 +39,12 @@ None, and returns softmax_d, rowsum(dout * out), in softmax_lse's shape. It take
 where k and v are a part of them.
 """
 
-from typing import NoReturn
-
 from torch import Tensor
 
 from ...layout import Varlen
 from . import flash_attn_gpu
-from .call import Length, Result, Sides, attend, number, options, refuse, refuse_cache
+from .cache import Angles, Cache, attend_cache, cached_parts
+from .call import Length, Result, Sides, attend, number, options
 
 __all__ = [
     "_flash_attn_backward",
@@ -139,9 +138,14 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Result:
-    """Compute attention of packed sequences: q (T, H, D), k and v (T', H_k, D). block_table must be None."""
-    refuse("flash_attn_varlen_func", block_table=block_table)
-    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
+    """Compute attention of packed sequences: q (T, H, D), k and v (T', H_k, D).
+
+    With block_table (B, width), k and v are pages (pages, P, H_k, D), there is no gradient, and no dropout.
+    """
+    if block_table is not None:
+        k, v, layout = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), None, block_table)
+    else:
+        layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux)
     return attend((q, k, v), chosen, layout, dropout_p, return_attn_probs)
 
@@ -208,9 +212,18 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> NoReturn:
-    """Raise Unsupported: tilewise has no kernel that appends to a key-value cache."""
-    refuse_cache()
+) -> Result:
+    """Append k and v (B, new, H_k, D) to a cache, in place, and compute attention of q (B, M, H, D) to all its keys.
+
+    k_cache and v_cache are (entries, capacity, H_k, D), or with block_table (B, width) pages (pages, P, H_k, D).
+    cache_seqlens (B,) are the lengths before the new keys, which are turned by rotary_cos and rotary_sin from there on;
+    so is q if it is causal or has a window, else all of q is turned by the position of the first new key. num_splits is
+    not read. Returns out, or (out, softmax_lse). There is no gradient.
+    """
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, rotary_interleaved), chosen)
+    return (o, lse) if return_softmax_lse else o
 
 
 def _flash_attn_forward(

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 from transformers import modeling_flash_attention_utils as flash_utils  # noqa: E402
 
 transformers.logging.set_verbosity_error()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,7 +39,7 @@ MODELS = (
 
 def build(config, implementation):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().to(DEVICE)
     assert model.config._attn_implementation == implementation
     assert implementation == "eager" or flash_utils._flash_varlen_fn.__module__.startswith("tilewise.compat.flash_attn")
     for name, parameter in model.named_parameters():
@@ -49,7 +50,7 @@ def build(config, implementation):
 
 def run(config, implementation):
     model = build(config, implementation)
-    ids = torch.randint(3, 64, (2, 20))
+    ids = torch.randint(3, 64, (2, 20)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
@@ -68,8 +69,8 @@ for name, options, version in MODELS:
         assert (a - b).abs().max() <= 1e-4 * b.abs().max(), (name, a, b)
     assert torch.equal(got[2], expected[2]), name
 
-    ids = torch.randint(3, 64, (1, 20))
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    ids = torch.randint(3, 64, (1, 20)).to(DEVICE)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(DEVICE)
     packed = build(config, flash)(input_ids=ids, position_ids=positions, use_cache=False).logits
     alone = [build(config, "eager")(input_ids=part).logits for part in ids.split([8, 12], 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)

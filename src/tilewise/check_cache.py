@@ -1,0 +1,117 @@
+"""Validation of calls whose keys are in a cache (`layout=Cached(...)`)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Cached
+from .mask import Dense, Documents, PaddingKeys, TileList
+from .problem import FLOATING_TYPES, Operands, Problem, Unsupported
+from .quantized import Quantized
+from .score import Bias
+
+AS_WIDE = "its tensor would need a column for every row of the cache's capacity"
+REFUSED = {
+    Dense: AS_WIDE,
+    PaddingKeys: AS_WIDE,
+    Documents: "its key ids would need an entry for every row of the cache's capacity",
+    TileList: "its lists are made for one number of keys, and a cache's sequences differ in theirs",
+    Bias: AS_WIDE,
+}
+"""Masks and scores that a cache does not go with, and why."""
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raise Unsupported if a gradient is wanted."""
+    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        raise Unsupported(
+            "Cached is for inference and gives no gradients, and an operand has requires_grad=True; "
+            "run it under torch.no_grad(), or gather the keys and pass them without a layout"
+        )
+
+
+def unquantized(k: Any, v: Any, layout: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return k and v in 8 bits, and their scales. Raise an error if only one has one, or if there is no cache."""
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Quantized):
+            raise TypeError(f"{name} must be a Quantized where the other is, got {type(t).__name__}; give both a scale")
+    if not isinstance(layout, Cached):
+        raise ValueError(
+            f"layout must be a Cached where k is a Quantized, got {layout!r}; pass one, or convert k and v"
+        )
+    return k.x, v.x, (k.scale, v.scale)
+
+
+def with_scales(plain: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a recipe holds of a layout, with the scales of k and v behind its tensors."""
+    name, names, *numbers = plain
+    return name, (*names, "k_scale", "v_scale"), *numbers
+
+
+def check_cache(p: Problem) -> None:
+    """Raise an error if the operands do not fit a cache, or the call has what a cache does not go with."""
+    packed = p.in_layout("cu_q") is not None
+    rank, shape = (3, "(T, H, D), with Cached's cu_q") if packed else (4, "(B, M, H, D), or (T, H, D) with cu_q")
+    if len(p.q.shape) != rank:
+        hint = "leave cu_q out" if packed and len(p.q.shape) == 4 else "reshape it, or give Cached cu_q"
+        raise ValueError(f"q must have shape {shape}, got {tuple(p.q.shape)}; {hint}")
+    if not packed and p.q.shape[0] != p.B:
+        raise ValueError(
+            f"q must have one entry for each of Cached's {p.B} lengths, got a batch of {p.q.shape[0]}; give each "
+            "sequence a length"
+        )
+    of_cache = "(pages, P, H_k, D)" if p.in_layout("table") is not None else "(entries, capacity, H_k, D)"
+    for name, spec in (("k", p.k), ("v", p.v)):
+        if len(spec.shape) != 4:
+            raise ValueError(f"{name} must have shape {of_cache}, got {tuple(spec.shape)}; reshape it")
+    for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
+        if name != "q" and "k_scale" in p.recipe.layout[1]:
+            scale = p.in_layout(f"{name}_scale").shape
+            if tuple(scale) not in ((), (p.H_k,), (p.B, p.H_k)):
+                raise ValueError(
+                    f"{name}'s scale must have shape (), ({p.H_k},) or ({p.B}, {p.H_k}), got {tuple(scale)}; reshape it"
+                )
+            continue
+        if spec.dtype not in FLOATING_TYPES:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
+        if spec.dtype != p.q.dtype:
+            raise TypeError(
+                f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
+            )
+        if spec.device != p.q.device:
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
+                "move one of them with .to(...)"
+            )
+    if "table" not in p.recipe.layout[1] and "index" not in p.recipe.layout[1] and p.k.shape[0] < p.B:
+        raise ValueError(
+            f"k must have an entry for each of Cached's {p.B} lengths, got {p.k.shape[0]}; pass table or index for "
+            "sequences that share entries"
+        )
+    if p.recipe.dropout > 0.0:
+        raise Unsupported("Cached is for inference and goes with no dropout; leave dropout out")
+    for kind in p.kinds:
+        if kind in REFUSED:
+            raise Unsupported(
+                f"{kind.public_name()} does not go with Cached: {REFUSED[kind]}; use Causal, Window, Prefix, Padding "
+                "(lengths), SoftCap or Alibi, or gather the keys and pass them without a layout"
+            )
+
+
+def check_cache_contents(p: Problem, x: Operands) -> Any:
+    """Return each sequence's number of keys, once the values in Cached's tensors are checked."""
+    lengths: Tensor = p.in_layout("lengths", x.extra)
+    starts, index, table, cu_q = (p.in_layout(name, x.extra) for name in ("starts", "index", "table", "cu_q"))
+    first = torch.zeros_like(lengths) if starts is None else starts
+    if bool(((lengths < 0) | (first < 0)).any()):
+        raise ValueError("Cached: lengths and starts must be >= 0, got a negative one; clamp them at 0")
+    entries = (p.k if table is None else p.in_layout("table")).shape[0]
+    if index is not None and bool(((index < 0) | (index >= entries)).any()):
+        raise ValueError(f"Cached: index must be in [0, {entries}), got {index.tolist()}; give each sequence an entry")
+    if cu_q is not None and (int(cu_q[0]) != 0 or int(cu_q[-1]) > p.q.shape[0] or bool((cu_q.diff() < 0).any())):
+        raise ValueError(
+            f"Cached: cu_q must start at 0, never decrease and end at {p.q.shape[0]} rows or before, got "
+            f"{cu_q.tolist()}; write the cumulative sum of the numbers of queries"
+        )
+    return (lengths.clamp(max=p.N) - first).clamp(min=0)

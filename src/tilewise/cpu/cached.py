@@ -1,0 +1,137 @@
+"""Sequences whose keys are in a cache: their rows are gathered a tile at a time."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask
+from ..problem import Operands, Problem
+from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_first
+
+FEW_ROWS = 64
+FEW_COLUMNS = 1024
+"""Keys of a tile with at most FEW_ROWS queries of a key head."""
+
+
+class Rows(NamedTuple):
+    """One sequence's keys or values, read as a tensor (heads, length, size) by `rows[heads, columns]`.
+
+    Only columns in [first, last), which some query sees, are fetched. Others are 0.
+    """
+
+    cache: Tensor
+    """(capacity, H_k, size), or (pages, P, H_k, size) with `pages`."""
+    pages: Tensor | None
+    buffers: tuple[Tensor | None, Tensor | None]
+    """What pages are gathered into, and what they are converted into; fresh memory would cost more than both."""
+    start: int
+    first: int
+    last: int
+    shape: tuple[int, int, int]
+    scale: Tensor | None = None
+    """(H_k,), what 8-bit rows are multiplied by."""
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Tensor:
+        heads, columns = at
+        lo, hi = max(columns.start, self.first), min(columns.stop, self.last)
+        rows = self.fetch(self.start + lo, self.start + hi)
+        typed = self.buffers[1]
+        rows = (rows if typed is None else typed[: len(rows)].copy_(rows))[:, heads].transpose(0, 1)
+        if self.scale is not None:
+            rows = rows * self.scale[heads, None, None]
+        outside = lo - columns.start, columns.stop - hi
+        return torch.nn.functional.pad(rows, (0, 0, *outside)) if any(outside) else rows
+
+    def fetch(self, lo: int, hi: int) -> Tensor:
+        """Return rows lo..hi of the cache, (hi - lo, H_k, size)."""
+        if self.pages is None:
+            return self.cache[lo:hi]
+        P = self.cache.shape[1]
+        page, end = lo // P, -(-hi // P)
+        gathered: Any = self.buffers[0]
+        cache = self.cache.view(gathered.dtype)  # 8-bit floats as integers, which torch can gather
+        rows = torch.index_select(cache, 0, self.pages[page:end], out=gathered[: end - page]).flatten(0, 1)
+        rows = rows.view(self.cache.dtype)
+        return rows[lo - page * P : hi - page * P]
+
+
+def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
+    """Yield the sequences one by one; where the cache's layout is invariant, each query by itself.
+
+    Then a query's tiles depend on nothing but the keys that it sees. Positions of queries are those in q's rows.
+    """
+    masks, scores, _ = p.values(x.extra)
+    q = x.q.reshape(-1, p.H, p.D)
+    invariant = p.recipe.layout[2] > 0
+    width = FEW_COLUMNS if few_rows(p) else COLUMNS
+    buffers = _buffers(p, x.k, width), _buffers(p, x.v, width)
+    for b, rows, entry, start, N in _places(p, x):
+        own = [m.at(b) for m in masks], [c.at(b) for c in scores]
+        M = rows.stop - rows.start
+        pieces = [slice(i, i + 1) for i in range(M)] if invariant else [slice(0, M)] * (M > 0)
+        for piece in pieces:
+            shift = N - M + piece.start
+            first, last = _seen(own[0], shift, N - M + piece.stop - 1, N)
+            length = last if invariant else N
+            keys, values = (
+                Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, length, t.shape[-1]), scale)
+                for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, x, b), strict=True)
+            )
+            where = slice(rows.start + piece.start, rows.start + piece.stop)
+            heads = max(1, choose_tiles(p, (1, COLUMNS) if invariant else (M, N))[0] * COLUMNS // width)
+            queries = heads_first(q[None, where], compute_type(p))
+            yield Sequence(slice(b, b + 1), queries, keys, values, *own, where, slice(0, length), heads, shift, width)
+
+
+def few_rows(p: Problem) -> bool:
+    """Tell whether the rows of a key head are so few that reading the keys takes longer than the products.
+
+    Where the layout is invariant, one query at a time is computed.
+    """
+    return p.recipe.cached and (p.recipe.layout[2] > 0 or p.M * (p.H // p.H_k) <= FEW_ROWS)
+
+
+def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate what `Rows` gathers and converts into."""
+    P, H_k, size = t.shape[1:]
+    kind = compute_type(p)
+    bits = torch.uint8 if t.itemsize == 1 else t.dtype
+    gathered = t.new_empty(width // P + 2, P, H_k, size, dtype=bits) if "table" in p.recipe.layout[1] else None
+    return gathered, None if t.dtype == kind else t.new_empty(width, H_k, size, dtype=kind)
+
+
+def scales_of(p: Problem, x: Operands, b: int) -> list[Tensor | None]:
+    """Return the scales of a sequence's keys and values, (H_k,) each, or None."""
+    found = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
+    kind = compute_type(p)
+    return [None if t is None else t.expand(p.B, p.H_k)[b].to(kind) for t in found]
+
+
+def _places(p: Problem, x: Operands) -> Iterator[tuple[int, slice, int, int, int]]:
+    """Yield of each sequence its number, its queries' rows, its entry of the cache, its first row and its length."""
+    found: dict[str, Any] = {
+        name: None if (t := p.in_layout(name, x.extra)) is None else t.tolist()
+        for name in ("lengths", "starts", "index", "cu_q")
+    }
+    ends = found["cu_q"] or [b * p.M for b in range(p.B + 1)]
+    for b, length in enumerate(found["lengths"]):
+        start = found["starts"][b] if found["starts"] else 0
+        entry = found["index"][b] if found["index"] else b
+        yield b, slice(ends[b], ends[b + 1]), entry, start, max(0, min(length, p.N) - start)
+
+
+def _entry(p: Problem, x: Operands, t: Tensor, entry: int) -> tuple[Tensor, Tensor | None]:
+    """Return a sequence's part of a contiguous cache, or the pages and which of them are its own."""
+    table = p.in_layout("table", x.extra)
+    return (t[entry], None) if table is None else (t, table[entry])
+
+
+def _seen(masks: list[Mask], first: int, last: int, N: int) -> tuple[int, int]:
+    """Return the first key that any of the rows first..last sees, and the one after the last."""
+    lo, hi = 0, N
+    for mask in masks:
+        lo = max(lo, int(mask.keys(first)[0]))
+        hi = min(hi, int(mask.keys(last)[1]))
+    return min(lo, max(hi, 0)), max(hi, 0)

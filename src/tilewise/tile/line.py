@@ -1,0 +1,93 @@
+"""Divide keys among programs, whatever the lengths: all tiles of keys stand in one line, and each takes a piece of it.
+
+For one key head, the line holds the key tiles of every tile of rows, sequence by sequence (stream-K, Osama et al.
+2023). A tile of rows has (query, head of the group) pairs as rows, so a group's heads read their keys once. Programs
+compute the line from cu_q and lengths by themselves; it is the same for every key head. With a CHUNK, a place in the
+line is not a tile of keys but a piece of CHUNK keys, and a program's share of the line is cut into them.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .cache import keys_of, queries_of
+from .masks import key_range_of
+
+
+class Split(NamedTuple):
+    """Hold the constants of the kernels: G query heads share a key head; head sizes; rows of a page, or 0; rows and
+    columns of a tile of S; keys of a chunk, or 0; B_B >= B, a power of two; the fewest keys that a program takes; how
+    many stages loads are ahead; how products are computed; whether the kernels overlap."""
+
+    G: int
+    d: int
+    d_v: int
+    P: int
+    B_R: int
+    B_C: int
+    CHUNK: int
+    B_B: int
+    LEAST: int
+    STAGES: int
+    PRECISION: str
+    OVERLAP: bool
+
+
+class Line(NamedTuple):
+    """Hold of each sequence where its places end, how many row tiles it has, and how many places each of those takes;
+    the number of places in all, and of programs that share them."""
+
+    end: object
+    tiles: object
+    each: object
+    total: object
+    programs: object
+
+
+@triton.jit
+def line_of(batch, mask, W, split: tl.constexpr):
+    """Return the line of a batch, for at most W programs."""
+    SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
+    B_B: tl.constexpr = split.B_B
+    count = batch.B // 2
+    b = tl.minimum(tl.arange(0, B_B), count - 1)
+    _, m = queries_of(batch, b)
+    _, n = keys_of(batch, b)
+    lo, _ = key_range_of(mask, b, n - m, n)  # what its first row sees first
+    _, hi = key_range_of(mask, b, n - 1, n)  # and its last row last
+    each = tl.maximum(tl.where(hi > lo, tl.cdiv(hi, SIZE) - lo // SIZE, 0), 1)  # without keys, a place for its outputs
+    tiles = tl.where(tl.arange(0, B_B) < count, tl.cdiv(m * split.G, split.B_R), 0)
+    end = tl.cumsum(tiles * each, 0)
+    total = tl.max(end, 0)
+    programs = tl.maximum(tl.minimum(W, tl.cdiv(total * SIZE, split.LEAST)), 1)
+    return Line(end, tiles, each, total, programs)
+
+
+@triton.jit
+def piece_of(line, w):
+    """Return the places [first, last) of program w; none if it is not needed."""
+    first = (w.to(tl.int64) * line.total // line.programs).to(tl.int32)
+    last = ((w + 1).to(tl.int64) * line.total // line.programs).to(tl.int32)
+    return first, tl.where(w < line.programs, last, first)
+
+
+@triton.jit
+def owner_of(line, place):
+    """Return the program whose piece has a place."""
+    return (((place + 1).to(tl.int64) * line.programs - 1) // line.total).to(tl.int32)
+
+
+@triton.jit
+def pick(line, values, b):
+    """Return sequence b's entry of a vector over sequences."""
+    return tl.sum(tl.where(tl.arange(0, line.end.shape[0]) == b, values, 0), 0)
+
+
+@triton.jit
+def find(line, at):
+    """Return the sequence, the row tile and the place within it of a place, and how many that row tile takes."""
+    b = tl.sum((line.end <= at).to(tl.int32), 0)
+    each = pick(line, line.each, b)
+    at -= pick(line, line.end - line.tiles * line.each, b)
+    return b, at // each, at % each, each

@@ -1,0 +1,156 @@
+"""Launches of the kernels that split keys: arguments from shapes alone, never from what lengths hold."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..host.launch import Launch, adjacent, cdiv, current_stream, device_values, empty_saved
+from ..problem import Operands, Problem, Saved
+from ..tile.cache import Batch, Scales
+from ..tile.line import Split
+from ..tile.ranges import Variant
+from ..tile.rows import Rows
+from ..tile.softmax import LOG2E
+from .decode import attention_combine, attention_decode
+from .tiles import HOPPER, Tiles, decode_tiles, precision
+
+TINY = 2.0**-126
+power_of_2: Any = triton.next_power_of_2
+SMALL = 1 << 30
+"""Bytes of K and V below which one program for each multiprocessor is faster than two: half as many partial sums. In 8
+bits two are always faster, as one converts while the other waits."""
+LEAST = 128
+"""The fewest keys that a program takes."""
+COMBINED = 16
+"""Partial sums that are added at a time."""
+
+
+class Plan(NamedTuple):
+    """The parts of a launch that follow from the problem alone."""
+
+    tiles: Tiles
+    split: Split
+    programs: int
+    """The programs of each key head."""
+    c: float
+    """Logits times c are in base 2."""
+    slots: int
+    """Partial sums of a row of a key head."""
+    values: tuple[Any, Any, Tensor | None] | None
+    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
+    compiled: dict[Any, Any]
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Plan a problem with its row of tile sizes."""
+    return planned(p, decode_tiles(p), programs(p))
+
+
+def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
+    """Plan a problem with the given row, and W programs for each key head."""
+    chunk = p.recipe.layout[2] if p.recipe.cached else 0
+    G = p.H // p.H_k
+    page = p.k.shape[1] if p.in_layout("table") is not None else 0
+    split = Split(
+        G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
+        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
+    )  # fmt: skip
+    values = None if p.extra else device_values(p, ())
+    slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
+    return Plan(tiles, split, W, (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value, slots, values, {})
+
+
+def programs(p: Problem) -> int:
+    """Return how many programs share the keys of a key head."""
+    if p.target == "cpu":
+        return 3
+    device, size = p.q.device, p.B * p.N * p.H_k * (p.D + p.D_v) * p.k.dtype.itemsize
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return max(1, multiprocessors * (1 if size < SMALL and p.k.dtype.itemsize > 1 else 2) // p.H_k)
+
+
+def total_rows(p: Problem) -> int:
+    """Return how many rows of queries there are in all."""
+    return p.q.shape[0] if p.rows_packed else p.B * p.M
+
+
+def forward(p: Problem, pl: Plan, x: Operands) -> Saved:
+    """Compute o and lse."""
+    saved = empty_saved(p, x, None)
+    if 0 in (p.B, total_rows(p)):
+        saved.o.zero_()
+        saved.lse.fill_(-torch.inf)
+        return saved
+    stream = current_stream(x.q.device)
+    for launch in launches(p, pl, x, saved):
+        launch.run(stream)
+    return saved
+
+
+def launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
+    """Yield the kernel that sums pieces of the keys, and the one that adds up what it leaves."""
+    parts, changes, sink = pl.values or device_values(p, x.extra)
+    variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x)
+    partial = torch.empty(pl.slots * p.H_k * (p.D_v + 2), dtype=torch.float32, device=x.q.device)
+    outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
+    inputs = rows(p, adjacent(x.q)), *(Rows(t, *t.stride()[:3]) for t in (adjacent(x.k), adjacent(x.v)))
+    arguments = (*inputs, *outputs, partial, batch, variant, scales(p, x), pl.c, p.H_k, pl.programs)
+    cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
+    constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
+    yield Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
+    arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
+    overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
+    constants = {"split": pl.split, "B_X": COMBINED, "num_warps": 4, **overlap}
+    yield Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)
+
+
+def batch_of(p: Problem, x: Operands) -> Batch:
+    """Return the layout as a kernel argument."""
+    names = ("cu_q", "lengths", "starts", "index")
+    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
+    table: Tensor | None = p.in_layout("table", x.extra)
+    if table is not None and table.stride(-1) != 1:
+        table = table.contiguous()
+    width = 0 if table is None else 2 * table.stride(0) + 1
+    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
+    return Batch(*tensors, table, width, *sizes)  # type: ignore[call-arg]
+
+
+def scales(p: Problem, x: Operands) -> Scales | None:
+    """Return the scales of 8-bit keys and values as a kernel argument."""
+    found: list[Any] = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
+    if found[0] is None:
+        return None
+    k, v = ((t, *t.expand(p.B, p.H_k).stride()) for t in found)
+    return Scales(*k, *v)
+
+
+def rows(p: Problem, t: Tensor) -> Rows:
+    """Return q or o with its strides."""
+    return Rows(t, 0, *t.stride()[:2]) if p.rows_packed else Rows(t, *t.stride()[:3])
+
+
+def rows_of_lse(p: Problem, lse: Tensor) -> Rows:
+    """Return lse with its strides, as `Rows` of one number each."""
+    *batch, head, row = lse.stride()
+    return Rows(lse, *(batch or (0,)), row, head)
+
+
+def told(p: Problem) -> str:
+    """Describe what runs a problem, for `explain`."""
+    tiles, split, W, *_ = plan(p)
+    parts = [
+        f"splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
+        f"{split.STAGES} stages",
+        f"{W} programs for each of {p.H_k} key heads",
+        f"pieces of {split.CHUNK} keys" if split.CHUNK else f"at most {2 * W} partial sums",
+    ]
+    if split.P:
+        looked = 1 if split.P % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, split.P)
+        parts.append(f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile")
+    return "; ".join(parts)

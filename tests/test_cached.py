@@ -1,0 +1,284 @@
+"""Keys in a cache: every case against the reference, on the CPU and in Triton; and what the layout promises."""
+
+from dataclasses import replace
+
+import caches
+import pytest
+import torch
+
+import tilewise as tw
+
+BACKENDS = ("cpu", "triton")
+ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def device_of(backend):
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def run(call, backend, **changes):
+    given = {**call.options, "layout": call.layout, "return_lse": True, "backend": backend, **changes}
+    return tw.attention(call.q, call.k, call.v, **given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", caches.CASES, ids=str)
+def test_as_the_reference_and_nothing_else_is_read(case, backend):
+    call = caches.make(case, device_of(backend))
+    found = run(call, backend)
+    assert found[0].dtype == case.dtype
+    assert found[1].dtype == torch.float32
+    allowed = 2e-5 if backend == "triton" and torch.cuda.is_available() else ALLOWED[case.dtype]
+    assert max(caches.errors(found, caches.truth(call))) <= max(allowed, ALLOWED[case.dtype])
+
+
+def test_fp64_is_for_the_cpu():
+    call = caches.make(replace(caches.CASES[0], dtype=torch.float64))
+    assert max(caches.errors(run(call, None), caches.truth(call))) < 1e-14
+    with pytest.raises(tw.Unsupported, match="fp64 is for the CPU"):
+        run(call, "triton")
+
+
+PROMPT = caches.Case("", queries=(150,), lengths=(150,), H=4, packed=True, capacity=256, page=16, invariant=64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [tw.Causal(), tw.Causal() & tw.Window(70, 0)], ids=["causal", "window"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(backend, mask):
+    call = caches.make(replace(PROMPT, mask=mask), device_of(backend))
+    whole, lse = run(call, backend)
+    for size in (64, 7):
+        cut = list(range(0, 150, size))
+        for first in cut[:3] + cut[-2:]:
+            last = min(first + size, 150)
+            ends = torch.tensor([0, last - first], device=call.q.device)
+            lengths = torch.tensor([last], device=call.q.device)
+            layout = tw.Cached(lengths, call.layout.table, cu_q=ends, max_q=size, invariant=64)
+            part = tw.attention(call.q[first:last], call.k, call.v, mask=mask, layout=layout, backend=backend,
+                                return_lse=True)  # fmt: skip
+            assert torch.equal(part[0], whole[first:last])
+            assert torch.equal(part[1], lse[:, first:last])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_do_not_depend_on_the_batch(backend):
+    case = caches.Case("", queries=(1, 21, 3), lengths=(157, 100, 203), packed=True, invariant=64)
+    call = caches.make(case, device_of(backend))
+    o, _ = run(call, backend)
+    table, lengths = call.layout.table, call.layout.lengths
+    alone = tw.Cached(lengths[2:], table[2:], cu_q=torch.tensor([0, 3], device=call.q.device), invariant=64)
+    assert torch.equal(tw.attention(call.q[22:], call.k, call.v, mask=tw.Causal(), layout=alone, backend=backend),
+                       o[22:])  # fmt: skip
+    turned = tw.Cached(lengths.flip(0), table.flip(0), cu_q=torch.tensor([0, 3, 24, 25], device=call.q.device),
+                       invariant=64)  # fmt: skip
+    q = torch.cat([call.q[22:], call.q[1:22], call.q[:1]])
+    got = tw.attention(q, call.k, call.v, mask=tw.Causal(), layout=turned, backend=backend)
+    assert torch.equal(got, torch.cat([o[22:], o[1:22], o[:1]]))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 40])
+def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked(programs, monkeypatch):
+    from tilewise.triton import decode_launch
+
+    for invariant in (0, 64):
+        case = caches.Case("", queries=(1, 9, 3), lengths=(157, 100, 203), packed=True, sink=True, invariant=invariant)
+        call = caches.make(case, device_of("triton"))
+        before = run(call, "triton")
+        decode_launch.plan.cache_clear()
+        monkeypatch.setattr(decode_launch, "programs", lambda p: programs)
+        monkeypatch.setattr(decode_launch, "LEAST", 32)
+        after = run(call, "triton")
+        again = run(call, "triton")
+        decode_launch.plan.cache_clear()
+        monkeypatch.undo()
+        assert torch.equal(after[0], again[0])
+        assert max(caches.errors(after, caches.truth(call))) < (2e-5 if torch.cuda.is_available() else 2e-6)
+        assert torch.equal(before[0], after[0]) or not invariant
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_in_pieces_is_one_causal_call(backend):
+    call = caches.make(replace(PROMPT, invariant=0), device_of(backend))
+    whole = run(call, backend)[0]
+    for size in (1, 7, 64):
+        for first in (0, size, 150 - size):
+            lengths = torch.tensor([first + size], device=call.q.device)
+            layout = tw.Cached(lengths, call.layout.table)
+            part = tw.attention(call.q[None, first : first + size], call.k, call.v, mask=tw.Causal(), layout=layout,
+                                backend=backend)  # fmt: skip
+            torch.testing.assert_close(part[0], whole[first : first + size], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shared_prefix_merges_with_the_rest(backend):
+    """Two calls, of the shared pages and of each sequence's own, are one."""
+    call = caches.make(replace(caches.CASES[0], lengths=(200, 200, 200)), device_of(backend))
+    table, device = call.layout.table.clone(), call.q.device
+    table[:, :4] = table[0, :4]
+    whole = tw.attention(call.q, call.k, call.v, layout=tw.Cached(call.layout.lengths, table), backend=backend)
+    rest = tw.Cached(call.layout.lengths - 64, table[:, 4:])
+    prefix = tw.Cached(torch.tensor([64], device=device), table[:1, :4])
+    own = tw.attention(call.q, call.k, call.v, layout=rest, return_lse=True, backend=backend)
+    shared = tw.attention(call.q.transpose(0, 1), call.k, call.v, layout=prefix, return_lse=True, backend=backend)
+    both, _ = tw.merge([own, (shared[0].transpose(0, 1), shared[1].permute(2, 1, 0))])
+    torch.testing.assert_close(both, whole, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
+@pytest.mark.parametrize("page", [16, None])
+def test_pages_in_8_bits_are_what_they_stand_for(backend, shape, page):
+    case = replace(caches.CASES[0], page=page, score=tw.SoftCap(5.0), queries=(2, 2, 2))
+    call = caches.make(case, device_of(backend))
+    device = call.q.device
+    scales = [torch.rand(shape, device=device) + 0.5 for _ in "kv"]
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), s) for t, s in zip((call.k, call.v), scales, strict=True)]
+    if shape == (3, 2):  # a factor for each sequence
+        entries = []
+        for b in range(3):
+            one = tw.Cached(call.layout.lengths[b : b + 1], None if page is None else call.layout.table[b : b + 1])
+            own = slice(None) if page is not None else slice(b, b + 1)
+            k, v = (t.x.float()[own] * s[b][:, None] for t, s in zip(eight, scales, strict=True))
+            entries.append(tw.attention(call.q[b : b + 1], k, v, backend=backend, **{**call.options, "layout": one}))
+        want = torch.cat(entries)
+    else:
+        k, v = (t.x.float() * s.expand(2)[:, None] for t, s in zip(eight, scales, strict=True))
+        want = tw.attention(call.q, k, v, layout=call.layout, backend=backend, **call.options)
+    got = tw.attention(call.q, *eight, layout=call.layout, backend=backend, **call.options)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+def test_8_bits_run_where_they_can():
+    call = caches.make(caches.CASES[0])
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), torch.ones(())) for t in (call.k, call.v)]
+    assert tw.explain(call.q.bfloat16(), *eight, layout=call.layout, device="sm_90").backend == "triton"
+    told = tw.explain(call.q.bfloat16(), *eight, layout=call.layout, device="sm_80", backend="triton")
+    assert "converts no e4m3 on sm_80" in told.refusals["triton"][0]
+    with pytest.raises(TypeError, match="v must be a Quantized where the other is"):
+        tw.attention(call.q, eight[0], call.v, layout=call.layout)
+    with pytest.raises(ValueError, match="layout must be a Cached where k is a Quantized"):
+        tw.attention(call.q, *eight)
+    with pytest.raises(ValueError, match="k's scale must have shape"):
+        tw.attention(call.q, tw.Quantized(eight[0].x, torch.ones(7)), eight[1], layout=call.layout)
+    with pytest.raises(TypeError, match="x must be a tensor of torch"):
+        tw.Quantized(call.k, torch.ones(()))
+
+
+def test_infinite_values_that_are_seen_arrive():
+    call = caches.make(caches.CASES[1])
+    call.v[0, 3] = torch.inf
+    for backend in BACKENDS:
+        if device_of(backend) == "cpu":
+            assert run(call, backend)[0][0].isposinf().all()
+
+
+def test_compiled_and_fake_and_checked():
+    call = caches.make(caches.CASES[0])
+    fn = torch.compile(lambda q, lengths: tw.attention(
+        q, call.k, call.v, mask=tw.Causal(), layout=tw.Cached(lengths, call.layout.table)), fullgraph=True,
+        backend="aot_eager", dynamic=True)  # fmt: skip
+    for size in (1, 2, 5):
+        q, lengths = torch.randn(3, size, 8, 32), torch.tensor([50, 1, 90], dtype=torch.int32)
+        layout = tw.Cached(lengths, call.layout.table)
+        want = tw.attention(q, call.k.nan_to_num(0.0), call.v.nan_to_num(0.0), mask=tw.Causal(), layout=layout)
+        torch.testing.assert_close(fn(q, lengths), want)
+    x, recipe, longest = tw.check.check_arguments(
+        call.q, call.k, call.v, tw.Causal(), (), None, None, 0.0, call.layout, None, False, None
+    )
+    torch.library.opcheck(torch.ops.tilewise.attention, (*x[:3], list(x.extra), None, recipe.encode(), *longest))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_queries_and_no_sequences(packed):
+    k = torch.randn(4, 16, 2, 8)
+    for B, M in ((0, 1), (2, 0)):
+        layout = tw.Cached(torch.zeros(B), torch.zeros(B, 2)) if False else tw.Cached(
+            torch.zeros(B, dtype=torch.int32), torch.zeros(B, 2, dtype=torch.int32),
+            cu_q=torch.zeros(B + 1, dtype=torch.int32) if packed else None)  # fmt: skip
+        q = torch.randn(3, 4, 8) if packed else torch.randn(B, M, 4, 8)
+        for backend in BACKENDS:
+            o, lse = tw.attention(q, k, k, layout=layout, return_lse=True, backend=backend)
+            assert o.shape == q.shape
+            assert not o.any()
+            assert lse.isneginf().all()
+
+
+def test_explain_tells_rows_programs_and_look_ups():
+    call = caches.make(caches.CASES[0])
+    told = tw.explain(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16(), layout=call.layout, device="sm_90")
+    assert told.backend == "triton"
+    assert "16 rows of 4 heads x 64 keys" in told.tiles
+    assert "66 programs for each of 2 key heads" in told.tiles
+    assert "pages of 16, 4 look-ups a tile" in told.tiles
+    assert "do not read caches" in told.refusals["hopper"][0]
+    assert "keys from a cache" in tw.explain(call.q, call.k, call.v, layout=call.layout).tiles
+
+
+LENGTHS = torch.tensor([5, 9])
+Q, K = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
+WRONG = {
+    "lengths must be an int32 tensor": lambda: tw.Cached([5, 9]),
+    "lengths must be int32 or int64": lambda: tw.Cached(LENGTHS.float()),
+    "lengths must have shape": lambda: tw.Cached(LENGTHS[None]),
+    "table must have shape": lambda: tw.Cached(LENGTHS, LENGTHS),
+    "table must have shape (B, width), got (3, 2)": lambda: tw.Cached(LENGTHS, torch.zeros(3, 2, dtype=torch.int32)),
+    "cu_q must have shape (B + 1,)": lambda: tw.Cached(LENGTHS, cu_q=LENGTHS),
+    "max_q must be None without cu_q": lambda: tw.Cached(LENGTHS, max_q=3),
+    "max_q must be >= 0": lambda: tw.Cached(LENGTHS, cu_q=torch.tensor([0, 1, 2]), max_q=-3),
+    "invariant must be 0 or a multiple of 64": lambda: tw.Cached(LENGTHS, invariant=100),
+    "q must have shape (B, M, H, D)": lambda: tw.attention(Q[0], K, K, layout=tw.Cached(LENGTHS)),
+    "q must have one entry for each": lambda: tw.attention(Q[:1], K, K, layout=tw.Cached(LENGTHS)),
+    "k must have shape (entries, capacity, H_k, D)": lambda: tw.attention(Q, K[0], K, layout=tw.Cached(LENGTHS)),
+    "k must have an entry for each": lambda: tw.attention(Q, K[:1], K[:1], layout=tw.Cached(LENGTHS)),
+    "lengths and starts must be >= 0": lambda: tw.attention(Q, K, K, layout=tw.Cached(-LENGTHS)),
+    "index must be in [0, 2)": lambda: tw.attention(Q, K, K, layout=tw.Cached(LENGTHS, index=LENGTHS)),
+    "cu_q must start at 0": lambda: tw.attention(Q[0], K, K, layout=tw.Cached(LENGTHS, cu_q=torch.tensor([0, 9, 1]))),
+    "with qkv": lambda: tw.attention_qkvpacked(torch.randn(2, 1, 3, 4, 8), layout=tw.Cached(LENGTHS)),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_are_named(text):
+    with pytest.raises((TypeError, ValueError)) as error:
+        WRONG[text]()
+    assert text in str(error.value)
+    from test_messages import FORM
+
+    assert FORM.fullmatch(str(error.value)), str(error.value)
+
+
+REFUSED = {
+    "no gradients": lambda: tw.attention(Q.clone().requires_grad_(), K, K, layout=tw.Cached(LENGTHS)),
+    "no backward": lambda: tw.attention_backward(Q, Q, K, K, Q, Q, layout=tw.Cached(LENGTHS)),
+    "no dropout": lambda: tw.attention(Q, K, K, dropout=0.5, layout=tw.Cached(LENGTHS)),
+    "Dense does not": lambda: tw.attention(
+        Q, K, K, mask=tw.Dense(torch.ones(1, 16, dtype=torch.bool)), layout=tw.Cached(LENGTHS)
+    ),
+    r"Padding \(bool\) does not": lambda: tw.attention(
+        Q, K, K, mask=tw.Padding(torch.ones(2, 16, dtype=torch.bool)), layout=tw.Cached(LENGTHS)
+    ),
+    "Documents does not": lambda: tw.attention(
+        Q, K, K, mask=tw.Documents(torch.ones(2, 1, dtype=torch.int32), torch.ones(2, 16, dtype=torch.int32)),
+        layout=tw.Cached(LENGTHS),
+    ),
+    "Bias does not": lambda: tw.attention(Q, K, K, score=tw.Bias(torch.ones(1, 16)), layout=tw.Cached(LENGTHS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_a_cache_does_not_go_with_is_refused_with_a_reason(text):
+    with pytest.raises(tw.Unsupported, match=text):
+        REFUSED[text]()
+
+
+def test_no_grad_lets_weights_pass():
+    with torch.no_grad():
+        tw.attention(Q.clone().requires_grad_(), K, K, layout=tw.Cached(LENGTHS))
+
+
+def test_a_layout_is_a_value():
+    layout = tw.Cached(LENGTHS, invariant=64)
+    assert layout == tw.Cached(layout.lengths, invariant=64)
+    assert layout != tw.Cached(layout.lengths)
+    assert hash(layout) == hash(tw.Cached(layout.lengths, invariant=64))
+    assert layout.to("cpu") == layout

@@ -1,0 +1,81 @@
+"""Compile the kernels that split keys for a chip, without a GPU: registers, spills and loads, one JSON line a kernel.
+
+TRITON_INTERPRET=0 python tests/triton/decode_compiled.py sm_90
+"""
+
+import json
+import re
+import sys
+from itertools import chain
+
+import torch
+
+import tilewise as tw
+from tilewise.check import check_arguments, describe_fake
+from tilewise.host.cross_compile import use_target
+from tilewise.problem import Saved
+from tilewise.triton import WITH_FP8, decode_launch
+
+CASES = {
+    "D128 page 64": {},
+    "D128 page 16": {"page": 16},
+    "D128 page 1": {"page": 1},
+    "D128 contiguous": {"page": 0},
+    "D64 page 64": {"D": 64},
+    "D256 page 64": {"D": 256},
+    "D80 page 64": {"D": 80},
+    "D128 chunks": {"invariant": 1024, "mask": tw.Causal() & tw.Window(1023, 0), "score": tw.SoftCap(50.0)},
+    "D128 prefill": {"M": 512},
+    "D256 prefill": {"M": 512, "D": 256},
+    "D128 e4m3": {"eight": True},
+    "D128 fp32": {"dtype": torch.float32},
+}
+
+
+def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtype=torch.bfloat16, eight=False):
+    """The launches of a case on a chip, with tensors on the meta device."""
+    B, H, H_k, n = 64, 32, 8, 4096
+    empty = lambda *shape, kind=dtype: torch.empty(shape, dtype=kind, device="meta")  # noqa: E731
+    table = empty(B, n // page, kind=torch.int32) if page else None
+    cache = empty(1024, page, H_k, D) if page else empty(B, n, H_k, D)
+    if eight:
+        cache = tw.Quantized(cache.to(torch.float8_e4m3fn), empty(H_k, kind=torch.float32))
+    layout = tw.Cached(empty(B, kind=torch.int32), table, invariant=invariant)
+    x, recipe, longest = check_arguments(
+        empty(B, M, H, D), cache, cache, mask or tw.Causal(), score, None, None, 0.0, layout, None, False, None
+    )
+    p = describe_fake(x, recipe, longest)._replace(target=target, matmul="highest" if dtype == torch.float32 else None)
+    saved = Saved(empty(B, M, H, D), empty(B, H, M, kind=torch.float32))
+    return decode_launch.launches(p, decode_launch.plan(p), x, saved)
+
+
+def measure(compiled):
+    """Registers, spills and bytes of shared memory, and how K and V are loaded."""
+    found = {"registers": 0, "spills": 0, "shared": compiled.metadata.shared}
+    if "ptx" in compiled.asm:
+        from studies.accumulation.compiled import resources
+
+        found["registers"], found["spills"] = resources(compiled.asm["cubin"])
+        ptx = compiled.asm["ptx"]
+        found["copies"] = len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*0x10", ptx))
+        found["waits"] = sorted({int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)})
+    else:
+        text = compiled.asm["amdgcn"]
+        found["spills"] = sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))
+        found["registers"] = max(map(int, re.findall(r"\.vgpr_count:\s*(\d+)", text)))
+        found["copies"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", text))
+        found["waits"] = []
+    return found
+
+
+if __name__ == "__main__":
+    use_target(sys.argv[1])
+    for name, case in CASES.items():
+        if len(sys.argv) > 2 and sys.argv[2] not in name:
+            continue
+        if case.get("eight") and sys.argv[1] not in WITH_FP8:
+            continue
+        for launch in chain(launches(sys.argv[1], **case)):
+            kernel = launch.kernel.fn.__name__
+            if kernel == "attention_decode" or name in ("D128 page 64", "D128 chunks"):
+                print(json.dumps({"case": name, "kernel": kernel, **measure(launch.compile())}), flush=True)

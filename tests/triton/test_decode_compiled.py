@@ -1,0 +1,51 @@
+"""The kernels that split keys compile for chips that are not here: few spills, and 16-byte copies in flight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""KiB of shared memory of a block."""
+SPILLS = {"D128 chunks": 24, "D256 prefill": 152, "D128 fp32": 16, "D128 e4m3": 24}
+"""Bytes that a thread may keep in local memory, where it is not none."""
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def compiled(request):
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    script = [sys.executable, str(ROOT / "tests/triton/decode_compiled.py"), request.param]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_row_fits_without_spills(compiled):
+    target, found = compiled
+    assert len(found) >= 13
+    for one in found:
+        assert one["spills"] <= SPILLS.get(one["case"], 0), one
+        assert one["shared"] <= SHARED[target] * 1024, one
+
+
+def test_keys_are_copied_16_bytes_at_a_time_and_ahead(compiled):
+    """Two buffers of K and of V: while one is used, four copies of the next may be in flight."""
+    target, found = compiled
+    for one in found:
+        if one["kernel"] == "attention_decode" and "fp32" not in one["case"] and "prefill" not in one["case"]:
+            assert one["copies"] >= 12, one
+            assert target == "gfx942" or max(one["waits"]) >= 2, one
+
+
+def test_two_programs_fit_a_multiprocessor_of_hopper(compiled):
+    target, found = compiled
+    if target == "sm_90":
+        (one,) = [one for one in found if one["case"] == "D128 page 64" and one["kernel"] == "attention_decode"]
+        assert 2 * one["shared"] <= 227 * 1024
+        assert 2 * 128 * one["registers"] <= 65536
