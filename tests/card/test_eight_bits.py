@@ -44,7 +44,7 @@ def test_codes_are_those_of_plain_torch(precision, D):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("mask", [tw.Full(), tw.Causal(), tw.Window(100, 0)], ids=str)
+@pytest.mark.parametrize("mask", [tw.Full(), tw.Causal(), tw.Window(100, 0)], ids=lambda mask: type(mask).__name__)
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_errors_are_those_of_the_cpu(precision, mask, D):
     """The rule of approximations: 1.1 times the CPU's error, and two units in the last place of the largest entry."""
