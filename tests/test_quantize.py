@@ -188,3 +188,16 @@ def test_wrong_types_and_refusals():
     wide = torch.randn(1, 8, 1, 300, dtype=bf16)
     with pytest.raises(tw.Unsupported, match="takes head sizes up to 256, got 300"):
         tw.attention(wide, wide, wide, precision="int8")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+@pytest.mark.parametrize("name", ["small", "fp16", "padded", "packed"])
+@pytest.mark.parametrize("score", [(), (tw.SoftCap(20.0),)], ids=["plain", "softcap"])
+def test_the_portable_kernel_multiplies_the_codes(name, score):
+    pytest.importorskip("triton")
+    operands, options = case(name)
+    given = {"precision": "int8", "score": score, "return_lse": True, **options}
+    for found, cpu in zip(
+        tw.attention(*operands, backend="triton", **given), tw.attention(*operands, **given), strict=True
+    ):
+        torch.testing.assert_close(found, cpu, rtol=2e-2, atol=2e-3)

@@ -260,6 +260,7 @@ class Problem(Call):
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         left_out = self.recipe.layout or self.recipe.dropout or self.dtype.itemsize != 2 or self.listed or self.biased
+        left_out = left_out or self.recipe.precision in EIGHT_BITS
         return (
             not left_out
             and 0 < self.M * (self.H // self.H_k) <= 64

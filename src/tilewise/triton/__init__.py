@@ -26,8 +26,10 @@ class Portable:
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
         against = _against_target(problem) + quantize.against(problem)
-        if quantize.eight_bits(problem):
-            against.append(f"it has no kernel for precision {problem.recipe.precision!r}; use backend='cpu'")
+        if problem.recipe.precision == "fp8":
+            against.append("it has no kernel for precision 'fp8'; use precision='int8'")
+        if quantize.eight_bits(problem) and problem.target in NO_MATRIX_UNITS:
+            against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -125,7 +127,7 @@ def _never_ran(p: Problem) -> bool:
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
-    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3")
+    recipe = p.recipe if p.dtype == torch.float32 or quantize.eight_bits(p) else p.recipe._replace(precision="tf32x3")
     return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
         q, k, v, x.extra
     )
