@@ -157,7 +157,8 @@ def _backward_of_codes(
     codes = quantize.Codes(*saved.kept) if saved.kept else select(p).codes(p, x)
     seen = quantize.dequantized(p, x, codes)
     if p.recipe.packed:
-        seen = Operands(*torch.stack(seen[:3], -3).unbind(-3), x.extra)
+        q, k, v = torch.stack(seen[:3], -3).unbind(-3)
+        seen = Operands(q, k, v, x.extra)
     shift = quantize.shift_of(p, x, codes)
     lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
     of_codes = describe(seen, call[0]._replace(precision=None), *call[1:])

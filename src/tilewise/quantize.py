@@ -386,7 +386,7 @@ def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
     if not p.recipe.varlen:
         count = -(-length // rows)
         return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
-    cu, total = x.extra[side - 2].long(), x[side].shape[0]
+    cu, total = x.extra[side - 2].long(), (x.q, x.k)[side].shape[0]
     at = torch.arange(total, device=t.device)
     b = _sequence_of(p, at, cu)
     in_blocks = (cu[b] // rows + b) * rows + at - cu[b]
@@ -398,7 +398,7 @@ def _of_rows(p: Problem, t: Tensor, x: Operands, side: int) -> Tensor:
     """Return numbers of each head (B, H_k, size) for each row: (B, 1, H_k, size), packed (T, H_k, size)."""
     if not p.recipe.varlen:
         return t[:, None]
-    return t[_sequence_of(p, torch.arange(x[side].shape[0], device=t.device), x.extra[side - 2].long())]
+    return t[_sequence_of(p, torch.arange((x.q, x.k)[side].shape[0], device=t.device), x.extra[side - 2].long())]
 
 
 def _sequence_of(p: Problem, at: Tensor, cu: Tensor) -> Tensor:
