@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .mask import TileList
 from .problem import Grads, Operands, Problem, Saved, Unsupported
+from .quantize import Codes
 
 ORDER = ("hopper", "triton", "cpu")
 """The first that accepts a problem runs it."""
@@ -39,8 +40,15 @@ class Backend(Protocol):
         """
         ...
 
+    def codes(self, problem: Problem, x: Operands) -> Codes:
+        """Quantize q, k and v of a call with 8-bit products, as its forward does."""
+        ...
+
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        """Compute o and lse as new tensors; also return tensors saved for this back end's backward."""
+        """Compute o and lse as new tensors; also return tensors saved for this back end's backward.
+
+        With 8-bit products these are the Codes, from which operator.py makes the call of a 16-bit backward.
+        """
         ...
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:

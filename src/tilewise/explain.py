@@ -11,7 +11,11 @@ from .backend import candidates, refusals, select
 from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
+from .quantize import eight_bits
 from .quantized import Quantized
+
+SHORT = 2048
+"""Keys below which quantizing costs about what 8-bit products save."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,23 @@ def explain(
     against = refusals(problem)
     if all(against[name] for name in candidates(problem)):
         return Explanation(None, "", against)
-    one, other = select(problem), select(problem, backward=True)
-    return Explanation(one.name, one.tiles(problem), against, other.name, other.tiles(problem))
+    of_backward = problem._replace(recipe=recipe._replace(precision=None)) if eight_bits(problem) else problem
+    one, other = select(problem), select(of_backward, backward=True)
+    return Explanation(
+        one.name, one.tiles(problem) + approximate(problem), against, other.name, other.tiles(of_backward)
+    )
 
 
 spell_out(explain, SIGNATURE)
+
+
+def approximate(p: Problem) -> str:
+    """Say what 8-bit products mean for accuracy and speed; nothing for other calls."""
+    if not eight_bits(p):
+        return ""
+    of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
+    short = f"; not faster than 16 bits with {p.N} keys" if p.N < SHORT else ""
+    return f"; approximate: int8 Q K^T, {of_pv} P V{short}"
 
 
 def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:

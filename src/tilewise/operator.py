@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
+from . import quantize
 from .backend import select
 from .check import check_contents, describe, describe_fake
 from .count import COUNTING, count_ran
 from .import_hook import when_imported
-from .problem import Operands, Problem, Recipe, Saved, batched_ranks
+from .problem import EIGHT_BITS, Grads, Operands, Problem, Recipe, Saved, batched_ranks
 
 NO_FORWARD_MODE = "tilewise has no forward-mode derivative (jvp, forward_ad); use reverse mode (backward, grad, vjp)"
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -135,7 +136,10 @@ def _backward(
     if saved.o.dtype != x.q.dtype or (do is not None and do.dtype != x.q.dtype):
         saved, do, dlse = _narrowed(x.q, saved, do, dlse)
     problem = describe(x, *call)
-    grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
+    if quantize.eight_bits(problem):
+        grads = _backward_of_codes(problem, x, saved, do, dlse, call)
+    else:
+        grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
     return *own, *grads.extra
 
@@ -153,6 +157,34 @@ def _narrowed(
     do = do.to(q.dtype)
     delta = (do.to(saved.lse.dtype) * saved.o).sum(-1).transpose(-1, -2)
     return saved._replace(o=zeros), do, -delta if dlse is None else dlse - delta
+
+
+def _backward_of_codes(
+    p: Problem,
+    x: Operands,
+    saved: Saved,
+    do: Tensor | None,
+    dlse: Tensor | None,
+    call: tuple[Recipe, Longest, tuple[bool, ...]],
+) -> Grads:
+    """Run the 16-bit backward on what a forward with 8-bit products saw. Rounding has a gradient of 1.
+
+    The logits of K without its mean have lse less `shift_of`, and rows of dS that sum to dlse: dQ lacks dlse * mean.
+    """
+    codes = quantize.Codes(*saved.kept) if saved.kept else select(p).codes(p, x)
+    seen = quantize.dequantized(p, x, codes)
+    if p.recipe.packed:
+        q, k, v = torch.stack(seen[:3], -3).unbind(-3)
+        seen = Operands(q, k, v, x.extra)
+    shift = quantize.shift_of(p, x, codes)
+    lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
+    of_codes = describe(seen, call[0]._replace(precision=None), *call[1:])
+    own = saved._replace(lse=lse, kept=())
+    grads = select(of_codes, backward=True).backward(of_codes, seen, own, do, dlse)
+    if dlse is not None and quantize.smooths(p):
+        missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
+        grads.q.add_(torch.where(lse.isneginf().transpose(-1, -2)[..., None], 0.0, missing).to(grads.q.dtype))
+    return grads
 
 
 def _readable(grad: Tensor | None) -> Tensor | None:
@@ -177,6 +209,14 @@ def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Te
     return [next(found) if there else None for there in (True, not packed, not packed, *wanted)]
 
 
+def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what a backward reads of a call's tensors: after 8-bit products, only the shapes of what has codes."""
+    if recipe.precision not in EIGHT_BITS or (recipe.precision == "int8" and recipe.packed):
+        return tensors
+    count = 1 if recipe.packed else 2 if recipe.precision == "int8" else 3
+    return [*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:]]
+
+
 class _Eager(ReverseMode):
     """The eager path: it has no dispatcher between autograd and the back end."""
 
@@ -184,7 +224,7 @@ class _Eager(ReverseMode):
     def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
         saved = _forward(tensors, seed, *call)
         ctx.call = call[0].of_gradients(), call[1]
-        ctx.save_for_backward(*tensors, saved.o, saved.lse, saved.seed, *saved.kept)
+        ctx.save_for_backward(*_needed(call[0], tensors), saved.o, saved.lse, saved.seed, *saved.kept)
         ctx.set_materialize_grads(False)
         return saved.o, saved.lse
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import quantize
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved
 from . import cached, fused, tiled
@@ -22,7 +23,7 @@ class Cpu:
         """Check the device alone: plain fp32 is accurate enough for every precision."""
         if problem.target != "cpu":
             return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
-        return []
+        return quantize.against(problem)
 
     def slower(self, problem: Problem, backward: bool) -> bool:
         return False
@@ -34,7 +35,7 @@ class Cpu:
             width = cached.FEW_COLUMNS if cached.few_rows(problem) else columns
             return f"tiled torch, keys from a cache, one sequence and {width} keys at a time"
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
-        if not self.fuse or fused.why_not(problem):
+        if not self.fuse or fused.why_not(problem) or quantize.eight_bits(problem):
             return tiles
         of_backward = f"; backward: {tiles}" if fused.why_not_backward(problem) else ""
         return f"PyTorch's fused CPU kernel{of_backward}"
@@ -42,7 +43,12 @@ class Cpu:
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         return ()
 
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        return quantize.quantize(problem, x)
+
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        if quantize.eight_bits(problem):
+            return self._forward_of_codes(problem, x, seed)
         # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
         with exact_products(torch.float32 if cached.few_rows(problem) else problem.dtype):
             if self.fuse and not fused.why_not(problem):
@@ -50,6 +56,14 @@ class Cpu:
                 if not fused.doubtful(saved):
                     return saved
             return tiled.forward(problem, x, seed)
+
+    def _forward_of_codes(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        """Multiply what the codes stand for. fp32 sums of int8 products are exact."""
+        codes = self.codes(p, x)
+        with exact_products(torch.float32):
+            saved = tiled.forward(p, quantize.multiplied(p, x, codes), seed)
+        blind, shift = saved.lse.isneginf(), quantize.shift_of(p, x, codes)
+        return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), kept=codes.present())
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         do = torch.zeros_like(saved.o) if do is None else do

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dropout import dropout_rescale, dropout_threshold, philox
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
+from ..quantize import probabilities
 from ..score import Bias, Score
 from .cached import cached_sequences
 from .sequences import (
@@ -88,7 +89,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         m = m_new
         if seed is not None:
             P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
-        acc = acc.mul_(alpha).baddbmm_(P, s.v[h_k, j])
+        acc = acc.mul_(alpha).baddbmm_(probabilities(p, P), s.v[h_k, j])
     if sink is not None:
         s_sink = (sink[h].to(m.dtype) * _base(p)).repeat(count_of(s)).view(acc.shape[0], -1, 1, 1)
         s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)

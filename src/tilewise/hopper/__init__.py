@@ -9,6 +9,7 @@ from ..host.launch import make_lists, on_device
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
+from ..quantize import eight_bits
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, current, current_fp32, padded, precision
@@ -29,6 +30,8 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
+        if eight_bits(p):
+            against.append(f"it has no kernel for precision {p.recipe.precision!r} yet")
         if p.recipe.cached:
             against.append("its kernels do not read caches or split keys")
         if p.dtype == torch.float32:

@@ -26,6 +26,18 @@ class Variant(NamedTuple):
     dropout: object
     lists: object
     sink: object = None
+    codes: object = None
+    """Is a `Scales` where Q and K are int8."""
+
+
+class Scales(NamedTuple):
+    """Hold what int8 Q and K lack (quantize.py): descale factors of rows and of blocks, q . mean; blocks of a head."""
+
+    q_descale: object
+    k_descale: object
+    q_shift: object
+    q_stride: object
+    k_stride: object
 
 
 class Place(NamedTuple):

@@ -4,7 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import NARROW, make_lists, on_device
+from .. import quantize
+from ..host.launch import NARROW, current_stream, make_lists, on_device, with_adjacent_rows
+from ..host.quantize import quantize_launches
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
@@ -23,12 +25,17 @@ class Portable:
 
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
-        against = _against_target(problem)
+        against, sizes = _against_target(problem) + quantize.against(problem), f"{problem.D} and {problem.D_v}"
+        if problem.recipe.precision == "fp8":
+            against.append("it has no kernel for precision 'fp8'; use precision='int8'")
+        if quantize.eight_bits(problem) and problem.target != "cpu" and max(problem.D, problem.D_v) > 128:
+            against.append(f"it quantizes head sizes up to 128, got {sizes}; leave precision out")
+        if quantize.eight_bits(problem) and problem.target in NO_MATRIX_UNITS:
+            against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has no bf16; use fp16 or fp32")
-        sizes = f"{problem.D} and {problem.D_v}"
         if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
         elif _less_accurate(problem) and problem.recipe.backend != self.name:
@@ -90,6 +97,13 @@ class Portable:
         with on_device(x.extra[0]):
             return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
 
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        codes = quantize.empty_codes(problem, x.q.device)
+        with on_device(x.q):
+            for launch_ in quantize_launches(problem, with_adjacent_rows(x), codes, {}):
+                launch_.run(current_stream(x.q.device))
+        return codes
+
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
@@ -127,7 +141,9 @@ def _less_accurate(p: Problem) -> bool:
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
     q, k, v = (t.float() for t in x[:3])
-    recipe = p.recipe if p.dtype == torch.float32 else p.recipe._replace(precision="tf32x3", out_dtype=None)
+    recipe = p.recipe._replace(out_dtype=None)
+    if p.dtype != torch.float32 and not quantize.eight_bits(p):
+        recipe = recipe._replace(precision="tf32x3")
     return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
         q, k, v, x.extra
     )

@@ -8,20 +8,23 @@ from ..tile.blocks import block, store_rows
 from ..tile.dropout import dropout_mask
 from ..tile.factors import left_slices, load_left, load_right, load_values, product
 from ..tile.masks import visible
+from ..tile.quantize import KEYS, ROWS
 from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
-from ..tile.rows import fill_unused, row_values, rows_of
+from ..tile.rows import fill_unused, first_block, row_values, rows_of
 from ..tile.schedule import assign, counts
 from ..tile.scores import Entries, apply_scores
 from ..tile.softmax import finalize, join_sink, online_softmax
 
 
 @triton.jit
-def step(j, q, acc, m, l, K, V, place, variant, c, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def step(j, q, acc, m, l, K, V, descale, place, variant, c, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
     B_R: tl.constexpr = acc.shape[0]
     B_C: tl.constexpr = K.at.shape[0]
     j0 = j * B_C
     S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
+    if descale is not None:
+        S = S.to(tl.float32) * (descale[0] * tl.load(descale[1] + j0 // KEYS))[:, None]
     i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
     columns = j0 + tl.arange(0, B_C)[None, :]
     S = apply_scores(variant.scores, S, Entries(place.b, place.h, i, 0, columns, 0), len(variant.scores))
@@ -66,8 +69,19 @@ def attention_forward(Q, K, V, O, L, packed, unused, variant, c, M, N, H, schedu
     if i0 >= M:
         return
     place = Place(b, h, matrix, i0, M, N, N - M)
-    q = load_left(block(Q, b, h, q0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
+    if variant.codes is None:
+        q = load_left(block(Q, b, h, q0, B_R, d), i0, M, True, PRECISION)  # (B_r, d)
     keys, values = block(K, b, h // G, k0, B_C, d), block(V, b, h // G, k0, B_C, d_v)
+    descale = None
+    q_at = q0
+    if variant.codes is not None:
+        codes = variant.codes
+        q_at = first_block(packed, b, h, H, q0, codes.q_stride, ROWS).to(tl.int64) * ROWS
+        q = load_left(block(Q, b, h, q_at, B_R, d), i0, M, True, PRECISION)
+        k_block = first_block(packed, b, h // G, H // G, k0, codes.k_stride, KEYS).to(tl.int64)
+        keys = block(K, b, h // G, k_block * KEYS, B_C, d)
+        own = i0 + tl.arange(0, B_R)
+        descale = tl.load(codes.q_descale + q_at + own, mask=own < M, other=0.0), codes.k_descale + k_block
     out = block(O, b, h, q0, B_R, d_v)
     acc = tl.zeros(out.at.shape, tl.float32)
     m = tl.full([B_R], float("-inf"), tl.float32)
@@ -76,14 +90,17 @@ def attention_forward(Q, K, V, O, L, packed, unused, variant, c, M, N, H, schedu
     lo, full_lo, full_hi, hi = key_range(variant, lists, place, B_R, B_C)
     for x in range(full_lo, full_hi):  # full tiles: the mask hides no entry
         j = tile_at(variant.lists, lists, x)
-        acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, False, PRECISION)
+        acc, m, l = step(j, q, acc, m, l, keys, values, descale, place, variant, c, False, PRECISION)
     for x in range(full_lo - lo + hi - full_hi):  # partial tiles: edges of the mask, and the last tile
         j = partial_at(variant.lists, lists, x, lo, full_lo, full_hi)
-        acc, m, l = step(j, q, acc, m, l, keys, values, place, variant, c, True, PRECISION)
+        acc, m, l = step(j, q, acc, m, l, keys, values, descale, place, variant, c, True, PRECISION)
     if variant.sink is not None:
         m, l, alpha = join_sink(m, l, tl.load(variant.sink + h).to(tl.float32), c is None)
         acc = acc * alpha[:, None]
     inverse, lse = finalize(m, l, c is None)
     store_rows(out, i0, M, acc * inverse[:, None])
     rows = i0 + tl.arange(0, B_R)
+    if variant.codes is not None:
+        shift = tl.load(variant.codes.q_shift + q_at + rows, mask=rows < M, other=0.0)
+        lse = tl.where(lse == float("-inf"), lse, lse + shift)
     tl.store(row_values(L, packed, b, h, H, q0, rows_in_all) + rows, lse, mask=rows < M)

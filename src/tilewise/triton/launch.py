@@ -26,10 +26,13 @@ from ..host.launch import (
     with_adjacent_rows,
     with_lse_shift,
 )
+from ..host.quantize import quantize_launches
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..quantize import Codes, blocks_of, eight_bits, empty_codes, size_of
 from ..tile.blocks import Tile
-from ..tile.ranges import Variant
+from ..tile.ranges import Scales, Variant
+from ..tile.rows import Rows as RowsOf
 from ..tile.rows import RowValues
 from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
@@ -96,6 +99,11 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         saved.lse.fill_(-torch.inf)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
+    if eight_bits(p):
+        codes = empty_codes(p, x.q.device)
+        saved = saved._replace(kept=codes.present())
+        for launch in quantize_launches(p, x, codes, pl.compiled):
+            launch.run(stream)
     for launch in forward_launches(p, pl, x, saved):
         launch.run(stream)
     return saved
@@ -135,9 +143,15 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
+    q, k, v, o = (rows(p, t) for t in (*x[:3], saved.o))
+    codes = None
+    if eight_bits(p):
+        made, size = Codes(*saved.kept), size_of(p)
+        q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
+        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *blocks_of(p))
     arguments = (
-        *(rows(p, t) for t in (*x[:3], saved.o)), saved.lse, packed(p, x), unused(p, saved),
-        Variant(parts, changes, dropout(p, saved.seed), lists, sink), pl.c, *lengths(p), p.H,
+        q, k, v, o, saved.lse, packed(p, x), unused(p, saved),
+        Variant(parts, changes, dropout(p, saved.seed), lists, sink, codes), pl.c, *lengths(p), p.H,
         schedule(tiles, heads, pl.section),
     )  # fmt: skip
     yield Launch(attention_forward, heads * tiles, arguments, constants(p, pl, pl.forward), pl.compiled)
@@ -201,6 +215,6 @@ def schedule(*counts: int) -> Schedule:
 
 def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
     """Return a kernel's constants and compiler options."""
-    tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
+    tile = Tile(p.H // p.H_k, size_of(p) if eight_bits(p) else p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
     cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
     return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}
