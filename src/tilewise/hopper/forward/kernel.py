@@ -303,6 +303,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         o = zero_o
         o_right = zero_o if tile.FRESH == 2 else zero_l
         alpha = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        alpha_l = alpha
         l_sum = zero_l
         if tile.Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
             if n > 0:
@@ -358,7 +359,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 arrive(shared.k.empty, y + 1)
                 o_right = o_right * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None] + o_next
             if tile.SUMS:
-                l_sum = l_sum * gl.convert_layout(alpha, gl.SliceLayout(1, l_layout))[:, None] + l_next
+                l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
+            alpha_l = alpha_new
             if tile.PV_BITS == 8:
                 alpha = alpha_new * (v_scale / v_next)
                 v_scale = v_next
@@ -375,7 +377,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         t = receive_tile(shared.tile_ids, n + 1, 4)
         if tile.SUMS:
             o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
-            l_sum = l_sum * gl.convert_layout(alpha, gl.SliceLayout(1, l_layout))[:, None] + l_next
+            l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
             l = gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout))
         else:
             o_last = warpgroup_mma_wait(0, [o_last])
