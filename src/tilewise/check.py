@@ -16,6 +16,7 @@ from .layout import Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
 from .problem import (
+    EIGHT_BITS,
     FLOATING_TYPES,
     KINDS,
     MAX_HEAD_SIZE,
@@ -77,9 +78,9 @@ def check_arguments(
         scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
     dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and precision not in (*PRECISIONS, *EIGHT_BITS):
         raise ValueError(
-            f"precision must be None or one of {', '.join(PRECISIONS)}, got {precision!r}; "
+            f"precision must be None or one of {', '.join((*PRECISIONS, *EIGHT_BITS))}, got {precision!r}; "
             "leave it out to follow torch.get_float32_matmul_precision()"
         )
     if backend is not None and backend not in ORDER:
@@ -305,9 +306,14 @@ def _heads_first(p: Problem) -> Problem:
 
 def _check_recipe(p: Problem) -> None:
     r = p.recipe
-    if r.precision is not None and p.dtype != torch.float32:
+    if r.precision in EIGHT_BITS and p.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"precision must be None for any type but fp32, got {r.precision!r} with {p.dtype}; "
+            f"precision must be None or one of {', '.join(PRECISIONS)} for {p.dtype}, got {r.precision!r}; "
+            "convert q, k and v to fp16 or bf16 for 8-bit products"
+        )
+    if r.precision in PRECISIONS and p.dtype != torch.float32:
+        raise ValueError(
+            f"precision must be None, int8 or fp8 for any type but fp32, got {r.precision!r} with {p.dtype}; "
             "leave it out, or convert q, k and v to fp32"
         )
     if r.varlen:

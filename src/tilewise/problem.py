@@ -30,6 +30,8 @@ FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_SIZE = 512
 
 PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
+EIGHT_BITS = ("int8", "fp8")
+"""Names of precision for fp16 and bf16: approximations, never chosen by None or by torch's settings."""
 PREFERENCE = {
     "highest": ("bf16x6", "ieee"),
     "high": ("fp16x3", "tf32x3", "bf16x6", "ieee"),

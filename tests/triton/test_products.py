@@ -47,7 +47,7 @@ ALLOWED = {
         "triton/backward.py": ("h_k * G", "H_k * G"),
     },
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
-        "hopper/parts/row_blocks.py": ("(b * H + h) * stride", "h * stride"),
+        "tile/rows.py": ("(b * H + h) * stride", "h * stride"),
         "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
         "hopper/backward/deterministic.py": ("slot * SEMAPHORE_TILES",),
     },

@@ -104,14 +104,14 @@ class Launch(NamedTuple):
             foreseen.append(self)
             return
         start = self.kernel[(self.programs,)]
-        compiled = compile_once(self.kernel.fn.__name__, lambda: start(*self.arguments, **self.constants, **FUSED))
+        compiled = compile_once(self.kernel.fn.__name__, lambda: start(*self.arguments, **FUSED | self.constants))
         if compiled is not None:  # the interpreter compiles nothing
             rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(self.arguments) :]])
             self.compiled[at] = compiled, rest, direct(compiled, self.arguments, rest)
 
     def compile(self) -> Any:
         """Compile the kernel for the active driver's target, without a GPU."""
-        return self.kernel.warmup(*self.arguments, grid=(1,), **self.constants, **FUSED)
+        return self.kernel.warmup(*self.arguments, grid=(1,), **FUSED | self.constants)
 
 
 RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)

@@ -144,3 +144,13 @@ def pitch(M):
     """Return the stride of row values in scratch: M, rounded up so that every head's first lies on a 64-byte
     boundary."""
     return (M + 15) // 16 * 16
+
+
+@triton.jit
+def first_block(packed, b, h, H, q0, stride, B_R: tl.constexpr):
+    """Return the first block of head h of batch entry b. A head has `stride` blocks; with packed sequences, all of them
+    share these."""
+    if packed is None:
+        return (b * H + h) * stride
+    else:
+        return h * stride + q0 // B_R + b  # each sequence wastes less than one block

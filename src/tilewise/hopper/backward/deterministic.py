@@ -12,9 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.ranges import query_range
-from ...tile.rows import rows_of
+from ...tile.rows import first_block, rows_of
 from ..parts.channel import fence_async_global, wait_equal, wait_reductions
-from ..parts.row_blocks import first_block
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])

@@ -9,9 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.ranges import Place, list_at, query_range, tile_at
-from ...tile.rows import rows_of
+from ...tile.rows import first_block, rows_of
 from ...tile.schedule import assign
-from ..parts.row_blocks import first_block
 
 
 class Keys(NamedTuple):

@@ -1,10 +1,9 @@
-"""Postprocess after the backward's main kernel: convert sums, in the blocks of parts/row_blocks.py, into dQ."""
+"""Postprocess after the backward's main kernel: convert sums, in the blocks of tile/rows.py, into dQ."""
 
 import triton
 import triton.language as tl
 
-from ...tile.rows import origin, rows_of
-from ..parts.row_blocks import first_block
+from ...tile.rows import first_block, origin, rows_of
 
 
 @triton.jit

@@ -1,14 +1,13 @@
 """Preprocess before the backward's main kernel: compute what it reads of each row, in the blocks of
-parts/row_blocks.py."""
+tile/rows.py."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unused, origin, row_values, rows_of
+from ...tile.rows import fill_unused, first_block, origin, row_values, rows_of
 from ...tile.softmax import for_backward
-from ..parts.row_blocks import first_block
 
 
 class Tile(NamedTuple):

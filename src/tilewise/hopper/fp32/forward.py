@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile.rows import origin, row_values
+from ...tile.rows import first_block, origin, row_values
 from ...tile.softmax import finalize, join_sink, row_max
 from ..forward.queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from ..forward.softmax import exponentials, masked
@@ -41,7 +41,6 @@ from ..parts.channel import (
     wait_dependencies,
 )
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
-from ..parts.row_blocks import first_block
 from .forward_products import (
     accumulate_o,
     begin_logits,

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unused, row_values, rows_of
+from ...tile.rows import fill_unused, first_block, row_values, rows_of
 from ...tile.softmax import for_backward
-from ..parts.row_blocks import first_block
 from .split import INF, largest, load_block, store_pieces
 
 BLOCK = tl.constexpr(64)

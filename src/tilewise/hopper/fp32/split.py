@@ -17,8 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.rows import fill_unused, origin, rows_of
-from ..parts.row_blocks import first_block
+from ...tile.rows import fill_unused, first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
 LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)

@@ -14,7 +14,7 @@ class Call(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Hold what passes between the backward's kernels, in blocks of B_r rows (see row_blocks.py)."""
+    """Hold what passes between the backward's kernels, in blocks of B_r rows (see tile/rows.py)."""
 
     logs: Any
     """Holds the lse, in base 2 or in fp32 in natural log."""

@@ -1,0 +1,324 @@
+"""Quantize Q, K and V for 8-bit attention: the codes and scales, in plain torch. tile/quantize.py computes the same
+bits.
+
+Before they are rounded, Q and K change in three ways that leave Q K^T as it is, or known:
+
+    balance  a power of two per channel moves from K to Q, so that their channels are of one size; exact
+    smooth   K loses the mean of SAMPLES of its keys; a row's logits lose q . mean, which lse gets back (`q_shift`).
+             Where scores or a sink act on the logits, nothing is subtracted
+    rotate   signs, then Hadamard's matrix: both are multiplied by one orthogonal matrix (QuIP, FlashAttention-3), so
+             that no entry stands out. Padded to `size` columns, and not normalised: 1 / size is in `q_descale`
+
+Then Q is int8 with a scale for each row, K int8 with a scale for each block of 128 keys. With "fp8", V is e4m3 with a
+power of two for each such block, and transposed: its columns are keys, in each 16 in the order of `key_order`. A matrix
+unit's accumulators of S then hold P as the next product wants it.
+
+Rows lie in blocks, of 64 queries and of 128 keys. A sequence begins with a block and ends in zeros, so no scale depends
+on another sequence; nor does it on keys outside the Padding of a mask.
+
+What is not finite: a row of Q gets a NaN scale, as does a block of K; an entry of V becomes NaN. So NaN reaches every
+row that it reaches in 16 bits, and from K also rows that see other keys of its block.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .mask import Mask, PaddingLengths, PaddingRange
+from .problem import EIGHT_BITS, Operands, Problem
+
+ROWS, KEYS = 64, 128
+"""Rows of a block of Q, and of one of K and V."""
+SAMPLES = 256
+"""Rows of a head that decide its mean and its balance."""
+INT8 = 127.0
+LEAST = 2.0**-100
+"""Rows and blocks whose entries are all smaller count as zeros."""
+MOST = 24
+"""The largest exponent of balance."""
+MOST_OF_V = 126
+"""The largest exponent of V's scales, so that their reciprocals exist."""
+
+
+class Codes(NamedTuple):
+    """What an 8-bit forward multiplies. A head has `blocks_of` blocks; packed sequences share them (`first_block`)."""
+
+    q: Tensor
+    """int8 (blocks, 64, size)."""
+    k: Tensor
+    """int8 (blocks, 128, size)."""
+    q_descale: Tensor
+    """fp32 (blocks, 64): q times this, and k times k_descale, multiply to Q K^T; without the factor on the logits."""
+    k_descale: Tensor
+    """fp32 (blocks,)."""
+    q_shift: Tensor
+    """fp32 (blocks, 64): scale * q . mean, which lse misses."""
+    mean: Tensor
+    """fp32 (B, H_k, size)."""
+    balance: Tensor
+    """fp32 (B, H_k, size), powers of two: Q's channels are multiplied, K's divided."""
+    v: Tensor | None = None
+    """e4m3 (blocks, size, 128), the columns in the order of `key_order`; None with "int8"."""
+    v_descale: Tensor | None = None
+    """fp32 (blocks,), powers of two."""
+
+
+def eight_bits(p: Problem) -> bool:
+    """Tell whether a call asks for 8-bit products."""
+    return p.recipe.precision in EIGHT_BITS
+
+
+def against(p: Problem) -> list[str]:
+    """Return why no back end takes a call with 8-bit products; empty if there is no reason, or no such product."""
+    if not eight_bits(p):
+        return []
+    name, found = f"precision {p.recipe.precision!r}", []
+    if max(p.D, p.D_v) > 256:
+        found.append(f"{name} takes head sizes up to 256, got {p.D} and {p.D_v}")
+    if p.recipe.precision == "fp8" and p.recipe.dropout:
+        found.append(f"{name} has no dropout; use precision='int8'")
+    return found
+
+
+def size_of(p: Problem) -> int:
+    """Return the columns of codes: 64, 128 or 256."""
+    return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
+
+
+def smooths(p: Problem) -> bool:
+    """Tell whether K loses its mean: not where scores or a sink act on the logits."""
+    return not (p.recipe.score or p.recipe.sink)
+
+
+def blocks_of(p: Problem) -> tuple[int, int]:
+    """Return a head's blocks of queries, and of keys; for packed sequences, those of all sequences."""
+    if p.recipe.varlen:
+        return p.q.shape[0] // ROWS + p.B, p.k.shape[0] // KEYS + p.B
+    return -(-p.M // ROWS), -(-p.N // KEYS)
+
+
+def empty_codes(p: Problem, device: torch.device) -> Codes:
+    """Allocate codes, unwritten: (size + 8) bytes a query, and size a key, with "fp8" twice that."""
+    size, batch = size_of(p), 1 if p.recipe.varlen else p.B
+    of_queries, of_keys = (batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    fp8 = p.recipe.precision == "fp8"
+    return Codes(
+        empty(of_queries, ROWS, size, dtype=torch.int8), empty(of_keys, KEYS, size, dtype=torch.int8),
+        empty(of_queries, ROWS), empty(of_keys), empty(of_queries, ROWS),
+        empty(p.B, p.H_k, size), empty(p.B, p.H_k, size),
+        empty(of_keys, size, KEYS, dtype=torch.float8_e4m3fn) if fp8 else None, empty(of_keys) if fp8 else None,
+    )  # fmt: skip
+
+
+class Sequences(NamedTuple):
+    """Batch entries of one length, or a single packed sequence: operands (entries, length, heads, head size)."""
+
+    b: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    first_q: int
+    first_k: int
+    """The first block of each head."""
+    lo: Tensor
+    hi: Tensor
+    """(entries,): the keys lo <= j < hi, which a Padding shows."""
+
+
+def sequences(p: Problem, x: Operands) -> Iterator[Sequences]:
+    """Yield the whole padded batch, or one packed sequence after the other."""
+    masks = p.values(x.extra)[0]
+    starts, ends = key_bounds(masks)
+    lo = torch.zeros(p.B, dtype=torch.int64, device=x.q.device) if starts is None else starts.long().clamp(min=0)
+    if not p.recipe.varlen:
+        hi = torch.full_like(lo, p.N) if ends is None else ends.long().clamp(max=p.N)
+        yield Sequences(slice(0, p.B), x.q, x.k, x.v, 0, 0, lo, hi)
+        return
+    cu_q, cu_k = (cu.tolist() for cu in x.extra[-2:])
+    for b in range(p.B):
+        (q0, q1), (k0, k1) = cu_q[b : b + 2], cu_k[b : b + 2]
+        own = slice(b, b + 1)
+        hi = torch.full_like(lo[own], k1 - k0) if ends is None else ends[own].long().clamp(max=k1 - k0)
+        q, k, v = x.q[None, q0:q1], x.k[None, k0:k1], x.v[None, k0:k1]
+        yield Sequences(own, q, k, v, q0 // ROWS + b, k0 // KEYS + b, lo[own], hi)
+
+
+def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the starts and the ends (B,) of the keys that a mask's first Padding shows; None for no bound."""
+    for mask in masks:
+        if isinstance(mask, (PaddingLengths, PaddingRange)):
+            return getattr(mask, "starts", None), mask.lengths
+    return None, None
+
+
+def quantize(p: Problem, x: Operands) -> Codes:
+    """Return the codes of a call. Blocks that no sequence owns are zeros."""
+    codes = empty_codes(p, x.q.device)
+    for t in codes:
+        if t is not None:
+            t.view(torch.int8).zero_()
+    signs = signs_of(size_of(p), x.q.device)
+    for s in sequences(p, x):
+        q, k, v = (_columns(t, size_of(p)) for t in (s.q, s.k, s.v))
+        j = torch.arange(k.shape[2], device=k.device)
+        inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
+        mean, balance = statistics(p, q, k, s)
+        codes.mean[s.b], codes.balance[s.b] = mean, balance
+        of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
+        q_int8, descale = int8_rows(rotated(q * of_q))
+        own = p.H, ROWS, s.first_q, q.shape[2]
+        _blocks(p, codes.q, own).copy_(_cut(q_int8, ROWS))
+        _blocks(p, codes.q_descale, own).copy_(_cut(descale / size_of(p), ROWS)[..., 0])
+        _blocks(p, codes.q_shift, own).copy_(_cut((q * of_mean).sum(-1, keepdim=True) * p.scale, ROWS)[..., 0])
+        k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
+        k_int8, descale = int8_blocks(_cut(k, KEYS))
+        own = p.H_k, KEYS, s.first_k, k.shape[2]
+        _blocks(p, codes.k, own).copy_(k_int8)
+        _blocks(p, codes.k_descale, own).copy_(descale)
+        if codes.v is not None and codes.v_descale is not None:
+            v_e4m3, descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), KEYS))
+            _blocks(p, codes.v, own).copy_(v_e4m3[..., key_order(v.device), :].mT)
+            _blocks(p, codes.v_descale, own).copy_(descale)
+    return codes
+
+
+def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+    """Return K's mean and the balance, (entries, H_k, size), from SAMPLES rows of each head, which may repeat.
+
+    q, k: (entries, heads, rows, size). What is not finite counts as 0. The samples of Q take turns among the heads that
+    share a key head. The balance brings K's mean square to Q's: the fourth root of their quotient, to the nearest power
+    of two, with log2 taken to be linear between them.
+    """
+    group = p.H // p.H_k
+    of_keys = _sampled(k, s.lo, s.hi)
+    turns = torch.arange(SAMPLES, device=q.device) % group
+    grouped = q.unflatten(1, (p.H_k, group))
+    of_queries = torch.stack([_sampled(grouped[:, :, g], torch.zeros_like(s.lo), q.shape[2]) for g in range(group)], 2)
+    of_queries = of_queries[:, :, turns, torch.arange(SAMPLES, device=q.device)]
+    mean = _total(of_keys) / SAMPLES if smooths(p) else torch.zeros_like(of_keys[:, :, 0])
+    away = of_keys - mean[:, :, None]
+    below = _total(of_queries * of_queries)
+    quotient = _total(away * away) / torch.where(below > 0.0, below, 1.0)
+    usable = (quotient > 0.0) & (quotient < torch.inf) & (below > 0.0)
+    bits = torch.where(usable, quotient, 1.0).view(torch.int32)
+    exponent = ((bits - (125 << 23)) >> 25).clamp(-MOST, MOST)  # (log2 + 2) / 4, rounded down
+    return mean, power(exponent)
+
+
+def _sampled(x: Tensor, lo: Tensor, hi: Tensor | int) -> Tensor:
+    """Return rows lo + s (hi - lo) // SAMPLES of each entry, (entries, heads, SAMPLES, size); 0 without rows."""
+    turns = torch.arange(SAMPLES, device=x.device)
+    count = (hi - lo).clamp(min=0)[:, None]
+    rows = lo[:, None] + turns * count // SAMPLES  # (entries, SAMPLES)
+    exists = (count > 0).expand_as(rows)[:, None, :, None]
+    if x.shape[2] == 0:
+        return x.new_zeros(*x.shape[:2], SAMPLES, x.shape[3])
+    at = rows.clamp(max=x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    found = torch.gather(x, 2, at)
+    return torch.where(exists & (found.abs() < torch.inf), found, 0.0)
+
+
+def _total(x: Tensor) -> Tensor:
+    """Sum (entries, heads, SAMPLES, size) over the samples: every 16th one after the other, then halves."""
+    parts = x.unflatten(2, (-1, 16))
+    total = parts[:, :, 0]
+    for n in range(1, parts.shape[2]):
+        total = total + parts[:, :, n]
+    while total.shape[2] > 1:
+        half = total.shape[2] // 2
+        total = total[:, :, :half] + total[:, :, half:]
+    return total[:, :, 0]
+
+
+def signs_of(size: int, device: torch.device) -> Tensor:
+    """Return the fixed signs, 1 or -1, of each column."""
+    column = torch.arange(size, device=device)
+    return 1.0 - 2.0 * ((column * 40503 + 12345) >> 8 & 1)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Multiply rows by Hadamard's matrix, whose entries are 1 and -1: butterflies of neighbours, then of pairs, …"""
+    shape, step = x.shape, 1
+    while step < shape[-1]:
+        a, b = x.view(*shape[:-1], shape[-1] // (2 * step), 2, step).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).view(shape)
+        step *= 2
+    return x
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 (…, rows, columns) and the descale factor (…, rows, 1) of each row: the largest becomes 127."""
+    return _int8(x, _largest(x).amax(-1, keepdim=True))
+
+
+def int8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 (…, rows, columns) and the descale factor (…) of each block of rows: the largest becomes 127."""
+    codes, descale = _int8(x, _largest(x).amax((-2, -1), keepdim=True))
+    return codes, descale[..., 0, 0]
+
+
+def _int8(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    exists = (top >= LEAST) & (top < torch.inf)
+    scale = torch.where(exists, INT8 / torch.where(exists, top, 1.0), 0.0)
+    codes = (torch.where(x.abs() < torch.inf, x, 0.0) * scale).round().to(torch.int8)  # half to even
+    return codes, torch.where(top < torch.inf, torch.where(exists, top / INT8, 0.0), torch.nan)
+
+
+def e4m3_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 (…, rows, columns) and the descale factor (…), a power of two, of each block of rows.
+
+    The largest finite entry comes into [128, 256). What is not finite becomes NaN.
+    """
+    finite = x.abs() < torch.inf
+    top = torch.where(finite, x.abs(), 0.0).amax((-2, -1))
+    exponent = (134 - (top.view(torch.int32) >> 23)).clamp(max=MOST_OF_V)
+    codes = torch.where(finite, x * power(exponent)[..., None, None], torch.nan).to(torch.float8_e4m3fn)
+    return codes, power(-exponent)
+
+
+def key_order(device: torch.device) -> Tensor:
+    """Return which key of a block each column of V's codes holds.
+
+    The accumulator of S gives thread r of four the columns 8 b + 2 r + e of each 16, and the product with V expects of
+    it the columns 4 r + 2 b + e. So there lies key 8 b + 2 r + e.
+    """
+    return torch.arange(KEYS, device=device).view(-1, 2, 4, 2).transpose(1, 2).flatten()
+
+
+def power(exponent: Tensor) -> Tensor:
+    """Return 2^n for int32 n from -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return |x|, and inf for NaN, so that a maximum tells whether all is finite."""
+    return torch.where(x.abs() < torch.inf, x.abs(), torch.inf)
+
+
+def _columns(x: Tensor, size: int) -> Tensor:
+    """Return (entries, heads, rows, size) in fp32, zero past the head size."""
+    return torch.nn.functional.pad(x.transpose(1, 2).float(), (0, size - x.shape[-1]))
+
+
+def _cut(x: Tensor, rows: int) -> Tensor:
+    """Cut (…, length, columns) into blocks (…, blocks, rows, columns), zero past the end."""
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % rows))
+    return whole.unflatten(-2, (whole.shape[-2] // rows, rows))
+
+
+def _blocks(p: Problem, t: Tensor, own: tuple[int, int, int, int]) -> Tensor:
+    """View the blocks of a sequence's rows, (entries, heads, blocks, …). `own`: heads, rows of a block, the first, and
+    the sequence's length."""
+    heads, rows, first, length = own
+    return t.unflatten(0, (1 if p.recipe.varlen else p.B, heads, -1))[:, :, first : first + -(-length // rows)]
+
+
+def _per_query_head(p: Problem, x: Tensor) -> Tensor:
+    """Repeat (entries, H_k, …) for the query heads of each key head."""
+    return x.repeat_interleave(p.H // p.H_k, 1)

@@ -1,0 +1,288 @@
+"""Quantize Q, K and V for 8-bit attention: quantize.py, whose bits these kernels compute, says what and why.
+
+They must be compiled without fusing products and sums. All sums that reach a code are in one order: butterflies, and
+halves.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .rows import first_block, origin, rows_of
+
+INF = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+ROWS = tl.constexpr(64)
+KEYS = tl.constexpr(128)
+SAMPLES = tl.constexpr(256)
+LEAST = tl.constexpr(2.0**-100)
+MOST = tl.constexpr(24)
+MOST_OF_V = tl.constexpr(126)
+E4M3_NAN = tl.constexpr(127)
+
+
+class Inputs(NamedTuple):
+    """Hold what is quantized, as Rows, and what a Padding shows: keys from starts (B,) up to ends (B,), or None."""
+
+    Q: object
+    K: object
+    V: object
+    starts: object
+    ends: object
+
+
+class Codes(NamedTuple):
+    """Hold what is made of it, as quantize.py's Codes."""
+
+    q: object
+    k: object
+    q_descale: object
+    k_descale: object
+    q_shift: object
+    mean: object
+    balance: object
+    v: object
+    v_descale: object
+    """v is of int8 here, the bits of e4m3."""
+
+
+class Sizes(NamedTuple):
+    """Hold the constants: G query heads share a key head; head sizes; columns of the codes."""
+
+    G: int
+    d: int
+    d_v: int
+    SIZE: int
+
+
+@triton.jit
+def load_finite(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
+    """Load rows in fp32, with 0 for what is not finite. # (R, SIZE)"""
+    x = load_block(X, at, rows, inside, d, SIZE)
+    return tl.where(tl.abs(x) < INF, x, 0.0)
+
+
+@triton.jit
+def load_block(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
+    """Load rows of a head that begins at `at`, in fp32, zero outside and past the head size. # (R, SIZE)"""
+    columns = tl.arange(0, SIZE)
+    exists = inside[:, None] & (columns < d)[None, :]
+    return tl.load(at + rows.to(tl.int64)[:, None] * X.row + columns[None, :], mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def key_bounds(x, b, N):
+    """Return the keys lo <= j < hi of batch entry b that a Padding shows."""
+    lo, hi = 0, N
+    if x.starts is not None:
+        lo = tl.maximum(tl.load(x.starts + b), 0).to(tl.int32)
+    if x.ends is not None:
+        hi = tl.minimum(tl.load(x.ends + b), N).to(tl.int32)
+    return lo, hi
+
+
+@triton.jit
+def power(n):
+    """Return 2^n for n from -126 to 127."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halved(x):  # (R, C)
+    """Sum over rows, halves at a time. # (C,)"""
+    C: tl.constexpr = x.shape[1]
+    for step in tl.static_range(4):
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, 8 >> step, C)), (1, 2, 0)))
+        x = first + second
+    return tl.reshape(x, (C,))
+
+
+@triton.jit
+def signs_of(SIZE: tl.constexpr):
+    """Return the fixed signs of columns. # (SIZE,)"""
+    return 1.0 - 2.0 * ((tl.arange(0, SIZE) * 40503 + 12345) >> 8 & 1).to(tl.float32)
+
+
+@triton.jit
+def rotated(x, STEPS: tl.constexpr):  # (R, 2^STEPS)
+    """Multiply rows by Hadamard's matrix, by butterflies. # (R, 2^STEPS)"""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    for n in tl.static_range(STEPS):
+        pairs = tl.permute(tl.reshape(x, (R, C // (2 << n), 2, 1 << n)), (0, 1, 3, 2))
+        a, b = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, C))
+    return x
+
+
+@triton.constexpr_function
+def log2_of(size):
+    """Return the exponent of a power of two."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def largest(x):
+    """Return |x|, and inf for NaN."""
+    return tl.where(tl.abs(x) < INF, tl.abs(x), INF)
+
+
+@triton.jit
+def int8(x, top):  # (R, C), (R, 1) or (1, 1)
+    """Return int8 codes, by which the largest becomes 127, and the descale factor: 0 for zeros, NaN if not finite."""
+    exists = (top >= LEAST) & (top < INF)
+    scale = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
+    whole = tl.where(tl.abs(x) < INF, x, 0.0) * scale
+    codes = ((whole + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 2^23: rounds to an integer, half to even
+    descale = tl.div_rn(tl.where(exists, top, 0.0), 127.0)
+    return codes, tl.where(top < INF, descale, NAN)
+
+
+@triton.jit
+def on_e4m3_grid(x):
+    """Round numbers of at most 448 to what e4m3 holds, half to even; Triton's interpreter rounds otherwise."""
+    bits = x.to(tl.int32, bitcast=True)
+    rest = bits & 0x7FFFFFFF
+    small = (tl.abs(x) + 16384.0) - 16384.0  # 2^14, where the next number is 2^-9 away: those of e4m3 below 2^-6, too
+    rounded = tl.where(
+        rest < 121 << 23, small.to(tl.int32, bitcast=True), (rest + 0x7FFFF + (rest >> 20 & 1)) & -0x100000
+    )
+    return (rounded | bits & -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_order(KEYS: tl.constexpr):
+    """Return which key of a block each column of V's codes holds."""
+    at = tl.arange(0, KEYS)
+    return (at & ~15) | ((at & 2) << 2) | ((at >> 1) & 6) | (at & 1)
+
+
+@triton.jit(do_not_specialize=["packed", "M", "N", "H_k"])
+def attention_quantize_statistics(
+    x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr, PDL: tl.constexpr = False
+):
+    """Compute the mean and the balance of one key head from SAMPLES rows."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    SIZE: tl.constexpr = sizes.SIZE
+    G: tl.constexpr = sizes.G
+    b, h = tl.program_id(0) // H_k, tl.program_id(0) % H_k
+    q0, M, k0, N = rows_of(packed, b, M, N)
+    lo, hi = key_bounds(x, b, N)
+    count = tl.maximum(hi - lo, 0)
+    lanes = tl.arange(0, 16)
+    keys, queries = origin(x.K, b, h, k0), origin(x.Q, b, h * G, q0)
+    mean = tl.zeros([SIZE], tl.float32)
+    if SMOOTH:
+        total = tl.zeros([16, SIZE], tl.float32)
+        for n in range(SAMPLES // 16):
+            rows = lo + (n * 16 + lanes).to(tl.int64) * count // SAMPLES
+            total += load_finite(x.K, keys, rows, (lanes < 16) & (count > 0), sizes.d, SIZE)
+        mean = halved(total) / SAMPLES
+    of_keys, of_queries = tl.zeros([16, SIZE], tl.float32), tl.zeros([16, SIZE], tl.float32)
+    for n in range(SAMPLES // 16):
+        turn = n * 16 + lanes
+        rows = lo + turn.to(tl.int64) * count // SAMPLES
+        away = load_finite(x.K, keys, rows, (lanes < 16) & (count > 0), sizes.d, SIZE) - mean[None, :]
+        of_keys += away * away
+        rows = turn.to(tl.int64) * M // SAMPLES
+        inside = (lanes < 16) & (M > 0)
+        columns = tl.arange(0, SIZE)
+        at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)[:, None] + columns[None, :]
+        q = tl.load(at, mask=inside[:, None] & (columns < sizes.d)[None, :], other=0.0).to(tl.float32)
+        q = tl.where(tl.abs(q) < INF, q, 0.0)
+        of_queries += q * q
+    below = halved(of_queries)
+    quotient = tl.div_rn(halved(of_keys), tl.where(below > 0.0, below, 1.0))
+    usable = (quotient > 0.0) & (quotient < INF) & (below > 0.0)
+    bits = tl.where(usable, quotient, 1.0).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum((bits - (125 << 23)) >> 25, -MOST), MOST)
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tl.store(codes.mean + at, mean)
+    tl.store(codes.balance + at, power(exponent))
+
+
+@triton.jit
+def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes: tl.constexpr):
+    """Write a block of 64 queries."""
+    SIZE: tl.constexpr = sizes.SIZE
+    rows, columns = t * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+    mean = tl.load(codes.mean + head * SIZE + columns)
+    factor = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
+    turned = rotated(q * factor[None, :], log2_of(SIZE))
+    whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
+    own = block * ROWS + tl.arange(0, ROWS)
+    tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
+    tl.store(codes.q_descale + own, tl.reshape(descale, (ROWS,)) * (1.0 / SIZE))
+    tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
+
+
+@triton.jit
+def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.constexpr):
+    """Write a block of 128 keys."""
+    SIZE: tl.constexpr = sizes.SIZE
+    rows, columns = t * KEYS + tl.arange(0, KEYS), tl.arange(0, SIZE)
+    inside = (rows >= lo) & (rows < hi)
+    k = load_block(x.K, origin(x.K, b, h, first), rows, inside, sizes.d, SIZE)
+    mean = tl.load(codes.mean + head * SIZE + columns)
+    factor = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
+    k = tl.where(inside[:, None], (k - mean[None, :]) * factor[None, :], 0.0)
+    turned = rotated(k, log2_of(SIZE))
+    top = tl.max(tl.max(largest(turned), 1), 0)
+    whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
+    own = block * KEYS + tl.arange(0, KEYS)
+    tl.store(codes.k + own[:, None] * SIZE + columns[None, :], whole)
+    tl.store(codes.k_descale + block + tl.arange(0, 1), tl.reshape(descale, (1,)))
+
+
+@triton.jit
+def quantize_values(x, codes, b, h, first, t, lo, hi, block, sizes: tl.constexpr):
+    """Write a block of 128 rows of V, transposed, with its keys in another order."""
+    SIZE: tl.constexpr = sizes.SIZE
+    rows, columns = t * KEYS + key_order(KEYS), tl.arange(0, SIZE)
+    v = load_block(x.V, origin(x.V, b, h, first), rows, (rows >= lo) & (rows < hi), sizes.d_v, SIZE)
+    finite = tl.abs(v) < INF
+    top = tl.max(tl.max(tl.where(finite, tl.abs(v), 0.0), 1), 0)
+    exponent = tl.minimum(134 - (top.to(tl.int32, bitcast=True) >> 23), MOST_OF_V)
+    whole = on_e4m3_grid(tl.where(finite, v, 0.0) * power(exponent)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    at = (block * SIZE + columns)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    tl.store(codes.v + at, tl.where(finite, whole, E4M3_NAN).T)
+    tl.store(codes.v_descale + block, power(-exponent))
+
+
+@triton.jit(do_not_specialize=["packed", "scale", "M", "N", "H", "q_tiles", "k_tiles", "q_stride", "k_stride", "of_q"])
+def attention_quantize(
+    x, codes, packed, scale, M, N, H, q_tiles, k_tiles, q_stride, k_stride, of_q, sizes: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Quantize a block of Q, K or V: the first `of_q` programs Q, then the others in turns K and V. `q_stride` and
+    `k_stride` count a head's blocks. PDL: the next kernel may begin, and waits for this one where it reads codes."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    G: tl.constexpr = sizes.G
+    if program < of_q:
+        t, h, b = program % q_tiles, program // q_tiles % H, program // q_tiles // H
+        q0, length, _, _ = rows_of(packed, b, M, N)
+        if t * ROWS < length:
+            block = first_block(packed, b, h, H, q0, q_stride, ROWS).to(tl.int64) + t
+            head = b.to(tl.int64) * (H // G) + h // G
+            quantize_queries(x, codes, b, h, q0, t, length, block, head, scale, sizes)
+    else:
+        program -= of_q
+        PARTS: tl.constexpr = 1 if codes.v is None else 2
+        which, program = program % PARTS, program // PARTS
+        H_k = H // G
+        t, h, b = program % k_tiles, program // k_tiles % H_k, program // k_tiles // H_k
+        _, _, k0, length = rows_of(packed, b, M, N)
+        if t * KEYS < length:
+            lo, hi = key_bounds(x, b, length)
+            block = first_block(packed, b, h, H_k, k0, k_stride, KEYS).to(tl.int64) + t
+            if which == 0:
+                quantize_keys(x, codes, b, h, k0, t, lo, hi, block, b.to(tl.int64) * H_k + h, sizes)
+            if codes.v is not None:  # noqa: SIM102, the first is a constant
+                if which == 1:
+                    quantize_values(x, codes, b, h, k0, t, lo, hi, block, sizes)
