@@ -63,10 +63,10 @@ class Tile(NamedTuple):
     """Counts the bits of an entry of Q and K: 16, or 8 with a scale for each block."""
     PV_BITS: int = 16
     FRESH: int = 0
-    """Says whether P V of each key tile begins at zero."""
+    """Says whether P V of each key tile begins at zero and joins O in registers: 0 no, 1 yes, 2 in two halves of its
+    columns, one after the other. Sums of 8-bit products that stay in the tensor core drift with length."""
     SUMS: bool = False
-    """Row sums by product."""
-    DIRECT: int = 0
+    """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
 
 
 class Shape(NamedTuple):
@@ -97,6 +97,7 @@ class Shared(NamedTuple):
     bits: object
     """Holds the channel of dropout bits, or None."""
     ones: object
+    """Holds a tile of ones, which sums P's rows, or None."""
 
 
 @gluon.jit
@@ -207,7 +208,8 @@ def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
 
 
 @gluon.jit
-def sum_rows(p, ones, l, tile: gl.constexpr):
+def sum_rows(p, ones, l):
+    """Start the sums of P's rows."""
     p = eight_bits.unpack(p, gl.DotOperandLayout(0, l.type.layout, 4))
     return warpgroup_mma(p, ones.permute((1, 0)), l, use_acc=False, is_async=True)
 
@@ -216,20 +218,22 @@ def sum_rows(p, ones, l, tile: gl.constexpr):
 def operand(P, words, TYPE: gl.constexpr, call, layout: gl.constexpr, tile: gl.constexpr):
     """Return P as the loop carries it."""
     if tile.PV_BITS == 8:
-        return eight_bits.pack(P, tile.DIRECT)
+        return eight_bits.pack(P, tile.SUMS)
     else:
         return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)
 
 
 @gluon.jit
-def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, NATURAL: gl.constexpr = False):
+def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr):
     """Write O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be
-    NATURAL."""
+    NATURAL. lse_shift is what logits of 8-bit codes miss, or None."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
     inverse, lse = finalize(m, l, NATURAL)
+    if lse_shift is not None:
+        lse += gl.convert_layout(lse_shift, lse.type.layout)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
@@ -285,10 +289,15 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 matrix, matrix_k = place.matrix, place.matrix // call.shape.group
             else:
                 matrix, matrix_k = place.h, place.h // call.shape.group
-            q_scale = scale_at(codes.q_scale, matrix, codes.q_blocks, q_row + row0, BLOCK_Q)
+            rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+            q_at = (matrix * codes.q_blocks + q_row // BLOCK_Q) * BLOCK_Q + rows
+            q_scale = gl.load(codes.q_scale + q_at)
+            lse_shift = gl.load(codes.q_shift + q_at)
             k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             if tile.PV_BITS == 8:
                 v_scale = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
+        else:
+            lse_shift = None
         wait(shared.q.full, n)
         wait(shared.k.full, y)
         S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0, s_type, tile.QK_BITS)
@@ -323,7 +332,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
             wait(shared.v.full, y)
             if tile.SUMS:
-                l_next = sum_rows(p, shared.ones, zero_l, tile)
+                l_next = sum_rows(p, shared.ones, zero_l)
             o_next = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
             if tile.PINGPONG:
                 named_barrier("arrive", (W + 1) % WARPGROUPS)
@@ -372,7 +381,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             y += 1
         wait(shared.v.full, y)
         if tile.SUMS:
-            l_next = sum_rows(p, shared.ones, zero_l, tile)
+            l_next = sum_rows(p, shared.ones, zero_l)
         o_last = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
         t = receive_tile(shared.tile_ids, n + 1, 4)
         if tile.SUMS:
@@ -398,7 +407,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             o = o * call.variant.dropout.rescale
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        write(o, m, l, O, O_rows, L, shared.o.index(at).reshape([64, D]), place, q0, row0, call, c is None)
+        write(o, m, l, O, O_rows, L, shared.o.index(at).reshape([64, D]), place, q0, row0, call, lse_shift, c is None)
         y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
         if tile.Q_STAGES == 1:
             tma.store_wait(0)

@@ -8,7 +8,7 @@ from ...tile.masks import key_range_of, visible
 from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
-from .eight_bits import powers
+from .eight_bits import P_SCALE_LOG2, by_row, powers
 from ..parts.threads import as_tile, by_thread, positions
 
 
@@ -51,7 +51,7 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
     S = scored(S, place, row0, j0, variant)
     if partial:
         S = masked(S, place, row0, j0, variant)
-    EXTRA: gl.constexpr = 8 if tile.PV_BITS == 8 else 0
+    EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
     m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c, EXTRA)
     if tile.BOUNDED:
         m = gl.maximum(m, 0.0)
@@ -61,11 +61,12 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
         if S.type.layout != layout:
             ROWS: gl.constexpr = S.shape[0]
             S = gl.join(S, gl.full_like(S, float("-inf"))).permute((0, 2, 1)).reshape([ROWS, 2 * S.shape[1]])
-        P = powers(gl.convert_layout(S, layout), gl.convert_layout(shift, row_layout), c, tile.DIRECT)
+        c = gl.convert_layout(c, row_layout)
+        P = powers(gl.convert_layout(S, layout), gl.convert_layout(shift, row_layout), c)
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
-        P = gl.exp2(exponents(S, shift, c))
+        P = gl.exp2(exponents(S, shift, by_row(c, tile)))
         l = gl.sum(P, 1)
         if P.type.layout != layout:
             ROWS: gl.constexpr = P.shape[0]
@@ -93,7 +94,7 @@ def exponentials(S, shift, c, y, WAIT_PV: gl.constexpr):
 
 @gluon.jit
 def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
-    """The same, for `pack`."""
+    """Compute the same as `pack` takes it."""
     S = S.to(gl.float32)
     if tile.WAIT_PV == 1:
         end_block(y)
@@ -101,14 +102,15 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]
         left, right = gl.split(S.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
-        shift = gl.convert_layout(shift, gl.SliceLayout(1, left.type.layout))
-        left = powers(left, shift, c, tile.DIRECT)
+        rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+        shift, c = gl.convert_layout(shift, rows), gl.convert_layout(c, rows)
+        left = powers(left, shift, c)
         end_block(y)
-        right = powers(right, shift, c, tile.DIRECT)
+        right = powers(right, shift, c)
         P = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
         return gl.convert_layout(P, S.type.layout)
     else:
-        return powers(S, shift, c, tile.DIRECT)
+        return powers(S, shift, c)
 
 
 @gluon.jit
@@ -118,13 +120,13 @@ def online(S, m, l, c, y, tile: gl.constexpr):
         P = exponentials(S, m, c, y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
-        EXTRA: gl.constexpr = 8 if tile.PV_BITS == 8 else 0
+        EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
         m_new, shift = row_max(S, m, c, EXTRA)
         if tile.SUMS:
             P = packed_exponentials(S, shift, c, y, tile)
             alpha = rescaling(m, shift, c)
             return P, m_new, l, alpha
         else:
-            P = exponentials(S.to(gl.float32), shift, c, y, tile.WAIT_PV)
+            P = exponentials(S.to(gl.float32), shift, by_row(c, tile), y, tile.WAIT_PV)
             alpha = rescaling(m, shift, c)
             return P, m_new, l * alpha + gl.sum(P, 1), alpha
