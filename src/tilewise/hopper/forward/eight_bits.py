@@ -114,7 +114,10 @@ def powers(S, shift, c):
 @gluon.jit
 def by_row(c, tile: gl.constexpr):
     """Return the factor of each logit: 8-bit codes have one for each row."""
-    return c[:, None] if tile.QK_BITS == 8 and len(c.shape) == 1 else c
+    if tile.QK_BITS == 16 or c is None:
+        return c
+    else:
+        return c[:, None]
 
 
 @gluon.jit
@@ -137,6 +140,6 @@ def ones_of(COLUMNS: gl.constexpr):
 def descaled(S, c, scale, SCORES: gl.constexpr):
     """Return logits and what turns them into base 2: a factor for each row, or c if scores take logits as they are."""
     if SCORES:
-        return S * scale[:, None], c
+        return S * scale[:, None], None if c is None else gl.full_like(scale, 0.0) + c
     else:
         return S, c * scale

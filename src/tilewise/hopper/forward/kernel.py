@@ -28,8 +28,7 @@ from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, st
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_values
-from . import eight_bits
-from .eight_bits import BLOCK_K, BLOCK_Q, first_rows, scale_at, values_box
+from .eight_bits import BLOCK_K, BLOCK_Q, descaled, first_rows, ones_of, pack, scale_at, unpack, values_box
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
@@ -201,7 +200,7 @@ def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
     """Start O += P V, or a new O."""
     if tile.PV_BITS == 8:
         v = v.reshape([tile.D, tile.B_C]).slice(COLUMN, o.shape[1], 0).permute((1, 0))
-        p = eight_bits.unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
+        p = unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
     else:
         v = v.reshape([tile.B_C, tile.D])
     return warpgroup_mma(p, v, o, use_acc=tile.FRESH == 0, is_async=True)
@@ -210,7 +209,7 @@ def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
 @gluon.jit
 def sum_rows(p, ones, l):
     """Start the sums of P's rows."""
-    p = eight_bits.unpack(p, gl.DotOperandLayout(0, l.type.layout, 4))
+    p = unpack(p, gl.DotOperandLayout(0, l.type.layout, 4))
     return warpgroup_mma(p, ones.permute((1, 0)), l, use_acc=False, is_async=True)
 
 
@@ -218,7 +217,7 @@ def sum_rows(p, ones, l):
 def operand(P, words, TYPE: gl.constexpr, call, layout: gl.constexpr, tile: gl.constexpr):
     """Return P as the loop carries it."""
     if tile.PV_BITS == 8:
-        return eight_bits.pack(P, tile.SUMS)
+        return pack(P, tile.SUMS)
     else:
         return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)
 
@@ -304,7 +303,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         arrive(shared.k.empty, y)
         c_j = c
         if tile.QK_BITS == 8:
-            S, c_j = eight_bits.descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
+            S, c_j = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
         m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_j, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
@@ -346,7 +345,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             if tile.QK_BITS == 8:
                 if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
                     S_new = S_new.to(gl.float32)
-                S_new, c_j = eight_bits.descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
+                S_new, c_j = descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
             S_new = scored(S_new, place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
@@ -428,6 +427,8 @@ def attention_forward(
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
+    V_ROWS: gl.constexpr = D if tile.PV_BITS == 8 else B_C  # codes of V are transposed
+    V_COLUMNS: gl.constexpr = B_C if tile.PV_BITS == 8 else D
     done = barriers(KV_STAGES, WARPGROUPS)
     o = gl.allocate_shared_memory(O.dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], O.layout)
     if tile.QK_BITS == 8:
@@ -444,13 +445,13 @@ def attention_forward(
             done,
         ),
         Channel(
-            gl.allocate_shared_memory(V.dtype, [KV_STAGES] + V.block_type.shape, V.layout),
+            gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, V_ROWS, V_COLUMNS], V.layout),
             barriers(KV_STAGES, 1),
             done,
         ),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,
-        gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, eight_bits.ones_of(B_C)) if tile.SUMS else None,
+        gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUMS else None,
     )
     fence_async_shared()
     if DROPOUT_WARPS:
