@@ -9,8 +9,8 @@ from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
 from tilewise.hopper import fp32_backward_launch
-from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.backward.gqa_reduce import GqaSums
+from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
@@ -83,7 +83,9 @@ def rehearse_forward(
     pl = plan(p)
     tile, made = pl.constants["tile"]._replace(**changed), pl.shape
     rows = 64 * tile.WARPGROUPS
-    blocks = (p.q.shape[0] // 64 + p.B, p.k.shape[0] // 128 + p.B) if p.recipe.varlen else (-(-p.M // 64), -(-p.N // 128))
+    blocks = (
+        (p.q.shape[0] // 64 + p.B, p.k.shape[0] // 128 + p.B) if p.recipe.varlen else (-(-p.M // 64), -(-p.N // 128))
+    )
     codes = Codes(*[Numbers()] * 4, *map(Scalar, blocks)) if tile.QK_BITS == 8 else None
     lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
     variant = variant_of(p, x, lists)

@@ -15,7 +15,9 @@ import tilewise as tw
 def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
     """The kernel's constants, and what goes wrong, held against the mask written out."""
     seen = mask.dense(M, N).reshape(-1, M, N).expand(H, M, N)
-    found = rehearse_forward(*call(M, N, D, H, H_k, batch=(1,), mask=mask, **given), seen, programs, 2, **(changed or {}))
+    found = rehearse_forward(
+        *call(M, N, D, H, H_k, batch=(1,), mask=mask, **given), seen, programs, 2, **(changed or {})
+    )
     return found.tile, list(faults(found, H_k, [(0, 0, seen)]))
 
 

@@ -139,6 +139,7 @@ def ones_of(COLUMNS: gl.constexpr):
 @gluon.jit
 def descaled(S, c, scale, SCORES: gl.constexpr):
     """Return logits and what turns them into base 2: a factor for each row, or c if scores take logits as they are."""
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, S.type.layout))
     if SCORES:
         return S * scale[:, None], None if c is None else gl.full_like(scale, 0.0) + c
     else:

@@ -299,19 +299,21 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             lse_shift = None
         wait(shared.q.full, n)
         wait(shared.k.full, y)
-        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0, s_type, tile.QK_BITS)
+        S = logits(
+            q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0, s_type, tile.QK_BITS
+        )
         arrive(shared.k.empty, y)
-        c_j = c
+        c_first = c
         if tile.QK_BITS == 8:
-            S, c_j = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
-        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_j, s_layout, tile)
+            S, c_first = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
+        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
         zero_values(place, j, call.packed, shared, y, tile)
         o = zero_o
         o_right = zero_o if tile.FRESH == 2 else zero_l
-        alpha = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        alpha_l = alpha
+        alpha_before = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        alpha_l = alpha_before
         l_sum = zero_l
         if tile.Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
             if n > 0:
@@ -346,6 +348,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
                     S_new = S_new.to(gl.float32)
                 S_new, c_j = descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
+            else:
+                c_j = c
             S_new = scored(S_new, place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
@@ -358,22 +362,25 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             if tile.FRESH != 2:
                 arrive(shared.k.empty, y + 1)
             if tile.FRESH:
-                o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None] + o_next
+                o = o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
             else:
                 o = o_next
             if tile.FRESH == 2:
                 o_next = weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)
                 o_next = warpgroup_mma_wait(0, [o_next])
                 arrive(shared.k.empty, y + 1)
-                o_right = o_right * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None] + o_next
+                o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
             if tile.SUMS:
                 l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
-            alpha_l = alpha_new
+            if tile.SUMS:
+                alpha_l = alpha_new
             if tile.PV_BITS == 8:
                 alpha = alpha_new * (v_scale / v_next)
                 v_scale = v_next
             else:
                 alpha = alpha_new
+            if tile.FRESH:
+                alpha_before = alpha
             p = operand(P_new, words, O.dtype, call, p_layout, tile)
             if not (tile.BOUNDED or tile.FRESH):
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
@@ -390,12 +397,12 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         else:
             o_last = warpgroup_mma_wait(0, [o_last])
         if tile.FRESH:
-            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None] + o_last
+            o = o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
         else:
             o = o_last
         if tile.FRESH == 2:
             o_last = warpgroup_mma_wait(0, [weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)])
-            o_right = o_right * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None] + o_last
+            o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
             o = gl.join(o, o_right).permute((0, 2, 1)).reshape([64, D])
             whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // tile.PV_BITS])
             o = gl.convert_layout(o, whole)

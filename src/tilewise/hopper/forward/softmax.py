@@ -8,8 +8,8 @@ from ...tile.masks import key_range_of, visible
 from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
-from .eight_bits import P_SCALE_LOG2, by_row, powers
 from ..parts.threads import as_tile, by_thread, positions
+from .eight_bits import P_SCALE_LOG2, by_row, powers
 
 
 @gluon.jit
@@ -117,7 +117,7 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 def online(S, m, l, c, y, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
-        P = exponentials(S, m, c, y, tile.WAIT_PV)
+        P = exponentials(S, m, by_row(c, tile), y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
         EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
