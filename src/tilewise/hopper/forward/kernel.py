@@ -340,10 +340,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             words = read_bits(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if tile.WAIT_PV == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            if tile.SUMS:
-                S_new = warpgroup_mma_wait(2, [S_next])
-            else:
-                S_new = warpgroup_mma_wait(1, [S_next])
+            S_new = warpgroup_mma_wait(2 if tile.SUMS else 1, [S_next])
             if tile.QK_BITS == 8:
                 if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
                     S_new = S_new.to(gl.float32)
@@ -397,9 +394,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         else:
             o_last = warpgroup_mma_wait(0, [o_last])
         if tile.FRESH:
-            o = o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
-        else:
-            o = o_last
+            o_last += o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None]
+        o = o_last
         if tile.FRESH == 2:
             o_last = warpgroup_mma_wait(0, [weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)])
             o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
@@ -425,7 +421,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["codes", "packed", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, codes, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr, REGISTERS: gl.constexpr,
+    Q, K, V, codes, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
