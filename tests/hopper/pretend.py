@@ -150,7 +150,7 @@ def quotient(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-ALIKE = "add", "sub", "mul", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"
+ALIKE = "add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"
 """Operators that are the same in Python."""
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     **{name: getattr(operator, f"__{name}__") for name in ALIKE},
@@ -323,7 +323,7 @@ class Language:
     atomic_xchg = staticmethod(lambda at, x, **_: at.put(lambda _: x))
     program_id = staticmethod(lambda _: Scalar(world.here.role[0]))
     num_programs = staticmethod(lambda _: Scalar(world.programs))
-    allocate_shared_memory = staticmethod(lambda _, shape, __: Memory(shape))
+    allocate_shared_memory = staticmethod(lambda _, shape, *__: Memory(shape))
 
     def __getattr__(self, name: str) -> Any:
         return Numbers()
@@ -344,7 +344,7 @@ NAMES = {
     "tma": SimpleNamespace(store_wait=lambda _: None), "fence_async_shared": lambda: None,
     "warpgroup_mma": multiply, "warpgroup_mma_wait": lambda _, x: x if len(x) > 1 else x[0],
     "triton_compat": SimpleNamespace(
-        load=load, barrier=lambda: None, reinterpret=lambda *_: Memory([2]),
+        load=load, barrier=lambda: None, reinterpret=lambda memory, dtype, shape, layout: Memory(shape),
         store=lambda box, at, _: world.record("stored", box.name, *map(int, at[:3])),
         reduce_add=lambda box, at, _: world.record("added", int(at[0])),
     ),

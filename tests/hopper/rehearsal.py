@@ -10,6 +10,7 @@ from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functi
 
 from tilewise.hopper import fp32_backward_launch
 from tilewise.hopper.backward.gqa_reduce import GqaSums
+from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
@@ -73,12 +74,19 @@ class Rehearsal(NamedTuple):
     events: list[tuple[Any, ...]]
 
 
-def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int) -> Rehearsal:
+def rehearse_forward(
+    p: Problem, x: Operands, seen: torch.Tensor, programs: int, section: int, **changed: Any
+) -> Rehearsal:
     """Run a call's forward by `programs` programs, with `section` matrices side by side. Where tiles are listed,
-    `seen` is the mask written out, (H, M, N)."""
+    `seen` is the mask written out, (H, M, N). `changed` are constants of its tile that are others than the plan's."""
     pretend.world = World(programs)
     pl = plan(p)
-    tile, made, rows = pl.constants["tile"], pl.shape, 64 * pl.constants["tile"].WARPGROUPS
+    tile, made = pl.constants["tile"]._replace(**changed), pl.shape
+    rows = 64 * tile.WARPGROUPS
+    blocks = (
+        (p.q.shape[0] // 64 + p.B, p.k.shape[0] // 128 + p.B) if p.recipe.varlen else (-(-p.M // 64), -(-p.N // 128))
+    )
+    codes = Codes(*[Numbers()] * 4, *map(Scalar, blocks)) if tile.QK_BITS == 8 else None
     lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
     variant = variant_of(p, x, lists)
     counted = made._replace(section=section, order=0)
@@ -87,7 +95,7 @@ def rehearse_forward(p: Problem, x: Operands, seen: torch.Tensor, programs: int,
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
     end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, tile, 0
-    perform(kernel, (q, k, v, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
+    perform(kernel, (q, k, v, codes, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
 

@@ -12,16 +12,18 @@ from hopper.scenes import ENDS, MASKS, H, packed
 import tilewise as tw
 
 
-def rehearsed(M, N, D, H_k, mask, programs=3, **given):
+def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
     """The kernel's constants, and what goes wrong, held against the mask written out."""
     seen = mask.dense(M, N).reshape(-1, M, N).expand(H, M, N)
-    found = rehearse_forward(*call(M, N, D, H, H_k, batch=(1,), mask=mask, **given), seen, programs, 2)
+    found = rehearse_forward(
+        *call(M, N, D, H, H_k, batch=(1,), mask=mask, **given), seen, programs, 2, **(changed or {})
+    )
     return found.tile, list(faults(found, H_k, [(0, 0, seen)]))
 
 
 def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
     """What goes wrong. `sequences`: the first query, the first key and the mask of each."""
-    read, B_C = Reader(sequences), found.tile.B_C
+    read, B_C = Reader(sequences, found.tile), found.tile.B_C
     for what, role, *event in found.events:
         getattr(read, what)(role, *event)
     yield from read.wrong
@@ -46,10 +48,11 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
 class Reader:
     """Events, as where they are among all queries and all keys: (h, i, j) of 64 queries and a tile of keys."""
 
-    def __init__(self, sequences):
-        self.sequences = sequences
+    def __init__(self, sequences, tile):
+        self.sequences, self.tile = sequences, tile
         self.products, self.rows, self.waiting = Counter(), Counter(), defaultdict(list)
         self.masked, self.pairs, self.wrong = set(), set(), []
+        self.begun = set()  # roles that have multiplied one half of V's columns
 
     def product(self, role, left, _, right):
         """Of Q and K."""
@@ -60,8 +63,12 @@ class Reader:
 
     def weighed(self, role, right):
         """Of P and V: of the same keys as the product with K before."""
-        _, _, h_k, j, _ = right
-        if not self.waiting[role] or self.waiting[role].pop(0) != (h_k, j):
+        _, _, h_k, j, column = right
+        if self.tile.PV_BITS == 8:  # transposed, in tiles of 128 keys
+            j = j // self.tile.D * 128 + column
+        half = self.tile.FRESH == 2 and role not in self.begun
+        self.begun = self.begun | {role} if half else self.begun - {role}
+        if self.waiting[role][:1] != [(h_k, j)] or not (half or self.waiting[role].pop(0)):
             self.wrong.append(f"V of key head {h_k} from key {j} on is another P's")
 
     def asked(self, _, b, h, i, j):
@@ -111,4 +118,20 @@ def test_packed_sequences(mask, D):
 def test_warpgroups_take_turns():
     tile, wrong = rehearsed(2048, 2048, 128, 8, tw.Causal())
     assert tile.PINGPONG
+    assert not wrong
+
+
+EIGHT_BITS = {
+    "int8": (128, {"QK_BITS": 8}),
+    "fp8": (128, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 1}),
+    "fp8, row sums by product": (128, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 1, "SUMS": True}),
+    "fp8 in halves": (256, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 2, "B_C": 64}),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_every_tile_of_codes_is_multiplied_once(name, mask):
+    D, changed = EIGHT_BITS[name]
+    _, wrong = rehearsed(512, 512, D, 2, MASKS[mask], changed=changed)
     assert not wrong

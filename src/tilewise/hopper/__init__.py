@@ -40,6 +40,8 @@ class Hopper:
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
+        if eight_bits(p):
+            against.append("its 8-bit forward is not connected yet; use backend='triton'")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..problem import Problem
 
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+TYPES |= {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 LINE: Any = gl.NVMMASharedLayout(0, 32, rank=1)
 PIECE: Any = gl.NVMMASharedLayout(0, 32, rank=2)
 

@@ -54,8 +54,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         (rows(p, saved.o), packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None, None)
     )
     arguments = (
-        Descriptor(x.q, q), Descriptor(x.k, k), Descriptor(x.v, v), Descriptor(saved.o, o), of_rows, saved.lse, counter,
-        where, skipped, variant, pl.forward_c, pl.shape,
+        Descriptor(x.q, q), Descriptor(x.k, k), Descriptor(x.v, v), None, Descriptor(saved.o, o), of_rows, saved.lse,
+        counter, where, skipped, variant, pl.forward_c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 

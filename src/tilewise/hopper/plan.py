@@ -23,7 +23,7 @@ from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, box, contiguous
 from .forward import kernel as kernels
 from .parts import scores
-from .tiles import Backward, Forward, Rows, current, padded
+from .tiles import Backward, EightBits, Forward, Rows, current, padded
 
 TINY = 2.0**-126
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
@@ -120,6 +120,17 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     return kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         row.pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
+    )  # fmt: skip
+
+
+def eight_bits_tile(p: Problem, chosen: EightBits, warps: int) -> kernels.Tile:
+    """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
+    with scores every logit may be NaN by itself, which half of P's bits would not show."""
+    fp8 = p.recipe.precision == "fp8"
+    tile = forward_tile(p, chosen.row, warps)
+    return tile._replace(
+        BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh,
+        SUMS=chosen.sums and not p.recipe.score,
     )  # fmt: skip
 
 

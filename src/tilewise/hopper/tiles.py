@@ -47,6 +47,25 @@ FORWARD = {
 }
 
 
+class EightBits(NamedTuple):
+    """Hold what the rows of 8-bit forwards have besides; fields are those of forward/kernel.py's `Tile`."""
+
+    row: Forward
+    fresh: int = 0
+    sums: bool = False
+
+
+EIGHT_BITS = {
+    (64, "int8"): EightBits(FORWARD[64]),
+    (128, "int8"): EightBits(FORWARD[128]._replace(kv_stages=3, pingpong=True, wait_pv=1)),
+    (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
+    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=0), 1, sums=True),
+    (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
+    (256, "fp8"): EightBits(FORWARD[256]._replace(kv_stages=4), 2),
+}
+"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift."""
+
+
 class Backward(NamedTuple):
     """Hold one row of the backward's table; its fields are those of backward/kernel.py's `Tile`."""
 

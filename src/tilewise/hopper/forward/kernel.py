@@ -28,6 +28,7 @@ from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, st
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_values
+from .eight_bits import BLOCK_K, BLOCK_Q, descaled, first_rows, ones_of, pack, scale_at, unpack, values_box
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
@@ -57,6 +58,14 @@ class Tile(NamedTuple):
     way. With 3 it finishes before the softmax begins: then nothing overlaps inside a warpgroup."""
     BOUNDED: bool
     """Says whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
+    QK_BITS: int = 16
+    """Counts the bits of an entry of Q and K: 16, or 8 with a scale for each block."""
+    PV_BITS: int = 16
+    FRESH: int = 0
+    """Says whether P V of each key tile begins at zero and joins O in registers: 0 no, 1 yes, 2 in two halves of its
+    columns, one after the other. Sums of 8-bit products that stay in the tensor core drift with length."""
+    SUMS: bool = False
+    """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
 
 
 class Shape(NamedTuple):
@@ -78,16 +87,20 @@ class Shared(NamedTuple):
     """Hold everything in shared memory."""
 
     q: object
+    o: object
+    """Is the memory of q, through which O leaves, in O's type."""
     k: object
     v: object
     """Shares `empty` with k: it is complete for use n when the products with K's use n and V's use n - 1 are over."""
     tile_ids: object
     bits: object
     """Holds the channel of dropout bits, or None."""
+    ones: object
+    """Holds a tile of ones, which sums P's rows, or None."""
 
 
 @gluon.jit
-def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
+def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
@@ -103,11 +116,13 @@ def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
             b = place.b if call.packed is None else 0
             loop = loop_of(place, m, call.variant, tile)
             h_k = place.h // call.shape.group
+            q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
+            v_row = k_row if tile.PV_BITS == 8 else k0
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
-                at = shared.q.memory.index(n % Q_STAGES * WARPGROUPS + w)
-                triton_compat.load(Q, [b, place.h, q0 + place.i0 + 64 * w, 0], bar, at)
+                at = shared.q.memory.index((n % Q_STAGES * WARPGROUPS + w) * (16 // tile.QK_BITS))
+                triton_compat.load(Q, [b, place.h, q_row + place.i0 + 64 * w, 0], bar, at)
             count = loop.hi - loop.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
@@ -116,10 +131,11 @@ def load(Q, K, V, shared, counter, call, tile: gl.constexpr):
                 if x < count:
                     j = key_tile(call.variant, loop, loop.hi - 1 - x)
                     bar = expect(shared.k.full, y, K.block_type.nbytes)
-                    triton_compat.load(K, [b, h_k, k0 + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
                 if x > 0:
                     bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                    triton_compat.load(V, [b, h_k, k0 + j_before * B_C, 0], bar, stage(shared.v.memory, y - 1))
+                    row, column = values_box(v_row + j_before * B_C, tile)
+                    triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
                 if FETCH_EARLY:
                     if x == 1:
                         t = fetch_next_tile(counter)
@@ -170,24 +186,53 @@ def produce_bits(shared, call, tile: gl.constexpr):
 
 
 @gluon.jit
-def logits(q, k, HALF_FIRST_TILE: gl.constexpr):
+def logits(q, k, HALF_FIRST_TILE: gl.constexpr, TYPE: gl.constexpr, BITS: gl.constexpr):
     """Compute Q K^T, or with HALF_FIRST_TILE only the first half of its columns."""
     B_C: gl.constexpr = k.shape[0] // 2 if HALF_FIRST_TILE else k.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 256 // BITS])
     k = k.slice(0, B_C, 0)
-    S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, B_C], gl.float32, layout), use_acc=False, is_async=True)
+    S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([64, B_C], TYPE, layout), use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [S])
 
 
 @gluon.jit
-def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, NATURAL: gl.constexpr = False):
+def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
+    """Start O += P V, or a new O."""
+    if tile.PV_BITS == 8:
+        v = v.reshape([tile.D, tile.B_C]).slice(COLUMN, o.shape[1], 0).permute((1, 0))
+        p = unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
+    else:
+        v = v.reshape([tile.B_C, tile.D])
+    return warpgroup_mma(p, v, o, use_acc=tile.FRESH == 0, is_async=True)
+
+
+@gluon.jit
+def sum_rows(p, ones, l):
+    """Start the sums of P's rows."""
+    p = unpack(p, gl.DotOperandLayout(0, l.type.layout, 4))
+    return warpgroup_mma(p, ones.permute((1, 0)), l, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def operand(P, words, TYPE: gl.constexpr, call, layout: gl.constexpr, tile: gl.constexpr):
+    """Return P as the loop carries it."""
+    if tile.PV_BITS == 8:
+        return pack(P, tile.SUMS)
+    else:
+        return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)
+
+
+@gluon.jit
+def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr):
     """Write O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be
-    NATURAL."""
+    NATURAL. lse_shift is what logits of 8-bit codes miss, or None."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
     inverse, lse = finalize(m, l, NATURAL)
+    if lse_shift is not None:
+        lse += gl.convert_layout(lse_shift, lse.type.layout)
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
@@ -206,40 +251,70 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, NATURAL: gl.constexpr
 
 
 @gluon.jit
-def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, tile: gl.constexpr):
+def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: gl.constexpr):
     """Compute 64 rows of every query tile, in warpgroup W."""
     if W == 0:  # while the first tile is loaded
         fill_outputs(unused, call.packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    zero = gl.zeros([64, B_C], gl.float32, s_layout)
+    s_type: gl.constexpr = gl.int32 if tile.QK_BITS == 8 and shared.k.memory.dtype == gl.int8 else gl.float32
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_C, 256 // tile.QK_BITS])
+    o_columns: gl.constexpr = D // 2 if tile.FRESH == 2 else D
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, o_columns, 256 // tile.PV_BITS])
+    l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 256 // tile.PV_BITS])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // tile.PV_BITS)
+    zero = gl.zeros([64, B_C], s_type, s_layout)
+    zero_o = gl.zeros([64, o_columns], gl.float32, o_layout)
+    zero_l = gl.zeros([64, 8], gl.float32, l_layout)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     if tile.PINGPONG and W == WARPGROUPS - 1:
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
-        place, tile_of_head, q0, _ = query_tile(t, call, tile)
+        place, tile_of_head, q0, k0 = query_tile(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
-        q = shared.q.memory.index(n % tile.Q_STAGES * WARPGROUPS + W).reshape([64, D])
+        at = n % tile.Q_STAGES * WARPGROUPS + W
+        q = shared.q.memory.index(at * (16 // tile.QK_BITS)).reshape([64, D])
         part = part_of(loop, place, row0, call.variant, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         x = part.hi - 1
         j = key_tile(call.variant, loop, x)
+        if tile.QK_BITS == 8:
+            q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
+            if call.packed is None:
+                matrix, matrix_k = place.matrix, place.matrix // call.shape.group
+            else:
+                matrix, matrix_k = place.h, place.h // call.shape.group
+            rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+            q_at = (matrix * codes.q_blocks + q_row // BLOCK_Q) * BLOCK_Q + rows
+            q_scale = gl.load(codes.q_scale + q_at)
+            lse_shift = gl.load(codes.q_shift + q_at)
+            k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
+            if tile.PV_BITS == 8:
+                v_scale = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
+        else:
+            lse_shift = None
         wait(shared.q.full, n)
         wait(shared.k.full, y)
-        S = logits(q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0)
+        S = logits(
+            q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0, s_type, tile.QK_BITS
+        )
         arrive(shared.k.empty, y)
-        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c, tile.BOUNDED, s_layout)
+        c_first = c
+        if tile.QK_BITS == 8:
+            S, c_first = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
+        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
-        p = gl.convert_layout(apply_dropout(P.to(O.dtype), first_words, call.variant), p_layout)
+        p = operand(P, first_words, O.dtype, call, p_layout, tile)
         zero_values(place, j, call.packed, shared, y, tile)
-        o = gl.zeros([64, D], gl.float32, o_layout)
+        o = zero_o
+        o_right = zero_o if tile.FRESH == 2 else zero_l
+        alpha_before = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        alpha_l = alpha_before
+        l_sum = zero_l
         if tile.Q_STAGES > 1:  # by now the O of the tile before has left its Q stage
             if n > 0:
                 tma.store_wait(0)
@@ -247,39 +322,94 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, tile: gl.cons
         while x > part.lo:
             x -= 1
             j = key_tile(call.variant, loop, x)
+            if tile.QK_BITS == 8:  # early: it takes long
+                k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
+                if tile.PV_BITS == 8:
+                    v_next = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             wait(shared.k.full, y + 1)
             if tile.PINGPONG:
                 named_barrier("sync", W)
             k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
             wait(shared.v.full, y)
-            o_next = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
+            if tile.SUMS:
+                l_next = sum_rows(p, shared.ones, zero_l)
+            o_next = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
             if tile.PINGPONG:
                 named_barrier("arrive", (W + 1) % WARPGROUPS)
             words = read_bits(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if tile.WAIT_PV == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            S_new = scored(warpgroup_mma_wait(1, [S_next]), place, row0, j * B_C, call.variant)
+            S_new = warpgroup_mma_wait(2 if tile.SUMS else 1, [S_next])
+            if tile.QK_BITS == 8:
+                if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
+                    S_new = S_new.to(gl.float32)
+                S_new, c_j = descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
+            else:
+                c_j = c
+            S_new = scored(S_new, place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)
-            P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
-            o = warpgroup_mma_wait(0, [o_next])
-            arrive(shared.k.empty, y + 1)
-            p = gl.convert_layout(apply_dropout(P_new.to(O.dtype), words, call.variant), p_layout)
-            if not tile.BOUNDED:
+            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile)
+            if tile.SUMS:
+                o_next, l_next = warpgroup_mma_wait(0, [o_next, l_next])
+            else:
+                o_next = warpgroup_mma_wait(0, [o_next])
+            if tile.FRESH != 2:
+                arrive(shared.k.empty, y + 1)
+            if tile.FRESH:
+                o = o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
+            else:
+                o = o_next
+            if tile.FRESH == 2:
+                o_next = weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)
+                o_next = warpgroup_mma_wait(0, [o_next])
+                arrive(shared.k.empty, y + 1)
+                o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
+            if tile.SUMS:
+                l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
+            if tile.SUMS:
+                alpha_l = alpha_new
+            if tile.PV_BITS == 8:
+                alpha = alpha_new * (v_scale / v_next)
+                v_scale = v_next
+            else:
+                alpha = alpha_new
+            if tile.FRESH:
+                alpha_before = alpha
+            p = operand(P_new, words, O.dtype, call, p_layout, tile)
+            if not (tile.BOUNDED or tile.FRESH):
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
         wait(shared.v.full, y)
-        o_last = warpgroup_mma(p, stage(shared.v.memory, y).reshape([B_C, D]), o, is_async=True)
-        y += 1
+        if tile.SUMS:
+            l_next = sum_rows(p, shared.ones, zero_l)
+        o_last = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
         t = receive_tile(shared.tile_ids, n + 1, 4)
-        o = warpgroup_mma_wait(0, [o_last])
+        if tile.SUMS:
+            o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
+            l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
+            l = gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout))
+        else:
+            o_last = warpgroup_mma_wait(0, [o_last])
+        if tile.FRESH:
+            o_last += o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None]
+        o = o_last
+        if tile.FRESH == 2:
+            o_last = warpgroup_mma_wait(0, [weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)])
+            o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
+            o = gl.join(o, o_right).permute((0, 2, 1)).reshape([64, D])
+            whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // tile.PV_BITS])
+            o = gl.convert_layout(o, whole)
+        y += 1
+        if tile.PV_BITS == 8:
+            o = o * v_scale
         if call.variant.dropout is not None:
             o = o * call.variant.dropout.rescale
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        write(o, m, l, O, O_rows, L, q, place, q0, row0, call, c is None)
+        write(o, m, l, O, O_rows, L, shared.o.index(at).reshape([64, D]), place, q0, row0, call, lse_shift, c is None)
         y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
         if tile.Q_STAGES == 1:
             tma.store_wait(0)
@@ -289,9 +419,10 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, tile: gl.cons
 
 
 # not specialised on lengths, nor on what is counted from them
-@gluon.jit(do_not_specialize=["packed", "unused", "shape", "variant"])
+@gluon.jit(do_not_specialize=["codes", "packed", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr, REGISTERS: gl.constexpr,
+    Q, K, V, codes, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -300,26 +431,31 @@ def attention_forward(
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    dtype: gl.constexpr = Q.dtype
+    V_ROWS: gl.constexpr = D if tile.PV_BITS == 8 else B_C  # codes of V are transposed
+    V_COLUMNS: gl.constexpr = B_C if tile.PV_BITS == 8 else D
     done = barriers(KV_STAGES, WARPGROUPS)
+    o = gl.allocate_shared_memory(O.dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], O.layout)
+    if tile.QK_BITS == 8:
+        q = triton_compat.reinterpret(o, Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, D], Q.layout)
+    else:
+        q = o
+    ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, B_C], gl.float8e4nv)
     shared = Shared(
+        Channel(q, barriers(Q_STAGES, 1), barriers(Q_STAGES, WARPGROUPS)),
+        o,
         Channel(
-            gl.allocate_shared_memory(dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], Q.layout),
-            barriers(Q_STAGES, 1),
-            barriers(Q_STAGES, WARPGROUPS),
-        ),
-        Channel(
-            gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, B_C, D], K.layout),
+            gl.allocate_shared_memory(K.dtype, [KV_STAGES, 1, 1, B_C, D], K.layout),
             barriers(KV_STAGES, 1),
             done,
         ),
         Channel(
-            gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, B_C, D], V.layout),
+            gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, V_ROWS, V_COLUMNS], V.layout),
             barriers(KV_STAGES, 1),
             done,
         ),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,
+        gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUMS else None,
     )
     fence_async_shared()
     if DROPOUT_WARPS:
@@ -328,29 +464,29 @@ def attention_forward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
                 (produce_bits, (shared, Call(shape, packed, variant), tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip

@@ -9,6 +9,7 @@ from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
 from ..parts.threads import as_tile, by_thread, positions
+from .eight_bits import P_SCALE_LOG2, by_row, powers
 
 
 @gluon.jit
@@ -44,23 +45,33 @@ def masked(S, place, row0, j0, variant):
 
 
 @gluon.jit
-def begin(S, partial, place, row0, j0, variant, c, BOUNDED: gl.constexpr, layout: gl.constexpr):
+def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: gl.constexpr):
     """Compute m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0.
     Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
     S = scored(S, place, row0, j0, variant)
     if partial:
         S = masked(S, place, row0, j0, variant)
-    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c)
-    if BOUNDED:
+    EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
+    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c, EXTRA)
+    if tile.BOUNDED:
         m = gl.maximum(m, 0.0)
         shift = m
-    P = gl.exp2(exponents(S, shift, c))
-    l = gl.sum(P, 1)
-    if P.type.layout != layout:
-        ROWS: gl.constexpr = P.shape[0]
-        P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
+    if tile.SUMS:
+        if S.type.layout != layout:
+            ROWS: gl.constexpr = S.shape[0]
+            S = gl.join(S, gl.full_like(S, float("-inf"))).permute((0, 2, 1)).reshape([ROWS, 2 * S.shape[1]])
+        c = gl.convert_layout(c, row_layout)
+        P = powers(gl.convert_layout(S, layout), gl.convert_layout(shift, row_layout), c)
+        l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
+        return gl.convert_layout(m, row_layout), l, P
+    else:
+        P = gl.exp2(exponents(S, shift, by_row(c, tile)))
+        l = gl.sum(P, 1)
+        if P.type.layout != layout:
+            ROWS: gl.constexpr = P.shape[0]
+            P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
+        return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
 
 
 @gluon.jit
@@ -82,13 +93,40 @@ def exponentials(S, shift, c, y, WAIT_PV: gl.constexpr):
 
 
 @gluon.jit
+def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
+    """Compute the same as `pack` takes it."""
+    S = S.to(gl.float32)
+    if tile.WAIT_PV == 1:
+        end_block(y)
+    if tile.WAIT_PV == 2:
+        ROWS: gl.constexpr = S.shape[0]
+        COLUMNS: gl.constexpr = S.shape[1]
+        left, right = gl.split(S.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+        shift, c = gl.convert_layout(shift, rows), gl.convert_layout(c, rows)
+        left = powers(left, shift, c)
+        end_block(y)
+        right = powers(right, shift, c)
+        P = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+        return gl.convert_layout(P, S.type.layout)
+    else:
+        return powers(S, shift, c)
+
+
+@gluon.jit
 def online(S, m, l, c, y, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
-        P = exponentials(S, m, c, y, tile.WAIT_PV)
+        P = exponentials(S, m, by_row(c, tile), y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
-        m_new, shift = row_max(S, m, c)
-        P = exponentials(S, shift, c, y, tile.WAIT_PV)
-        alpha = rescaling(m, shift, c)
-        return P, m_new, l * alpha + gl.sum(P, 1), alpha
+        EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
+        m_new, shift = row_max(S, m, c, EXTRA)
+        if tile.SUMS:
+            P = packed_exponentials(S, shift, c, y, tile)
+            alpha = rescaling(m, shift, c)
+            return P, m_new, l, alpha
+        else:
+            P = exponentials(S.to(gl.float32), shift, by_row(c, tile), y, tile.WAIT_PV)
+            alpha = rescaling(m, shift, c)
+            return P, m_new, l * alpha + gl.sum(P, 1), alpha

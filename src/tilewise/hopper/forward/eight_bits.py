@@ -1,0 +1,146 @@
+"""Multiply 8-bit codes: their scales, and P as e4m3 in words of four.
+
+A thread holds columns 8 i + 2 r + e of S, where r is its number among four. As a left factor of 8 bits it must hold
+columns 16 h + 4 r + 2 b + e. V's keys are permuted inside each 16, so that column 16 h + 8 b + 2 r + e of P meets its
+row of V there. No entry then moves between threads (`tilewise.quantize` writes V so).
+
+The loop carries P as words: of single bytes, LLVM would keep each in a register.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK_Q = gl.constexpr(64)
+BLOCK_K = gl.constexpr(128)
+P_SCALE_LOG2 = gl.constexpr(8)
+"""P is computed as 256 P, where e4m3 has most room."""
+
+
+class Codes(NamedTuple):
+    """Hold the scales of codes, and how many blocks a head has."""
+
+    q_scale: object
+    """Holds one of each row of Q, in blocks; K has one of each block."""
+    q_shift: object
+    """Holds what each row's lse misses."""
+    k_scale: object
+    v_scale: object
+    """Holds one of each tile of V, or None where V has 16 bits."""
+    q_blocks: object
+    k_blocks: object
+
+
+@gluon.jit
+def first_rows(place, q0, k0, packed, tile: gl.constexpr):
+    """Return the first rows of a sequence's queries and keys in memory. As codes, each sequence begins with a block."""
+    if tile.QK_BITS == 16 or packed is None:
+        return q0, k0
+    else:
+        return (q0 // BLOCK_Q + place.b) * BLOCK_Q, (k0 // BLOCK_K + place.b) * BLOCK_K
+
+
+@gluon.jit
+def values_box(row, tile: gl.constexpr):
+    """Return where the values of keys from `row` on begin in memory: codes are transposed, in tiles of BLOCK_K keys."""
+    if tile.PV_BITS == 8:
+        D: gl.constexpr = tile.D
+        return row // BLOCK_K * D, row % BLOCK_K
+    else:
+        return row, 0
+
+
+@gluon.jit
+def scale_at(scales, matrix, blocks, row, BLOCK: gl.constexpr):
+    """Return the scale of the block that holds a row of a matrix."""
+    return gl.load(scales + matrix * blocks + row // BLOCK)
+
+
+@gluon.jit
+def pack(P, LINES: gl.constexpr):
+    """Round P to e4m3, four in a word. With LINES, the last two of each four are bits already (see `powers`)."""
+    ROWS: gl.constexpr = P.shape[0]
+    COLUMNS: gl.constexpr = P.shape[1]
+    P = P.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS // 4, 2, 2])
+    even, odd = gl.split(P)
+    p0, p2 = gl.split(even)
+    p1, p3 = gl.split(odd)
+    if LINES:
+        PTX: gl.constexpr = (
+            "{.reg .b16 a, b, t; .reg .b32 w; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; mad.lo.u32 w, $4, 256, $3;"
+            "mov.b32 {b, t}, w; mov.b32 $0, {a, b};}"
+        )
+        p2, p3 = p2.to(gl.int32, bitcast=True), p3.to(gl.int32, bitcast=True)
+        return gl.inline_asm_elementwise(PTX, "=r,f,f,r,r", [p0, p1, p2, p3], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        PTX: gl.constexpr = (
+            "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+            "mov.b32 $0, {a, b};}"
+        )
+        return gl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [p0, p1, p2, p3], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def line(S, c, shift):
+    """Return the e4m3 bits of 2^(c S - shift) in the lowest byte: a line between powers of two (Schraudolph 1999).
+
+    The bits of 2^x are 8 (x + 7), where LIFT centres the line around the exponential. Its error is 3.1 % rms, that of
+    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0.
+    """
+    LIFT: gl.constexpr = 0.058
+    c = gl.full_like(S, 0.0) + c * 0.0625
+    shift = gl.full_like(S, 0.0) + ((7.0 - LIFT) / 16.0 - shift * 0.0625)
+    bits = gl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [S, c, shift], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gl.fma(bits, gl.full_like(bits, 128.0), gl.full_like(bits, 12582912.0))  # 1.5 * 2^23
+
+
+@gluon.jit
+def powers(S, shift, c):
+    """Return 2^(c S - shift), for half of the entries as `line` gives it. The special function unit, which computes
+    exponentials, would else be the limit."""
+    ROWS: gl.constexpr = S.shape[0]
+    COLUMNS: gl.constexpr = S.shape[1]
+    left, right = gl.split(S.reshape([ROWS, COLUMNS // 16, 2, 8]).permute((0, 1, 3, 2)))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout))
+    shift = gl.convert_layout(shift, rows)[:, None, None]
+    c = gl.convert_layout(c, rows)[:, None, None]
+    P = gl.join(gl.exp2(left * c - shift), line(right, c, shift))
+    return gl.convert_layout(P.permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS]), S.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def by_row(c, tile: gl.constexpr):
+    """Return the factor of each logit: 8-bit codes have one for each row."""
+    if tile.QK_BITS == 16 or c is None:
+        return c
+    else:
+        return c[:, None]
+
+
+@gluon.jit
+def unpack(word, layout: gl.constexpr):
+    """Return words of P as a left factor; no instruction."""
+    b0, b1, b2, b3 = word.to(gl.int8), (word >> 8).to(gl.int8), (word >> 16).to(gl.int8), (word >> 24).to(gl.int8)
+    p = gl.join(gl.join(b0, b2), gl.join(b1, b3)).reshape([word.shape[0], 4 * word.shape[1]])
+    return gl.convert_layout(p, layout).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def ones_of(COLUMNS: gl.constexpr):
+    """Return a tile of ones."""
+    ONE: gl.constexpr = 0x38  # in e4m3
+    ones = gl.full([8, COLUMNS], ONE, gl.int8, gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+    return ones.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def descaled(S, c, scale, SCORES: gl.constexpr):
+    """Return logits and what turns them into base 2: a factor for each row, or c if scores take logits as they are."""
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, S.type.layout))
+    if SCORES:
+        return S * scale[:, None], None if c is None else gl.full_like(scale, 0.0) + c
+    else:
+        return S, c * scale

@@ -1,0 +1,72 @@
+"""Compiles Hopper's 8-bit forward without a GPU: one JSON line for each head size, precision and call.
+
+Run it in a separate process with TRITON_INTERPRET=0, as offline.py, whose tools it uses.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.check import check_arguments
+from tilewise.explain import problem_on
+from tilewise.hopper import eight_bits_launch, launch, plan
+from tilewise.problem import Saved
+from tilewise.quantize import empty_codes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from offline import innermost_loops, meta, read_hopper, sass, use_target
+
+B, S, H = 2, 1024, 16
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": {"mask": tw.Causal()}, "window": {"mask": tw.Window(100, 0)},
+    "softcap": {"score": tw.SoftCap(50.0)},
+    "varlen": {"layout": tw.Varlen(*[meta(B + 1, dtype=torch.int32)] * 2, S, S)},
+}  # fmt: skip
+
+
+def compiled(D: int, precision: str | None, options: dict[str, Any]) -> Any:
+    """A forward of 16-bit tensors, compiled for sm_90a."""
+    shape = (B * S,) if "layout" in options else (B, S)
+    q = meta(*shape, H, D, dtype=torch.bfloat16)
+    defaults = {
+        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
+        "precision": precision, "deterministic": False, "backend": "hopper",
+    }  # fmt: skip
+    x, recipe, longest = check_arguments(q, q, q, *{**defaults, **options}.values())
+    p = problem_on(x, recipe, longest, "sm_90")
+    lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
+    saved, counter = Saved(torch.empty_like(q), lse), meta(2, dtype=torch.int32)
+    if precision is None:
+        return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
+    codes = empty_codes(p, q.device)
+    return eight_bits_launch.forward_launches(p, plan.plan(p), x, codes, saved, counter)[-1].compile()
+
+
+def loop(kernel: Any) -> dict[str, int]:
+    """How often each instruction stands in the longest loop of products."""
+    bodies = innermost_loops(sass(kernel.asm["cubin"]), r"\b(HGMMA|QGMMA|IGMMA)\b")
+    return max((Counter(INSTRUCTION.findall(body)) for body in bodies), key=lambda found: found.total())
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Every row of the table without a mask, and at head size 128 every call; 16 bits for comparison."""
+    use_target("sm_90")
+    for D in (64, 128, 256):
+        for precision in (None, "int8", "fp8"):
+            for name in CALLS if D == 128 and precision else ("full",):
+                kernel = compiled(D, precision, CALLS[name])
+                counts = loop(kernel)
+                yield {"D": D, "precision": precision, "call": name, "counts": counts} | read_hopper(kernel)
+
+
+if __name__ == "__main__":
+    for line in main():
+        print(json.dumps(line), flush=True)

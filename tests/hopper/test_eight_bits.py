@@ -1,0 +1,41 @@
+"""Hopper's 8-bit forward compiles without a GPU, and its inner loop stays short."""
+
+import pytest
+from hopper.test_compile import SHARED, offline
+
+MOST = {
+    (64, "int8"): 475,
+    (64, "fp8"): 445,
+    (128, "int8"): 515,
+    (128, "fp8"): 485,
+    (256, "int8"): 420,
+    (256, "fp8"): 475,
+}
+"""Instructions of a thread for a key tile without a mask; with row sums by product 485 may stand there at 128."""
+SPILLS = {(256, "fp8"): 16}
+"""Local loads and stores; elsewhere 3."""
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return offline(None, "offline_eight_bits.py")
+
+
+def test_the_inner_loop_is_short(rows):
+    full = {(row["D"], row["precision"]): row for row in rows if row["call"] == "full" and row["precision"]}
+    assert full.keys() == MOST.keys()
+    found = {key: (sum(row["counts"].values()), row["spills"]) for key, row in full.items()}
+    assert all(n <= MOST[key] and spills <= SPILLS.get(key, 3) for key, (n, spills) in found.items()), found
+    # 16 join the bits of the entries that are no exponentials; P itself needs none
+    assert max(row["counts"].get("PRMT", 0) for row in full.values()) == 16
+    assert full[256, "fp8"]["counts"].get("PRMT", 0) == 0
+
+
+def test_every_call_compiles(rows):
+    for row in rows:
+        assert row["shared"] <= SHARED
+        assert row["alone"]
+        if row["precision"]:
+            assert "IGMMA" in row["matrix"]
+            assert ("QGMMA" in row["matrix"]) == (row["precision"] == "fp8")
+        assert row["tma"] == ["UTMALDG", "UTMASTG"]
