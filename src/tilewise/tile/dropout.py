@@ -23,8 +23,8 @@ class Dropout(NamedTuple):
     seed: object
     threshold: object
     rescale: object
-    counters: object = None
-    """Counters of a call that is a part of a larger one."""
+    counters: tuple = ()
+    """Counters of a call that is a part of a larger one, else an empty tuple: Triton takes no None at this depth."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def dropout_mask(dropout, row, i0, i, j0, j):
     counter. So a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
     column are those of j0, in tiles of 32 bit 5 is.
     """
-    if dropout.counters is not None:
+    if len(dropout.counters) > 0:
         i0, j0 = i0 + (dropout.counters.row >> 1), j0 + (dropout.counters.column >> 1)
         heads = dropout.counters.heads >> 1
         row = (dropout.counters.matrix >> 1) + row // heads * (dropout.counters.of_heads >> 1) + row % heads
