@@ -39,7 +39,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, codes: Codes, saved: Sav
     of_rows, where, skipped = (
         (rows(p, saved.o), packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None, None)
     )
-    shape = pl.shape._replace(tiles=cdiv(p.M, row.B_r))
+    tiles = cdiv(p.M, row.B_r)
+    shape = pl.shape._replace(tiles=tiles)
     arguments = (
         of_codes(codes.q, batch, p.H, (64, D)), of_codes(codes.k, batch, p.H_k, (B_c, D)), v,
         Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p)),
@@ -47,5 +48,5 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, codes: Codes, saved: Sav
         Variant(parts, changes, dropout(p, saved.seed), lists, sink), pl.forward_c, shape,
     )  # fmt: skip
     constants: dict[str, Any] = {"tile": tile, "REGISTERS": row.registers, "num_warps": 4}
-    programs = min(p.B * p.H * shape.tiles, processors(x.q.device))
+    programs = min(p.B * p.H * tiles, processors(x.q.device))
     return [*listing, Launch(kernels.attention_forward, programs, arguments, constants, pl.compiled, "8 bits")]
