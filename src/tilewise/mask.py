@@ -74,6 +74,8 @@ class Value(Frozen):
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
     varlen: ClassVar[bool] = True
     """Whether the value works with packed sequences."""
+    ran: ClassVar[bool] = True
+    """Whether its kernel functions have run on a GPU; before, a call needs `backend=`."""
 
     @classmethod
     def public_name(cls) -> str:
@@ -321,6 +323,7 @@ class PrefixAt(Prefix):
 
     offset: int
     device = "prefix_at"
+    ran = False
 
     @classmethod
     def public_name(cls) -> str:
@@ -548,6 +551,7 @@ class Spans(Mask):
     lo: Tensor
     hi: Tensor
     device = "spans"
+    ran = False
     captures = ("lo", "hi")
     shapes = ("BM", "BM")
     varlen = False

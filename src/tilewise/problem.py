@@ -276,6 +276,15 @@ class Problem(Call):
         return not all([kind.interval for kind in self.kinds])
 
     @property
+    def never_ran(self) -> list[str]:
+        """Return what of the call has only been compiled for a GPU, and run in the interpreter."""
+        if self.target == "cpu":
+            return []
+        return [kind.public_name() for kind in self.kinds if not kind.ran] + ["dropout at a place"] * bool(
+            self.recipe.place
+        )
+
+    @property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         recipe = self.recipe

@@ -99,6 +99,7 @@ class AlibiAt(Alibi):
 
     offset: int
     device = "alibi_at"
+    ran = False
 
     @classmethod
     def public_name(cls) -> str:

@@ -46,6 +46,9 @@ KERNELS = {
         ("triton/tiles.py:DECODE",),
     ),
     "append": Kernel(("tile/append.py:cache_append",)),
+    "quantize": Kernel(
+        ("tile/quantize.py:attention_quantize_statistics", "tile/quantize.py:attention_quantize"),
+    ),
     "hopper forward": Kernel(
         ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
     ),

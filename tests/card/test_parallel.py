@@ -55,7 +55,7 @@ def rank_main(rank, count, folder):
     s, (*x, _) = tp.Zigzag(dist.group.WORLD), operands(device)
     dropped = tw.attention(*x, mask=tw.Causal(), dropout=0.2, seed=5)
     for plan in PLANS:
-        mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), dropout=0.2, seed=5)
+        mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), dropout=0.2, seed=5, backend="triton")
         close(mine, s.shard(dropped), f"{plan} dropout")
     dist.destroy_process_group()
 
@@ -89,9 +89,10 @@ def test_places_and_spans_are_those_of_the_whole(backend):
     ends = ((0, N // 2), (N // 2, N))
     halves = [tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), place=tw.Origin(0, a), **given) for a, b in ends]
     close(tw.merge(halves)[0], whole, "alibi at a place")
-    dropped = tw.attention(*x, dropout=0.2, seed=5)
+    given = {"dropout": 0.2, "seed": 5, "backend": "triton"}
+    dropped = tw.attention(*x, **given)
     close(
-        tw.attention(*[t[:, :, 4:] for t in x[:3]], dropout=0.2, seed=5, place=tw.Origin(head=4, heads=H)),
+        tw.attention(*[t[:, :, 4:] for t in x[:3]], place=tw.Origin(head=4, heads=H), **given),
         dropped[:, :, 4:],
         "heads",
     )

@@ -30,8 +30,6 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
-        if eight_bits(p):
-            against.append(f"it has no kernel for precision {p.recipe.precision!r} yet")
         if p.recipe.cached:
             against.append("its kernels do not read caches or split keys")
         if p.dtype == torch.float32:
@@ -42,6 +40,9 @@ class Hopper:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
         if eight_bits(p):
             against.append("its 8-bit forward is not connected yet; use backend='triton'")
+        if p.never_ran and p.recipe.backend != self.name:
+            what = " and ".join(p.never_ran)
+            against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):
@@ -76,7 +77,8 @@ class Hopper:
         split = "gradient" if back.split_dkdv else "keys"
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {split}; {source_of_rows(problem.q.device)}"
+            f"backward {back.B_r}x{back.B_c}, split by {split}; "
+            f"{'never run on a GPU; ' * bool(problem.never_ran)}{source_of_rows(problem.q.device)}"
         )
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:

@@ -26,12 +26,11 @@ class Portable:
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
         against, sizes = _against_target(problem) + quantize.against(problem), f"{problem.D} and {problem.D_v}"
-        if problem.recipe.precision == "fp8":
-            against.append("it has no kernel for precision 'fp8'; use precision='int8'")
-        if quantize.eight_bits(problem) and problem.target != "cpu" and max(problem.D, problem.D_v) > 128:
-            against.append(f"it quantizes head sizes up to 128, got {sizes}; leave precision out")
-        if quantize.eight_bits(problem) and problem.target in NO_MATRIX_UNITS:
-            against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
+        if quantize.eight_bits(problem):
+            against += _against_eight_bits(problem)
+        if problem.never_ran and problem.recipe.backend != self.name:
+            what = " and ".join(problem.never_ran)
+            against.append(f"its {what} never ran on a GPU; pass backend='triton' to run it")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -86,7 +85,7 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round a fifth more than PyTorch")
-        if problem.target != "cpu" and problem.out_dtype != problem.dtype:
+        if problem.never_ran or (problem.target != "cpu" and problem.out_dtype != problem.dtype):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
@@ -147,6 +146,17 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
         q, k, v, x.extra
     )
+
+
+def _against_eight_bits(problem: Problem) -> list[str]:
+    against = []
+    if problem.recipe.precision == "fp8":
+        against.append("it has no kernel for precision 'fp8'; use precision='int8'")
+    if problem.target != "cpu" and max(problem.D, problem.D_v) > 128:
+        against.append(f"it quantizes head sizes up to 128, got {problem.D} and {problem.D_v}; leave precision out")
+    if problem.target in NO_MATRIX_UNITS:
+        against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
+    return against
 
 
 def _against_target(problem: Problem) -> list[str]:
