@@ -228,7 +228,7 @@ def test_a_broken_file_is_named_with_what_to_do(name, tmp_path, monkeypatch):
 
 HOPPERS = {
     "B_r": 16,
-    "B_c": 32,
+    "B_c": 16,
     "warpgroups": 4,
     "q_stages": 0,
     "kv_stages": 9,

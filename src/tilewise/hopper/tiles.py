@@ -219,6 +219,9 @@ a group holds 64 keys."""
 
 
 def neighbours(name: str, row: Any) -> list[Any]:
-    """Return every other row that one change makes of a row of this table. Further steps take another run."""
-    made = dict.fromkeys(row._replace(**change) for change in CHANGES[name])
+    """Return every other row that one change makes of a row of this table. Further steps take another run. Where two
+    programs share the registers, none are left for other tiles."""
+    crowded = getattr(row, "programs", 1) > 1
+    changes = [change for change in CHANGES[name] if not (crowded and {"B_c", "registers"} & {*change})]
+    made = dict.fromkeys(row._replace(**change) for change in changes)
     return [other for other in made if other != row]
