@@ -28,7 +28,8 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
     },
     "hopper": {
         "B_r": (64, 128), "B_c": (32, 64, 128), "warpgroups": (2, 3), "programs": (1, 2),
-        "q_stages": STAGES, "kv_stages": STAGES, "do_stages": STAGES, "wait_pv": (0, 1, 2, 3), "registers": tuple(range(24, 248, 8)),
+        "q_stages": STAGES, "kv_stages": STAGES, "do_stages": STAGES, "wait_pv": (0, 1, 2, 3),
+        "registers": tuple(range(24, 248, 8)),
     },
 }  # fmt: skip
 """The values allowed in a file, by back end and field. Others would give wrong results or fail to compile."""
