@@ -110,7 +110,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
     fetch(K, keys, STAGES, loop, place, variant, shape)
-    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, tile.BOUNDED, s_layout)
+    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, s_layout, tile)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
@@ -137,7 +137,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     wait(values.full, y)
     o_last = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
     o = warpgroup_mma_wait(0, [o_last])
-    write(o, m, l, O, None, L, q, place, 0, place.i0, Call(shape, None, variant))
+    write(o, m, l, O, None, L, q, place, 0, place.i0, Call(shape, None, variant), None, False)
     tma.store_wait(0)
 
 
