@@ -39,8 +39,8 @@ class Portable:
             against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
         elif _less_accurate(problem) and problem.recipe.backend != self.name:
             against.append(
-                f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round a fifth more "
-                "than PyTorch; pass backend='triton' to run them"
+                f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times "
+                "as much as PyTorch; pass backend='triton' to run them"
             )
         if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
             against.append(f"it splits keys for head sizes up to 256, got {sizes}")
@@ -84,7 +84,7 @@ class Portable:
         if problem.dtype == torch.float32:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
-            parts.append("may round a fifth more than PyTorch")
+            parts.append("may round 4 times as much as PyTorch")
         if problem.never_ran or (problem.target != "cpu" and problem.out_dtype != problem.dtype):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
