@@ -112,15 +112,6 @@ def powers(S, shift, c):
 
 
 @gluon.jit
-def by_row(c, tile: gl.constexpr):
-    """Return the factor of each logit: 8-bit codes have one for each row."""
-    if tile.QK_BITS == 16 or c is None:
-        return c
-    else:
-        return c[:, None]
-
-
-@gluon.jit
 def unpack(word, layout: gl.constexpr):
     """Return words of P as a left factor; no instruction."""
     b0, b1, b2, b3 = word.to(gl.int8), (word >> 8).to(gl.int8), (word >> 16).to(gl.int8), (word >> 24).to(gl.int8)

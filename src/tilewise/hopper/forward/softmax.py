@@ -9,7 +9,7 @@ from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
 from ..parts.threads import as_tile, by_thread, positions
-from .eight_bits import P_SCALE_LOG2, by_row, powers
+from .eight_bits import P_SCALE_LOG2, powers
 
 
 @gluon.jit
@@ -66,7 +66,10 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
-        P = gl.exp2(exponents(S, shift, by_row(c, tile)))
+        by = c
+        if tile.QK_BITS == 8:
+            by = c[:, None]
+        P = gl.exp2(exponents(S, shift, by))
         l = gl.sum(P, 1)
         if P.type.layout != layout:
             ROWS: gl.constexpr = P.shape[0]
@@ -117,7 +120,10 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 def online(S, m, l, c, y, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
-        P = exponentials(S, m, by_row(c, tile), y, tile.WAIT_PV)
+        by = c
+        if tile.QK_BITS == 8:
+            by = c[:, None]
+        P = exponentials(S, m, by, y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
         EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
@@ -127,6 +133,9 @@ def online(S, m, l, c, y, tile: gl.constexpr):
             alpha = rescaling(m, shift, c)
             return P, m_new, l, alpha
         else:
-            P = exponentials(S.to(gl.float32), shift, by_row(c, tile), y, tile.WAIT_PV)
+            by = c
+            if tile.QK_BITS == 8:
+                by = c[:, None]
+            P = exponentials(S.to(gl.float32), shift, by, y, tile.WAIT_PV)
             alpha = rescaling(m, shift, c)
             return P, m_new, l * alpha + gl.sum(P, 1), alpha
