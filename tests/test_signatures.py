@@ -28,7 +28,10 @@ def test_every_option_is_in_the_signature(function, own):
 
 def test_the_backward_has_the_options_but_return_lse():
     parameters = list(inspect.signature(tw.attention_backward).parameters)
-    assert parameters == [*("do", "q", "k", "v", "o", "lse", "dlse", "delta"), *[name for name in OPTIONS if name != "return_lse"]]
+    assert parameters == [
+        *("do", "q", "k", "v", "o", "lse", "dlse", "delta"),
+        *[name for name in OPTIONS if name != "return_lse"],
+    ]
 
 
 def test_the_types_for_editors_name_every_option():
