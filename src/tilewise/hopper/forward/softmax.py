@@ -66,10 +66,7 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
-        by = c
-        if tile.QK_BITS == 8:
-            by = c[:, None]
-        P = gl.exp2(exponents(S, shift, by))
+        P = gl.exp2(exponents(S, shift, c if tile.QK_BITS == 16 else c[:, None]))
         l = gl.sum(P, 1)
         if P.type.layout != layout:
             ROWS: gl.constexpr = P.shape[0]
@@ -120,10 +117,7 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 def online(S, m, l, c, y, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
     if tile.BOUNDED:
-        by = c
-        if tile.QK_BITS == 8:
-            by = c[:, None]
-        P = exponentials(S, m, by, y, tile.WAIT_PV)
+        P = exponentials(S, m, c if tile.QK_BITS == 16 else c[:, None], y, tile.WAIT_PV)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
         EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
@@ -133,9 +127,6 @@ def online(S, m, l, c, y, tile: gl.constexpr):
             alpha = rescaling(m, shift, c)
             return P, m_new, l, alpha
         else:
-            by = c
-            if tile.QK_BITS == 8:
-                by = c[:, None]
-            P = exponentials(S.to(gl.float32), shift, by, y, tile.WAIT_PV)
+            P = exponentials(S.to(gl.float32), shift, c if tile.QK_BITS == 16 else c[:, None], y, tile.WAIT_PV)
             alpha = rescaling(m, shift, c)
             return P, m_new, l * alpha + gl.sum(P, 1), alpha
