@@ -295,7 +295,8 @@ def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target:
 
 def checked(p: Problem) -> Problem:
     """Return the problem if shapes, types and devices fit; else raise a TypeError or ValueError with the remedy."""
-    check_cache(p) if p.recipe.cached else _check_operands(p)
+    check_cache(p) if p.recipe.cached else _check_shapes(p)
+    _check_types(p)
     _check_heads(p)
     _check_recipe(p)
     _check_extra(p)
@@ -312,15 +313,23 @@ def check_values(values: Sequence[Value]) -> None:
             )
 
 
-def _check_operands(p: Problem) -> None:
+def _check_shapes(p: Problem) -> None:
     rank, shape = (3, "(T, heads, head size)") if p.recipe.varlen else (4, "(batch, length, heads, head size)")
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
         if len(spec.shape) != rank:
             hint = "pass layout=Varlen(...) for packed sequences" if len(spec.shape) == 3 else "reshape it"
             raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}; {hint}")
-        if spec.dtype not in FLOATING_TYPES:
+    if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
+        sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
+        raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
+
+
+def _check_types(p: Problem) -> None:
+    for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
+        quantized = name != "q" and p.in_layout(f"{name}_scale") is not None
+        if not quantized and spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
-        if spec.dtype != p.q.dtype:
+        if not quantized and spec.dtype != p.q.dtype:
             raise TypeError(
                 f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
             )
@@ -329,9 +338,6 @@ def _check_operands(p: Problem) -> None:
                 f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
                 "move one of them with .to(...)"
             )
-    if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
-        sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
-        raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
 
 
 def _check_heads(p: Problem) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .layout import Cached
 from .mask import Dense, Documents, PaddingKeys, Spans, TileList
-from .problem import FLOATING_TYPES, Operands, Problem, Unsupported
+from .problem import Operands, Problem, Unsupported
 from .quantized import Quantized
 from .score import Bias
 
@@ -66,24 +66,11 @@ def check_cache(p: Problem) -> None:
     for name, spec in (("k", p.k), ("v", p.v)):
         if len(spec.shape) != 4:
             raise ValueError(f"{name} must have shape {of_cache}, got {tuple(spec.shape)}; reshape it")
-    for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-        if name != "q" and "k_scale" in p.recipe.layout[1]:
-            scale = p.in_layout(f"{name}_scale").shape
-            if tuple(scale) not in ((), (p.H_k,), (p.B, p.H_k)):
-                raise ValueError(
-                    f"{name}'s scale must have shape (), ({p.H_k},) or ({p.B}, {p.H_k}), got {tuple(scale)}; reshape it"
-                )
-            continue
-        if spec.dtype not in FLOATING_TYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
-        if spec.dtype != p.q.dtype:
-            raise TypeError(
-                f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
-            )
-        if spec.device != p.q.device:
+        scale = p.in_layout(f"{name}_scale")
+        if scale is not None and tuple(scale.shape) not in ((), (p.H_k,), (p.B, p.H_k)):
             raise ValueError(
-                f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
-                "move one of them with .to(...)"
+                f"{name}'s scale must have shape (), ({p.H_k},) or ({p.B}, {p.H_k}), got {tuple(scale.shape)}; "
+                "reshape it"
             )
     if "table" not in p.recipe.layout[1] and "index" not in p.recipe.layout[1] and p.k.shape[0] < p.B:
         raise ValueError(
