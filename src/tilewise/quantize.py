@@ -29,7 +29,7 @@ from torch import Tensor
 from .mask import Mask, PaddingLengths, PaddingRange
 from .problem import EIGHT_BITS, Operands, Problem
 
-ROWS, KEYS = 64, 128
+BLOCK_Q, BLOCK_K = 64, 128
 """Rows of a block of Q, and of one of K and V."""
 SAMPLES = 256
 """Rows of a head that decide its mean and its balance."""
@@ -101,8 +101,8 @@ def smooths(p: Problem) -> bool:
 def blocks_of(p: Problem) -> tuple[int, int]:
     """Return a head's blocks of queries, and of keys; for packed sequences, those of all sequences."""
     if p.recipe.varlen:
-        return p.q.shape[0] // ROWS + p.B, p.k.shape[0] // KEYS + p.B
-    return -(-p.M // ROWS), -(-p.N // KEYS)
+        return p.q.shape[0] // BLOCK_Q + p.B, p.k.shape[0] // BLOCK_K + p.B
+    return -(-p.M // BLOCK_Q), -(-p.N // BLOCK_K)
 
 
 def empty_codes(p: Problem, device: torch.device) -> Codes:
@@ -115,10 +115,10 @@ def empty_codes(p: Problem, device: torch.device) -> Codes:
 
     fp8 = p.recipe.precision == "fp8"
     return Codes(
-        empty(of_queries, ROWS, size, dtype=torch.int8), empty(of_keys, KEYS, size, dtype=torch.int8),
-        empty(of_queries, ROWS), empty(of_keys), empty(of_queries, ROWS),
+        empty(of_queries, BLOCK_Q, size, dtype=torch.int8), empty(of_keys, BLOCK_K, size, dtype=torch.int8),
+        empty(of_queries, BLOCK_Q), empty(of_keys), empty(of_queries, BLOCK_Q),
         empty(p.B, p.H_k, size), empty(p.B, p.H_k, size),
-        empty(of_keys, size, KEYS, dtype=torch.float8_e4m3fn) if fp8 else None, empty(of_keys) if fp8 else None,
+        empty(of_keys, size, BLOCK_K, dtype=torch.float8_e4m3fn) if fp8 else None, empty(of_keys) if fp8 else None,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequences]:
         own = slice(b, b + 1)
         hi = torch.full_like(lo[own], k1 - k0) if ends is None else ends[own].long().clamp(max=k1 - k0)
         q, k, v = x.q[None, q0:q1], x.k[None, k0:k1], x.v[None, k0:k1]
-        yield Sequences(own, q, k, v, q0 // ROWS + b, k0 // KEYS + b, lo[own], hi)
+        yield Sequences(own, q, k, v, q0 // BLOCK_Q + b, k0 // BLOCK_K + b, lo[own], hi)
 
 
 def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -178,17 +178,17 @@ def quantize(p: Problem, x: Operands) -> Codes:
         codes.mean[s.b], codes.balance[s.b] = mean, balance
         of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
         q_int8, descale = int8_rows(rotated(q * of_q))
-        own = p.H, ROWS, s.first_q, q.shape[2]
-        _blocks(p, codes.q, own).copy_(_cut(q_int8, ROWS))
-        _blocks(p, codes.q_descale, own).copy_(_cut(descale / size_of(p), ROWS)[..., 0])
-        _blocks(p, codes.q_shift, own).copy_(_cut((q * of_mean).sum(-1, keepdim=True) * p.scale, ROWS)[..., 0])
+        own = p.H, BLOCK_Q, s.first_q, q.shape[2]
+        _blocks(p, codes.q, own).copy_(_cut(q_int8, BLOCK_Q))
+        _blocks(p, codes.q_descale, own).copy_(_cut(descale / size_of(p), BLOCK_Q)[..., 0])
+        _blocks(p, codes.q_shift, own).copy_(_cut((q * of_mean).sum(-1, keepdim=True) * p.scale, BLOCK_Q)[..., 0])
         k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
-        k_int8, descale = int8_blocks(_cut(k, KEYS))
-        own = p.H_k, KEYS, s.first_k, k.shape[2]
+        k_int8, descale = int8_blocks(_cut(k, BLOCK_K))
+        own = p.H_k, BLOCK_K, s.first_k, k.shape[2]
         _blocks(p, codes.k, own).copy_(k_int8)
         _blocks(p, codes.k_descale, own).copy_(descale)
         if codes.v is not None and codes.v_descale is not None:
-            v_e4m3, descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), KEYS))
+            v_e4m3, descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), BLOCK_K))
             _blocks(p, codes.v, own).copy_(v_e4m3[..., key_order(v.device), :].mT)
             _blocks(p, codes.v_descale, own).copy_(descale)
     return codes
@@ -295,7 +295,7 @@ def key_order(device: torch.device) -> Tensor:
     The accumulator of S gives thread r of four the columns 8 b + 2 r + e of each 16, and the product with V expects of
     it the columns 4 r + 2 b + e. So there lies key 8 b + 2 r + e.
     """
-    return torch.arange(KEYS, device=device).view(-1, 2, 4, 2).transpose(1, 2).flatten()
+    return torch.arange(BLOCK_K, device=device).view(-1, 2, 4, 2).transpose(1, 2).flatten()
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -336,8 +336,8 @@ def _per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:
 
 def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
     """Return q, k and v as the two products of a forward see them, in fp32: Q and K rotated, (…, heads, size)."""
-    q = _rows(p, codes.q.float() * codes.q_descale[..., None], ROWS, x, 0)
-    k = _rows(p, codes.k.float() * codes.k_descale[:, None, None], KEYS, x, 1)
+    q = _rows(p, codes.q.float() * codes.q_descale[..., None], BLOCK_Q, x, 0)
+    k = _rows(p, codes.k.float() * codes.k_descale[:, None, None], BLOCK_K, x, 1)
     return Operands(q, k, _values(p, x, codes), x.extra)
 
 
@@ -356,7 +356,7 @@ def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
 
 def shift_of(p: Problem, x: Operands, codes: Codes) -> Tensor:
     """Return scale * q . mean of each row, of lse's shape: lse is that of the codes' logits plus this."""
-    shift = _rows(p, codes.q_shift[..., None], ROWS, x, 0)[..., 0]  # (B, M, H) or (T, H)
+    shift = _rows(p, codes.q_shift[..., None], BLOCK_Q, x, 0)[..., 0]  # (B, M, H) or (T, H)
     return shift.transpose(-1, -2).contiguous()
 
 
@@ -374,7 +374,7 @@ def _values(p: Problem, x: Operands, codes: Codes) -> Tensor:
     if codes.v is None or codes.v_descale is None:
         return x.v.float()
     v = codes.v.float().mT[:, torch.argsort(key_order(x.v.device))]
-    return _rows(p, v * codes.v_descale[:, None, None], KEYS, x, 1)[..., : p.D_v]
+    return _rows(p, v * codes.v_descale[:, None, None], BLOCK_K, x, 1)[..., : p.D_v]
 
 
 def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:

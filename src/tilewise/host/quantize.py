@@ -28,7 +28,7 @@ def quantize_launches(
         kernels.attention_quantize_statistics, p.B * p.H_k, (given, made, where, M, N, p.H_k),
         {**exact, "SMOOTH": smooths(p), "num_warps": 4}, compiled,
     )  # fmt: skip
-    q_tiles, k_tiles = cdiv(p.M, kernels.ROWS.value), cdiv(p.N, kernels.KEYS.value)
+    q_tiles, k_tiles = cdiv(p.M, kernels.BLOCK_Q.value), cdiv(p.N, kernels.BLOCK_K.value)
     of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 if codes.v is None else 2)
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
     blocks = Launch(

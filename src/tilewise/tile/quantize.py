@@ -13,8 +13,8 @@ from .rows import first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
-ROWS = tl.constexpr(64)
-KEYS = tl.constexpr(128)
+BLOCK_Q = tl.constexpr(64)
+BLOCK_K = tl.constexpr(128)
 SAMPLES = tl.constexpr(256)
 LEAST = tl.constexpr(2.0**-100)
 MOST = tl.constexpr(24)
@@ -152,9 +152,9 @@ def on_e4m3_grid(x):
 
 
 @triton.jit
-def key_order(KEYS: tl.constexpr):
+def key_order(BLOCK_K: tl.constexpr):
     """Return which key of a block each column of V's codes holds."""
-    at = tl.arange(0, KEYS)
+    at = tl.arange(0, BLOCK_K)
     return (at & ~15) | ((at & 2) << 2) | ((at >> 1) & 6) | (at & 1)
 
 
@@ -207,15 +207,15 @@ def attention_quantize_statistics(
 def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes: tl.constexpr):
     """Write a block of 64 queries."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    rows, columns = t * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, SIZE)
     q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
     mean = tl.load(codes.mean + head * SIZE + columns)
     factor = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
     turned = rotated(q * factor[None, :], log2_of(SIZE))
     whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
-    own = block * ROWS + tl.arange(0, ROWS)
+    own = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
-    tl.store(codes.q_descale + own, tl.reshape(descale, (ROWS,)) * (1.0 / SIZE))
+    tl.store(codes.q_descale + own, tl.reshape(descale, (BLOCK_Q,)) * (1.0 / SIZE))
     tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
 
 
@@ -223,7 +223,7 @@ def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes
 def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.constexpr):
     """Write a block of 128 keys."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * KEYS + tl.arange(0, KEYS), tl.arange(0, SIZE)
+    rows, columns = t * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, SIZE)
     inside = (rows >= lo) & (rows < hi)
     k = load_block(x.K, origin(x.K, b, h, first), rows, inside, sizes.d, SIZE)
     mean = tl.load(codes.mean + head * SIZE + columns)
@@ -232,7 +232,7 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
     turned = rotated(k, log2_of(SIZE))
     top = tl.max(tl.max(largest(turned), 1), 0)
     whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
-    own = block * KEYS + tl.arange(0, KEYS)
+    own = block * BLOCK_K + tl.arange(0, BLOCK_K)
     tl.store(codes.k + own[:, None] * SIZE + columns[None, :], whole)
     tl.store(codes.k_descale + block + tl.arange(0, 1), tl.reshape(descale, (1,)))
 
@@ -241,13 +241,13 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
 def quantize_values(x, codes, b, h, first, t, lo, hi, block, sizes: tl.constexpr):
     """Write a block of 128 rows of V, transposed, with its keys in another order."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * KEYS + key_order(KEYS), tl.arange(0, SIZE)
+    rows, columns = t * BLOCK_K + key_order(BLOCK_K), tl.arange(0, SIZE)
     v = load_block(x.V, origin(x.V, b, h, first), rows, (rows >= lo) & (rows < hi), sizes.d_v, SIZE)
     finite = tl.abs(v) < INF
     top = tl.max(tl.max(tl.where(finite, tl.abs(v), 0.0), 1), 0)
     exponent = tl.minimum(134 - (top.to(tl.int32, bitcast=True) >> 23), MOST_OF_V)
     whole = on_e4m3_grid(tl.where(finite, v, 0.0) * power(exponent)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    at = (block * SIZE + columns)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    at = (block * SIZE + columns)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     tl.store(codes.v + at, tl.where(finite, whole, E4M3_NAN).T)
     tl.store(codes.v_descale + block, power(-exponent))
 
@@ -267,8 +267,8 @@ def attention_quantize(
     if program < of_q:
         t, h, b = program % q_tiles, program // q_tiles % H, program // q_tiles // H
         q0, length, _, _ = rows_of(packed, b, M, N)
-        if t * ROWS < length:
-            block = first_block(packed, b, h, H, q0, q_stride, ROWS).to(tl.int64) + t
+        if t * BLOCK_Q < length:
+            block = first_block(packed, b, h, H, q0, q_stride, BLOCK_Q).to(tl.int64) + t
             head = b.to(tl.int64) * (H // G) + h // G
             quantize_queries(x, codes, b, h, q0, t, length, block, head, scale, sizes)
     else:
@@ -278,9 +278,9 @@ def attention_quantize(
         H_k = H // G
         t, h, b = program % k_tiles, program // k_tiles % H_k, program // k_tiles // H_k
         _, _, k0, length = rows_of(packed, b, M, N)
-        if t * KEYS < length:
+        if t * BLOCK_K < length:
             lo, hi = key_bounds(x, b, length)
-            block = first_block(packed, b, h, H_k, k0, k_stride, KEYS).to(tl.int64) + t
+            block = first_block(packed, b, h, H_k, k0, k_stride, BLOCK_K).to(tl.int64) + t
             if which == 0:
                 quantize_keys(x, codes, b, h, k0, t, lo, hi, block, b.to(tl.int64) * H_k + h, sizes)
             if codes.v is not None:  # noqa: SIM102, the first is a constant

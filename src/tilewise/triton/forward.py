@@ -8,7 +8,7 @@ from ..tile.blocks import block, store_rows
 from ..tile.dropout import dropout_mask
 from ..tile.factors import left_slices, load_left, load_right, load_values, product
 from ..tile.masks import visible
-from ..tile.quantize import KEYS, ROWS
+from ..tile.quantize import BLOCK_K, BLOCK_Q
 from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
 from ..tile.rows import fill_unused, first_block, row_values, rows_of
 from ..tile.schedule import assign, counts
@@ -24,7 +24,7 @@ def step(j, q, acc, m, l, K, V, descale, place, variant, c, MASKED: tl.constexpr
     j0 = j * B_C
     S = product(q, load_right(K, j0, place.N, MASKED, PRECISION), PRECISION)  # (B_r, B_c)
     if descale is not None:
-        S = S.to(tl.float32) * (descale[0] * tl.load(descale[1] + j0 // KEYS))[:, None]
+        S = S.to(tl.float32) * (descale[0] * tl.load(descale[1] + j0 // BLOCK_K))[:, None]
     i = place.i0 + tl.arange(0, B_R)[:, None] + place.shift
     columns = j0 + tl.arange(0, B_C)[None, :]
     S = apply_scores(variant.scores, S, Entries(place.b, place.h, i, 0, columns, 0), len(variant.scores))
@@ -76,10 +76,10 @@ def attention_forward(Q, K, V, O, L, packed, unused, variant, c, M, N, H, schedu
     q_at = q0
     if variant.codes is not None:
         codes = variant.codes
-        q_at = first_block(packed, b, h, H, q0, codes.q_stride, ROWS).to(tl.int64) * ROWS
+        q_at = first_block(packed, b, h, H, q0, codes.q_stride, BLOCK_Q).to(tl.int64) * BLOCK_Q
         q = load_left(block(Q, b, h, q_at, B_R, d), i0, M, True, PRECISION)
-        k_block = first_block(packed, b, h // G, H // G, k0, codes.k_stride, KEYS).to(tl.int64)
-        keys = block(K, b, h // G, k_block * KEYS, B_C, d)
+        k_block = first_block(packed, b, h // G, H // G, k0, codes.k_stride, BLOCK_K).to(tl.int64)
+        keys = block(K, b, h // G, k_block * BLOCK_K, B_C, d)
         own = i0 + tl.arange(0, B_R)
         descale = tl.load(codes.q_descale + q_at + own, mask=own < M, other=0.0), codes.k_descale + k_block
     out = block(O, b, h, q0, B_R, d_v)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BLOCK_Q = gl.constexpr(64)
-BLOCK_K = gl.constexpr(128)
+from ...tile.quantize import BLOCK_K, BLOCK_Q
+
 P_SCALE_LOG2 = gl.constexpr(8)
 """P is computed as 256 P, where e4m3 has most room."""
 
