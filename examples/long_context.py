@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/long_context.py --plan ulysses --length 409
 """
 
 import argparse
+import time
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,32 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def main() -> None:
+def train(length: int, steps: int, plan: str | None, device: torch.device) -> None:
     """Train, and print every loss on the first rank."""
+    torch.manual_seed(0)
+    model, sharding = Model().to(device), tp.Zigzag(dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    text = torch.tensor(list(" ".join(f"{n} squared is {n * n}." for n in range(2000)).encode()), device=device)
+    positions = sharding.positions(length, device)
+    for step in range(steps):
+        start = step * length % (len(text) - length - 1)
+        tokens = text[None, start : start + length]
+        labels = text[None, start + 1 : start + length + 1]  # shifted before they are sharded
+        own, own_labels = sharding.shard((tokens, labels))
+        logits = model(own, positions, sharding=sharding, plan=plan)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / length
+        optimizer.zero_grad()
+        loss.backward()
+        for weight in model.parameters():  # each rank has its rows' share; FSDP2 and DDP sum in the same way
+            dist.all_reduce(weight.grad)
+        optimizer.step()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {loss.item():.5f}", flush=True)
+
+
+def main() -> None:
+    """Train on this process group; it ends when no tensor needs it any more."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
@@ -61,27 +86,11 @@ def main() -> None:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    model, sharding = Model().to(device), tp.Zigzag(dist.group.WORLD)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    text = torch.tensor(list(" ".join(f"{n} squared is {n * n}." for n in range(2000)).encode()), device=device)
-    positions = sharding.positions(given.length, device)
-    for step in range(given.steps):
-        start = step * given.length % (len(text) - given.length - 1)
-        tokens = text[None, start : start + given.length]
-        labels = text[None, start + 1 : start + given.length + 1]  # shifted before they are sharded
-        own, own_labels = sharding.shard((tokens, labels))
-        logits = model(own, positions, sharding=sharding, plan=given.plan)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / given.length
-        optimizer.zero_grad()
-        loss.backward()
-        for weight in model.parameters():  # each rank has its rows' share; FSDP2 and DDP sum in the same way
-            dist.all_reduce(weight.grad)
-        optimizer.step()
-        dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            print(f"step {step} loss {loss.item():.5f}", flush=True)
+    train(given.length, given.steps, given.plan, device)
+    dist.barrier()  # no rank leaves while another still receives
     dist.destroy_process_group()
+    if not on_gpu:
+        time.sleep(0.5)  # gloo's threads end a little later, and PyTorch aborts where Python ends first
 
 
 if __name__ == "__main__":
