@@ -271,10 +271,10 @@ def int8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int8(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     exists = (top >= LEAST) & (top < torch.inf)
-    most = torch.full_like(top, INT8)  # a number over a tensor would be its reciprocal, rounded, times the number
+    most = torch.full_like(top, INT8)  # with a number, a GPU would round the divisor's reciprocal before it multiplies
     scale = torch.where(exists, most / torch.where(exists, top, 1.0), 0.0)
     codes = (torch.where(x.abs() < torch.inf, x, 0.0) * scale).round().to(torch.int8)  # half to even
-    return codes, torch.where(top < torch.inf, torch.where(exists, top / INT8, 0.0), torch.nan)
+    return codes, torch.where(top < torch.inf, torch.where(exists, top / most, 0.0), torch.nan)
 
 
 def e4m3_blocks(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,7 @@ def _short_cpu(rows: Sequence[Row]) -> list[str]:
     return [f"{row.of}, {row.pass_}: {r:.2f} of the speed of sdpa." for row, r in found.items()]
 
 
-def _short(rows: Sequence[Row]) -> list[str]:
+def _fastest(rows: Sequence[Row]) -> list[str]:
     """Say where the fastest of PyTorch's kernels is faster, and by how much."""
     against = [ratios(rows, peer, lambda row: row.milliseconds) for peer in (CUDNN, FLASH)]
     found = {row: min(each[row] for each in against if row in each) for row in {**against[0], **against[1]}}
@@ -357,7 +357,9 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "long": _long,
     "cpu": _cpu,
     "short-cpu": _short_cpu,
-    "short": _short,
+    "short": _fastest,
+    "decode": _fastest,
+    "prefill": _fastest,
     "llmc": _llmc,
     "ablation": _ablation,
     "variants": _variants,

@@ -30,7 +30,8 @@ def operands(device, dtype=torch.bfloat16):
 
 
 def close(mine, theirs, what, bound=2e-2):
-    error = float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    mine, theirs = mine.detach().double(), theirs.detach().double()
+    error = float((mine - theirs).abs().max() / theirs.abs().max())
     assert error <= bound, f"{what}: {error:.1e}"
 
 

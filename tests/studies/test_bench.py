@@ -53,6 +53,11 @@ def measured_rows(cases=SUITES["classic"].cases, ours=2.0, standard=8.0):
     ]  # fmt: skip
 
 
+def test_every_suite_says_what_it_shows():
+    for name, each in SUITES.items():
+        assert isinstance(tables.headlines(name, measured_rows(each.cases[:1])), list), name
+
+
 def test_a_right_result_is_timed():
     rows = rows_of("tilewise", "tilewise tiled", "standard", "sdpa")
     for row in rows.values():
