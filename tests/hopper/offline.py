@@ -34,7 +34,7 @@ CALLS = {
         "fp16x3 varlen", "biased",
     ),
     128: (
-        "full", "causal", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped",
+        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped",
         "fp16x3", "bf16x6", "biased",
     ),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
@@ -47,6 +47,7 @@ def calls() -> dict[str, dict[str, Any]]:
     ends = meta(B + 1, dtype=torch.int32)
     return {
         "full": {},
+        "single": {"S": 64},
         "short": {"S": 128},
         "medium": {"S": 256},
         "short causal": {"mask": tw.Causal(), "S": 128},

@@ -12,10 +12,10 @@ from ..problem import Grads, Operands, Problem, Saved, TensorSpec
 from ..quantize import eight_bits
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
-from .tiles import KINDS, current, current_fp32, padded, precision
+from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
-SHORTEST = 64
-"""Tokens up to which a tile of these kernels is mostly empty."""
+SHORTEST = 32
+"""Tokens up to which a tile of the forward at 128 is mostly empty."""
 
 
 class Hopper:
@@ -59,14 +59,15 @@ class Hopper:
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:
-        """Tell whether the portable kernels are faster: their backward at head size 64, and their forward at 128, for
-        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`); and their forward where
-        it splits the keys among programs."""
+        """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
+        SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
+        forward where it splits the keys among programs."""
         p, recipe = problem, problem.recipe
         if not backward and p.few_rows:
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
-        return plain and max(p.M, p.N) <= SHORTEST and padded(p) == (64 if backward else 128)
+        size, most = (64, SINGLE) if backward else (128, SHORTEST)
+        return plain and padded(p) == size and max(p.M, p.N) <= most
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the two main kernels."""

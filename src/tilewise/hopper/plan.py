@@ -23,13 +23,15 @@ from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, box, contiguous
 from .forward import kernel as kernels
 from .parts import scores
-from .tiles import Backward, EightBits, Forward, Rows, current, padded
+from .tiles import SHORT, Backward, EightBits, Forward, Rows, current, padded
 
 TINY = 2.0**-126
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
 """Multiprocessors that attention leaves free, for messages that travel beside it."""
 SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
+SHORT_SECTION = 8
+"""Run as many of short matrices: they differ little in length, and more would load their keys from memory again."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
 POSTPROCESS_PROCESSORS = 3
@@ -92,11 +94,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
-    section = max(SECTION, of_keys) if p.recipe.mask else 1
+    section = 1 if not p.recipe.mask else SHORT_SECTION if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {"tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4}
-    if row.programs > 1:  # of three warpgroups each, the producer's included
-        constants["maxnreg"] = 65536 // (row.programs * 3 * 128) // 8 * 8
+    if row.programs > 1:  # the producer is a warpgroup, too
+        constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(

@@ -13,6 +13,12 @@ from ..problem import Problem
 from ..score import SoftCap
 
 
+SINGLE = 64
+"""Tokens up to which a head is a single tile."""
+SHORT = 512
+"""Tokens up to which a masked head is a few tiles of queries."""
+
+
 class Forward(NamedTuple):
     """Hold one row of the forward's table; its fields are those of forward/kernel.py's `Tile`."""
 
@@ -37,11 +43,12 @@ FORWARD = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "medium"): Forward(2, 64, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (64, "medium"): Forward(2, 64, 2, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     (64, "short"): Forward(2, 32, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (128, "single"): Forward(1, 64, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=232, programs=2),
     (128, "scores"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
     256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
@@ -158,21 +165,21 @@ def current(p: Problem) -> Rows:
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
-    256. Short calls have a tile or two of a head: they are faster with a third stage of Q, at 64 also with smaller key
-    tiles, and the shortest with two programs on a multiprocessor. Masks are faster if the previous product is complete
-    before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone are faster there with
-    ping-pong scheduling (`pingpong`)."""
+    256. Short calls have a tile or two of a head: they are faster with small key tiles and two programs on a
+    multiprocessor, at 128 only up to 64 tokens, and with a third stage of Q above. Masks are faster if the previous
+    product is complete before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone
+    are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
     forward: Any = size
-    short = max(p.M, p.N) <= (512 if recipe.mask else 256)
+    longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)
         if registers_short:
             forward = 64, "small"
-        elif short:
-            forward = 64, "short" if max(p.M, p.N) <= (256 if recipe.mask else 224) else "medium"
+        elif longest <= (1024 if recipe.mask else 256):
+            forward = 64, "short" if longest <= (256 if recipe.mask else 224) else "medium"
         elif p.M <= (1024 if recipe.mask else 256):
             forward = 64, "small"
         elif recipe.mask:
@@ -181,8 +188,10 @@ def keys(p: Problem) -> dict[str, Any]:
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
             forward = 128, "scores"
+        elif longest <= SINGLE and not (recipe.score or p.listed):
+            forward = 128, "single"
         elif recipe.mask and not recipe.score:
-            forward = 128, "short" if short else "masked"
+            forward = 128, "short" if longest <= SHORT else "masked"
     return {"forward": forward, "backward": size}
 
 

@@ -471,6 +471,14 @@ def attention_forward(
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
+    elif WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+            ],
+            [1], [24],
+        )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
