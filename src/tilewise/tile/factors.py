@@ -16,9 +16,6 @@ import triton.language as tl
 
 from .blocks import INNER, dot, load_rows
 
-LONG = tl.constexpr(64)
-"""Is the least inner dimension of slices that are summed apart: one chain of 257 to 512 terms would round too often."""
-
 
 @triton.constexpr_function
 def on_fma_units(dtype, PRECISION):
@@ -113,10 +110,7 @@ def product(a, b, PRECISION: tl.constexpr):
     """Return the product of two factors, in fp32."""
     sums = dot(a[0], b[0], PRECISION)
     for x in tl.static_range(1, len(a)):  # no slices but on FMA units
-        if a[x].shape[1] < LONG:
-            sums = tl.dot(a[x], b[x], sums, input_precision="ieee")
-        else:  # an fma, since the compiler would join a sum to the product
-            sums = tl.fma(tl.dot(a[x], b[x], input_precision="ieee"), 1.0, sums)
+        sums = tl.dot(a[x], b[x], sums, input_precision="ieee")
     return sums
 
 
