@@ -34,8 +34,8 @@ CALLS = {
         "fp16x3 varlen", "biased",
     ),
     128: (
-        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped",
-        "fp16x3", "bf16x6", "biased",
+        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered",
+        "grouped", "fp16x3", "bf16x6", "biased",
     ),
     256: ("causal", "dropout", "grouped", "listed", "biased"),
 }  # fmt: skip

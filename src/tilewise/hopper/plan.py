@@ -119,9 +119,10 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     """Return the forward's compile-time constants."""
     masked_loop = needs_mask_in_loop(p, 64, row.B_c)
     half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
+    pingpong = row.pingpong and row.warpgroups > 1
     return kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        row.pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
+        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
     )  # fmt: skip
 
 
