@@ -390,20 +390,47 @@ def explain_shows_costs_work_and_refusals(rank):
 
 @case
 def dtensors_of_batches_and_heads_run_on_each_rank_s_part(rank):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    g = generator(4)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    whole = [torch.randn(4, 16, heads, D, generator=g) for heads in (8, 4, 4)]
-    expected = tw.attention(*whole, mask=tw.Causal())
-    for placement in (Shard(0), Shard(2), Replicate()):
-        o = tw.attention(*[distribute_tensor(t, mesh, [placement]) for t in whole], mask=tw.Causal())
-        assert o.placements == (placement,)
-        close(o.full_tensor(), expected, 1e-6, str(placement))
-    lengths = distribute_tensor(torch.tensor([16, 3, 9, 0]), mesh, [Replicate()])
-    x = [distribute_tensor(t, mesh, [Shard(2)]) for t in whole]
-    padded = tw.attention(*x, mask=tw.Padding(lengths)).full_tensor()
-    close(padded, tw.attention(*whole, mask=tw.Padding(lengths.full_tensor())).detach(), 1e-6, "padding")
+    g, one, grid = generator(4), init_device_mesh("cpu", (RANKS,)), MESH[0]
+    shapes = (4, 16, 8, D), (4, 16, 4, D), (4, 16, 4, D), (4, 16, 8, D)
+    *whole, do = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    slopes, sink, bias = (torch.randn(n, generator=g, dtype=torch.float64) for n in ((8,), (8,), (8, 16, 16)))
+    documents, lengths = torch.randint(0, 3, (4, 16), generator=g), torch.tensor([16, 3, 9, 0])
+    learned = [*whole, sink, bias]
+    calls = [
+        ({"mask": tw.Causal()}, 3),
+        ({"mask": tw.Documents(documents, documents), "score": tw.Alibi(slopes.float()), "sink": sink}, 4),
+        ({"mask": tw.Padding(lengths), "score": tw.Bias(bias), "sink": sink, "dropout": 0.3, "seed": 5}, 5),
+    ]
+    places = [(one, [Shard(0)]), (one, [Shard(2)]), (one, [Replicate()]), (one, [Shard(1)])]
+    places += [(grid, [Shard(0), Shard(2)]), (grid, [Shard(2), Shard(2)]), (grid, [Replicate(), Shard(0)])]
+    for options, count in calls:
+        plain = [t.clone().requires_grad_() for t in learned[:count]]
+        o, lse = tw.attention(*plain[:3], **with_learned(options, plain), return_lse=True)
+        expected = torch.autograd.grad((o, lse), plain, (do, torch.ones_like(lse).masked_fill(lse.isinf(), 0.0)))
+        for mesh, at in places:
+            alike = [Replicate()] * mesh.ndim
+            x = [distribute_tensor(t, mesh, at if n < 3 else alike).requires_grad_() for n, t in enumerate(plain)]
+            mine, logs = tw.attention(*x[:3], **with_learned(options, x), return_lse=True)
+            given = [distribute_tensor(t, mesh, alike) for t in (do, torch.ones_like(lse).masked_fill(lse.isinf(), 0))]
+            found = torch.autograd.grad((mine, logs), x, [t.redistribute(mesh, to.placements) for t, to in
+                                                          zip(given, (mine, logs), strict=True)])  # fmt: skip
+            assert mine.placements == tuple(p if p != Shard(1) else Replicate() for p in at)
+            close(mine.full_tensor(), o, 1e-12, f"{at} o")
+            close(logs.full_tensor(), lse, 1e-12, f"{at} lse")
+            for n, (grad, true) in enumerate(zip(found, expected, strict=True)):
+                assert isinstance(grad, DTensor)
+                close(grad.full_tensor(), true, 1e-12, f"{at} gradient {n}")
+    x = [distribute_tensor(t, one, [Shard(2)]).requires_grad_() for t in whole]
+    compiled = torch.compile(lambda *t: tw.attention(*t, mask=tw.Causal()), backend="aot_eager", fullgraph=True)
+    close(compiled(*x).full_tensor(), reference.attention(*whole, mask=tw.Causal())[0], 1e-12, "compiled")
+
+
+def with_learned(options, x):
+    """Options whose sink and bias are the tensors behind q, k and v in x."""
+    sink = {"sink": x[3]} if "sink" in options else {}
+    return options | sink | ({"score": tw.Bias(x[4])} if len(x) > 4 else {})
 
 
 @case
