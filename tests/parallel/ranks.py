@@ -3,6 +3,7 @@
 A case is a function of the rank. It raises on what is wrong, after its last message, so that the others go on.
 """
 
+import io
 import json
 import re
 import sys
@@ -16,7 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -431,6 +435,73 @@ def with_learned(options, x):
     """Options whose sink and bias are the tensors behind q, k and v in x."""
     sink = {"sink": x[3]} if "sink" in options else {}
     return options | sink | ({"score": tw.Bias(x[4])} if len(x) > 4 else {})
+
+
+class Layer(nn.Module):
+    """Attention of one sequence over the ranks of a sharding, or of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(20, 32), nn.Linear(32, 96), nn.Linear(32, 20)
+        self.sink = nn.Parameter(torch.zeros(4))
+
+    def forward(self, tokens, sharding=None):
+        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 4, 8)).unbind(2)
+        options = {"mask": tw.Causal(), "sink": self.sink}
+        if sharding is None:
+            o = tw.attention(q, k, v, **options)
+        else:
+            o = tp.attention(q, k, v, sharding=sharding, plan="ring", **options)
+        return self.out(o.flatten(2))
+
+
+def steps(model, optimizer, count, share=lambda x: x, sharding=None, group=None):
+    """Losses of some steps on a batch of two sequences; all ranks of the group sum theirs."""
+    tokens = torch.randint(0, 20, (B, N + 1), generator=generator(8))
+    losses = []
+    for _ in range(count):
+        own, labels = (share(t.contiguous()) for t in (tokens[:, :-1], tokens[:, 1:]))
+        logits = model(own, sharding)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (B * N)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if sharding is not None:
+            dist.all_reduce(total, group=group)
+        losses.append(total)
+    return torch.stack(losses)
+
+
+@case
+def fsdp_shards_weights_over_both_dimensions_and_resumes_on_fewer_ranks(rank):
+    def made(mesh):
+        torch.manual_seed(3)
+        model = Layer().double()
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
+            model.set_gradient_divide_factor(1.0)  # shares sum; FSDP's own choice is their mean
+        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+    expected = steps(*made(None), 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat, s = mesh._flatten("dp_cp"), tp.Zigzag(mesh["cp"])
+    model, optimizer = made(flat)
+    found = steps(model, optimizer, 2, lambda t: s.shard(t.chunk(2)[mesh.get_local_rank("dp")]), s, flat.get_group())
+    whole = StateDictOptions(full_state_dict=True)
+    kept = io.BytesIO()
+    torch.save(get_state_dict(model, optimizer, options=whole), kept)
+    saved = [kept.getvalue()]
+    dist.broadcast_object_list(saved, 0)
+    if rank < 2:  # the same training goes on with two ranks, which share every sequence
+        fewer = DeviceMesh.from_group(GROUPS[2], "cpu")
+        s = tp.Zigzag(GROUPS[2])
+        model, optimizer = made(fewer)
+        weights, states = torch.load(io.BytesIO(saved[0]), weights_only=False)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=whole)
+        found = torch.cat([found, steps(model, optimizer, 2, s.shard, s, GROUPS[2])])
+        close(found, expected, 1e-12, "losses")
+    close(found[:2], expected[:2], 1e-12, "losses of four ranks")
 
 
 @case
