@@ -35,7 +35,7 @@ CALLS = {
     ),
     128: (
         "full", "causal", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped",
-        "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "placed",
+        "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed", "prefix placed",
     ),
     256: ("causal", "dropout", "grouped", "listed", "biased", "wide"),
 }  # fmt: skip
@@ -62,11 +62,12 @@ def calls() -> dict[str, dict[str, Any]]:
         "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "wide varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S), "out_dtype": torch.float32},
         "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
-        "placed": {
-            "mask": tw.Prefix(meta(B, dtype=torch.int32)),
+        "scored placed": {
+            "mask": tw.Causal(),
             "score": tw.Alibi(meta(H, dtype=torch.float32)),
             "place": tw.Origin(64, 128),
         },
+        "prefix placed": {"mask": tw.Prefix(meta(B, dtype=torch.int32)), "place": tw.Origin(64, 128)},
         "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
