@@ -151,6 +151,8 @@ def parts() -> Iterator[dict[str, Any]]:
     times = in_turns({
         "16-bit": lambda: tw.attention(*x), "16-bit, triton": lambda: tw.attention(*x, backend="triton"),
         "fp32 parts": lambda: tw.attention(*x, out_dtype=torch.float32), "merge of two": lambda: tw.merge(pair),
+        "fp32 parts, hopper": lambda: tw.attention(*x, out_dtype=torch.float32, backend="hopper"),
+        "merge of two, kernel": lambda: tw.merge(pair[:1], into=pair[1], backend="triton"),
     })  # fmt: skip
     for name, taken in times.items():
         yield {"plan": name, "tokens": 8192, "gpus": 1, "milliseconds": taken}

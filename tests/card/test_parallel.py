@@ -101,6 +101,28 @@ def test_results_in_fp32_are_those_before_they_were_rounded(backend, sizes, varl
         assert torch.equal(mine.bfloat16(), theirs)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_merges_parts_as_torch_does(dtype, packed):
+    g = torch.Generator("cuda").manual_seed(0)
+    rows, of_lse = ((5000, 4, 96), (4, 5000)) if packed else ((2, 2500, 4, 96), (2, 4, 2500))
+    parts = [
+        (torch.randn(rows, device="cuda", generator=g).to(dtype), 4 * torch.randn(of_lse, device="cuda", generator=g))
+        for _ in range(3)
+    ]
+    for n, (_, lse) in enumerate(parts):
+        lse[..., n::7] = -torch.inf
+        lse[..., -1] = -torch.inf
+    sums = torch.zeros(rows, device="cuda"), torch.full(of_lse, -torch.inf, device="cuda")
+    for part in parts:
+        tw.merge([part], into=sums, backend="triton")
+    true = tw.merge([(o.double(), lse.double()) for o, lse in parts])
+    for found, exact in zip(sums, true, strict=True):
+        assert torch.equal(found.isinf(), exact.isinf())
+        close(found.nan_to_num(0, 0, 0), exact.nan_to_num(0, 0, 0), "sums", 1e-5)
+    close(tw.merge(parts, backend="triton")[0], true[0], "at once", 1e-2)
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_places_and_spans_are_those_of_the_whole(backend):
     *x, do = operands("cuda")

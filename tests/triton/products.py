@@ -15,6 +15,7 @@ from triton import knobs
 
 import tilewise as tw
 from tilewise.check import describe_fake
+from tilewise.host.merge import merge_launch
 from tilewise.problem import Operands, Recipe
 from tilewise.triton.tiles import current
 
@@ -100,6 +101,15 @@ def of_experiment() -> list[Any]:
     return experiment.launches(p, x, torch.empty_like(q), Accumulate(), current(p).forward)
 
 
+def of_merge() -> Iterator[Any]:
+    """Launches that merge two parts into sums, and into a new result."""
+    for kind in (torch.float32, torch.bfloat16):
+        part = meta(B, S, H, D, dtype=kind), meta(B, H, S, dtype=torch.float32)
+        into = meta(B, 2 * S, H, D, dtype=torch.float32)[:, :S], meta(B, H, 2 * S, dtype=torch.float32)[..., :S]
+        yield merge_launch(*into, [into, part])
+        yield merge_launch(*part, [part, part])
+
+
 # the text of a kernel
 
 
@@ -132,6 +142,7 @@ def main() -> Iterator[dict[str, Any]]:
     use_target("sm_90")
     made = [("experiment", one) for one in of_experiment()]
     made += [("portable", one) for given in (*calls().values(), at_a_place()) for one in of_portable(given)]
+    made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
     for backend, one in made:
         text, options = first_stage(one)
