@@ -148,14 +148,25 @@ def parts() -> Iterator[dict[str, Any]]:
     """Measure on one GPU what parts in fp32, and their merge, cost beside a 16-bit call."""
     x = [random(8192, heads) for heads in (32, 8, 8)]
     pair = [tw.attention(*x, return_lse=True, out_dtype=torch.float32) for _ in range(2)]
-    times = in_turns({
+    runs: dict[str, Callable[[], Any]] = {
         "16-bit": lambda: tw.attention(*x), "16-bit, triton": lambda: tw.attention(*x, backend="triton"),
         "fp32 parts": lambda: tw.attention(*x, out_dtype=torch.float32), "merge of two": lambda: tw.merge(pair),
-        "fp32 parts, hopper": lambda: tw.attention(*x, out_dtype=torch.float32, backend="hopper"),
         "merge of two, kernel": lambda: tw.merge(pair[:1], into=pair[1], backend="triton"),
-    })  # fmt: skip
-    for name, taken in times.items():
+    }  # fmt: skip
+    if tw.explain(*x, out_dtype=torch.float32, backend="hopper").backend:
+        runs["fp32 parts, hopper"] = lambda: tw.attention(*x, out_dtype=torch.float32, backend="hopper")
+    for name, taken in in_turns(runs).items():
         yield {"plan": name, "tokens": 8192, "gpus": 1, "milliseconds": taken}
+
+
+def fitted(folder: Path) -> None:
+    """Write for each file of rows the cluster whose modelled costs come closest, for TILEWISE_CLUSTER."""
+    for path in sorted(folder.glob("parallel-*-x*.json")):
+        rows = json.loads(path.read_text())
+        if any(row["gpus"] > 1 for row in rows):
+            to = path.with_name(path.name.replace("parallel-", "cluster-"))
+            to.write_text(json.dumps(tp.fit(rows)._asdict(), indent=1) + "\n")
+            print(f"{to}: {to.read_text()}")
 
 
 def main() -> None:
@@ -164,7 +175,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/seen"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backend", help="the kernels of all calls; left out, tilewise chooses")
+    parser.add_argument("--fit", action="store_true", help="measure nothing; fit the model to the rows of --results")
     given = parser.parse_args()
+    if given.fit:
+        fitted(given.results)
+        return
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     deadline = time.monotonic() + 60 * given.minutes
