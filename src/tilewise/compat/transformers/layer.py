@@ -90,7 +90,9 @@ def _refuse_unknown(layer: str, others: dict[str, Any]) -> None:
     """Raise for an argument that would be lost silently."""
     if others.get("cache") is not None:
         raise Unsupported(
-            "tilewise has no kernel for keys in pages (continuous batching); use attn_implementation='sdpa' there"
+            "transformers puts keys in pages (continuous batching) under names of flash_attn alone; call "
+            "tilewise.compat.install('flash_attn') before transformers is imported, and use "
+            "attn_implementation='flash_attention_2'"
         )
     if others.get("output_attentions"):
         raise Unsupported(

@@ -66,7 +66,7 @@ class MaskView:
     sharded: Callable[..., Tensor] | None = None
     """What computes the layer where rows are sharded; a checkpoint finds it here when it runs again."""
     cached: tuple[Mask, Cached] | None = None
-    """For one step on a static cache: the mask within a sequence's own keys, and which of the cache's rows those are."""
+    """For one step on a static cache: the mask within a sequence's keys, and which of the cache's rows those are."""
 
     def __init__(
         self,
