@@ -119,6 +119,6 @@ def steps(seen: Path) -> Iterator[Step]:
         yield of_suite(suite, seen, minutes)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
     yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
-    serve = ("benchmarks/serve.py", "--results", str(seen / "results"))
+    serve = ("benchmarks/serve.py", "--results", str(seen))
     yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)

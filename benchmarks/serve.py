@@ -1,4 +1,4 @@
-"""Ratios that a serving engine asks for, on this machine: python benchmarks/serve.py --results benchmarks/seen/results
+"""Ratios that a serving engine asks for, on this machine: python benchmarks/serve.py --results benchmarks/seen
 
 On a GPU each call is replayed from a CUDA graph, in turns with its peers; medians count. `reads` is a kernel that only
 reads the same pages. On a CPU one query a sequence is compared with SDPA over keys that are gathered already. A ratio
