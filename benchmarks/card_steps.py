@@ -123,4 +123,6 @@ def steps(seen: Path) -> Iterator[Step]:
     yield Step(
         "parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py")
     )
+    serve = ("benchmarks/serve.py", "--results", str(seen))
+    yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)
