@@ -84,7 +84,7 @@ def _check(parts: Sequence[Any], into: Any, backend: str | None) -> None:
     if into is not None and any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in into):
         raise ValueError(
             f"merge: into must have last strides of 1, got strides {into[0].stride()} and "
-            f"{into[1].stride()}; allocate it with torch.zeros and torch.full"
+            f"{into[1].stride()}; make it with torch.zeros and torch.full"
         )
     if backend is not None and parts[0][1].dtype == torch.float64:
         raise ValueError("merge: backend must be None for fp64, got 'triton'; leave it out to compute in torch")
