@@ -50,7 +50,7 @@ COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
-    """Return one launch, and one before it if tiles are listed. Of a call with 8-bit products, `saved` holds the codes."""
+    """Return one launch, and one before it if tiles are listed. With 8-bit products, `saved` holds the codes."""
     variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     (q, k, v), scales = x[:3], None
     if eight_bits(p):
