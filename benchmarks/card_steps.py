@@ -23,6 +23,7 @@ MINUTES = {
     "host": 0.5,
     "variants": 1.5,
     "decode": 1,
+    "eight-bits": 1.5,
     "prefill": 1,
     "paper": 8,
     "classic": 1.5,
