@@ -46,6 +46,7 @@ KERNELS = {
         ("triton/tiles.py:DECODE",),
     ),
     "append": Kernel(("tile/append.py:cache_append",)),
+    "merge": Kernel(("tile/merge.py:attention_merge",)),
     "quantize": Kernel(
         ("tile/quantize.py:attention_quantize_statistics", "tile/quantize.py:attention_quantize"),
     ),

@@ -40,8 +40,8 @@ class Hopper:
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
         against += quantize.against(p)
-        if p.never_ran and p.recipe.backend != self.name:
-            what = " and ".join(p.never_ran)
+        if _never_ran(p) and p.recipe.backend != self.name:
+            what = " and ".join(_never_ran(p))
             against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
@@ -50,8 +50,6 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.out_dtype != p.dtype:
-            against.append(f"it stores results in q's type, got out_dtype={p.out_dtype}")
         if p.recipe.place:
             against.append("its dropout counts from the call's own first row and head, not from place")
         if p.recipe.deterministic and p.listed:
@@ -79,7 +77,7 @@ class Hopper:
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"backward {back.B_r}x{back.B_c}, split by {split}; "
-            f"{'never run on a GPU; ' * bool(problem.never_ran)}{source_of_rows(problem.q.device)}"
+            f"{'never run on a GPU; ' * bool(_never_ran(problem))}{source_of_rows(problem.q.device)}"
         )
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -109,6 +107,11 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
     if problem.dtype == torch.float32:
         return fp32_launch, fp32_launch.plan(problem)
     return launch, plan.plan(problem)
+
+
+def _never_ran(p: Problem) -> list[str]:
+    """Return what of a call these kernels have only been compiled for."""
+    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype)]
 
 
 def _against_fp32(p: Problem) -> list[str]:

@@ -58,12 +58,13 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
-    of_rows, where, skipped = (
-        (rows(p, saved.o), packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None, None)
-    )
+    where, skipped = (packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None)
+    wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
+    of_rows = rows(p, saved.o) if wide or p.recipe.varlen else None
     arguments = (
-        Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales, Descriptor(saved.o, of_o), of_rows,
-        saved.lse, counter, where, skipped, variant, pl.forward_c, pl.shape,
+        Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
+        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, where, skipped, variant, pl.forward_c,
+        pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -122,14 +123,15 @@ def main_launch(
 ) -> Launch:  # fmt: skip
     """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
-    tensors = *x[:3], grads.k, grads.v
+    wide = p.out_dtype != p.dtype  # as in `forward_launches`
+    tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
     Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), scratch, counter, where, variant,
-        shape,
+        (rows(p, grads.k), rows(p, grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
+        variant, shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)

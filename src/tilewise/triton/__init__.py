@@ -85,7 +85,7 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round 4 times as much as PyTorch")
-        if problem.never_ran or (problem.target != "cpu" and problem.out_dtype != problem.dtype):
+        if problem.never_ran:
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 

@@ -237,8 +237,8 @@ def operand(P, words, TYPE: gl.constexpr, call, layout: gl.constexpr, tile: gl.c
 
 @gluon.jit
 def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr):
-    """Write O and lse of 64 rows, once all keys have been seen; O leaves through its rows' stage of Q. m may be
-    NATURAL. lse_shift is what logits of 8-bit codes miss, or None."""
+    """Write O and lse of 64 rows, once all keys have been seen. O leaves through its rows' stage of Q, but from
+    registers if O_rows is in fp32. m may be NATURAL. lse_shift is what logits of 8-bit codes miss, or None."""
     row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
@@ -250,17 +250,21 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: g
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
     )
-    o = (o * gl.convert_layout(inverse, row_layout)[:, None]).to(O.dtype)
-    if call.packed is None:
-        q.store(o)
+    o = o * gl.convert_layout(inverse, row_layout)[:, None]
+    if O_rows is None:
+        q.store(o.to(O.dtype))
         fence_async_shared()
         triton_compat.store(O, [place.b, place.h, row0, 0], q)
-    elif row0 + o.shape[0] <= place.M:
-        q.store(o)
-        fence_async_shared()
-        triton_compat.store(O, [0, place.h, q0 + row0, 0], q)
-    else:
+    elif O_rows.ptr.dtype.element_ty != O.dtype:  # in fp32, for which q's stage has no room
         store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, 0)
+    else:
+        o = o.to(O.dtype)
+        if row0 + o.shape[0] <= place.M:
+            q.store(o)
+            fence_async_shared()
+            triton_compat.store(O, [0, place.h, q0 + row0, 0], q)
+        else:
+            store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, 0)
 
 
 @gluon.jit
