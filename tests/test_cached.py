@@ -282,3 +282,15 @@ def test_a_layout_is_a_value():
     assert layout != tw.Cached(layout.lengths)
     assert hash(layout) == hash(tw.Cached(layout.lengths, invariant=64))
     assert layout.to("cpu") == layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page", [16, None])
+def test_one_query_a_sequence_is_pytorchs_kernel_on_a_cpu(page, dtype):
+    case = caches.Case("", queries=(1,) * 4, lengths=(0, 1, 100, 203), page=page, capacity=256, D_v=32, dtype=dtype)
+    call = caches.make(replace(case, mask=tw.Causal() & tw.Window(90, 0)), "cpu")
+    problem = {"mask": call.options["mask"], "layout": call.layout}
+    assert "PyTorch's fused CPU kernel, keys from a cache" in str(tw.explain(call.q, call.k, call.v, **problem))
+    of_o, of_lse = caches.errors(run(call, "cpu"), caches.truth(call))
+    assert of_o <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert of_lse <= (2e-6 if dtype == torch.float32 else 1e-2)

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -155,17 +155,21 @@ def _append(
     sin: Tensor | None, interleaved: bool, q: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write and turn, by the kernel on a GPU with Triton, else in torch."""
-    layout = dict(zip(ast.literal_eval(names), tensors, strict=True))
+    layout = dict(zip(_names(names), tensors, strict=True))
     capacity = k.shape[1] * (layout["table"].shape[1] if "table" in layout else 1)
     call = Append(layout, cos, sin, interleaved, capacity)
     y = k_new.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch = _launcher() if k.is_cuda else None
-    with torch.no_grad():
-        if launch is None:
+    if launch is None:
+        with torch.no_grad():
             _in_torch(k, v, k_new, v_new, q, y, call)
-        else:
-            launch(k, v, k_new, v_new, q, None if q is None else y, call)
+    else:
+        launch(k, v, k_new, v_new, q, None if q is None else y, call)
     return y
+
+
+_names: Any = lru_cache(64)(ast.literal_eval)
+"""It reads the names of a layout's tensors, which the operator takes as text."""
 
 
 def _in_torch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor, call: Append) -> None:

@@ -271,15 +271,19 @@ def dropout_seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
     """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
-    seen = [(t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16 == 0) for t in (x.q, x.k, x.v, *x.extra)]
-    return _described(recipe, tuple(seen), longest, matmul, wanted)
+    return _described(recipe, seen((*x[:3], *x.extra)), longest, matmul, wanted)
+
+
+def seen(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return all that a kernel may depend on of real tensors, in plain tuples, which are cheaper than TensorSpecs."""
+    return tuple([(t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16 == 0) for t in tensors])
 
 
 @lru_cache(4096)
 def _described(
     recipe: Recipe, seen: tuple[Any, ...], longest: tuple[int, int], matmul: str | None, wanted: tuple[bool, ...]
 ) -> Problem:
-    """Build the Problem from plain tuples, which are cheaper to make and hash in every call than TensorSpecs."""
+    """Build the Problem of what is `seen` of its tensors."""
     q, k, v, *extra = (TensorSpec(tuple(shape), *rest) for shape, *rest in seen)
     problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
     _check_lengths(problem)

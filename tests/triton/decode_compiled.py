@@ -46,7 +46,8 @@ def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtyp
     )
     p = describe_fake(x, recipe, longest)._replace(target=target, matmul="highest" if dtype == torch.float32 else None)
     saved = Saved(empty(B, M, H, D), empty(B, H, M, kind=torch.float32))
-    return decode_launch.launches(p, decode_launch.plan(p), x, saved)
+    pl = decode_launch.plan(p)
+    return decode_launch.launches(p, pl, x, saved, empty(pl.partial, kind=torch.float32))
 
 
 def measure(compiled):

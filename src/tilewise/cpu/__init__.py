@@ -10,6 +10,9 @@ from . import cached, fused, tiled
 from .precision import exact_products
 from .sequences import choose_tiles
 
+WAYS = {cached.fused: cached.why_not_fused, fused.forward: fused.why_not}
+"""The ways to PyTorch's kernel, and what speaks against each."""
+
 
 class Cpu:
     """It runs every call on CPU tensors. `fuse=False` always takes the tiled path, for tests and benchmarks."""
@@ -33,6 +36,8 @@ class Cpu:
         heads, rows, columns = choose_tiles(problem)
         if problem.recipe.cached:
             width = cached.FEW_COLUMNS if cached.few_rows(problem) else columns
+            if self.fuse and not cached.why_not_fused(problem):
+                return "PyTorch's fused CPU kernel, keys from a cache, one sequence at a time"
             return f"tiled torch, keys from a cache, one sequence and {width} keys at a time"
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
         if not self.fuse or fused.why_not(problem) or quantize.eight_bits(problem):
@@ -51,8 +56,9 @@ class Cpu:
             return self._forward_of_codes(problem, x, seed)
         # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
         with exact_products(torch.float32 if cached.few_rows(problem) else problem.dtype):
-            if self.fuse and not fused.why_not(problem):
-                saved = fused.forward(problem, x)
+            of = next((of for of, why_not in WAYS.items() if not why_not(problem)), None)
+            if self.fuse and of is not None:
+                saved = of(problem, x)
                 if not fused.doubtful(saved):
                     return saved
             return tiled.forward(problem, x, seed)

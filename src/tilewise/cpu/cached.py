@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from ..problem import Operands, Problem
+from ..problem import Operands, Problem, Saved
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_first
 
 FEW_ROWS = 64
 FEW_COLUMNS = 1024
 """Keys of a tile with at most FEW_ROWS queries of a key head."""
+
+
+MOST_COLUMNS = 1 << 14
+"""Keys of a sequence, at most, that are gathered from pages at once for PyTorch's kernel."""
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Rows(NamedTuple):
@@ -85,6 +90,45 @@ def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             yield Sequence(slice(b, b + 1), queries, keys, values, *own, where, slice(0, length), heads, shift, width)
 
 
+def fused(p: Problem, x: Operands) -> Saved:
+    """Compute o and lse of one query a sequence with PyTorch's fused kernel, from the keys between the first and the
+    last that it sees. A group's heads are the kernel's queries, so keys are read once."""
+    masks, _, _ = p.values(x.extra)
+    o, lse = x.q.new_empty(p.B, p.H_k, p.H // p.H_k, p.D_v), x.q.new_empty(p.B, p.H, 1, dtype=compute_type(p))
+    q, places = x.q[:, 0].unflatten(1, (p.H_k, -1)), list(_places(p, x))
+    width = max((N for *_, N in places), default=0)
+    buffers = [_gathered(p, t, width) for t in (x.k, x.v)]
+    for b, _, entry, start, N in places:
+        first, last = _seen([m.at(b) for m in masks], N - 1, N - 1, N)
+        if first == last:
+            o[b], lse[b] = 0.0, -torch.inf
+            continue
+        k, v = (
+            Rows(*_entry(p, x, t, entry), (own, None), start, first, last, (p.H_k, N, t.shape[-1]))
+            .fetch(start + first, start + last)
+            .transpose(0, 1)[None]
+            for t, own in zip((x.k, x.v), buffers, strict=True)
+        )
+        found = flash(q[b : b + 1], k, v, 0.0, False, scale=p.scale)
+        o[b], lse[b] = found[0][0], found[1].reshape(p.H, 1)
+    return Saved(o.flatten(1, 2)[:, None], lse.nan_to_num(torch.nan, torch.nan, -torch.inf))
+
+
+def why_not_fused(p: Problem) -> list[str]:
+    """Return what a call with a cache needs that `fused` lacks."""
+    against = {
+        "keys without a cache": not p.recipe.cached,
+        "several queries": p.rows_packed or p.M != 1 or p.B == 0,
+        "pieces of keys": p.recipe.cached and p.recipe.layout[2] > 0,
+        "scores or a sink": bool(p.recipe.score) or p.recipe.sink,
+        "8-bit keys": p.k.dtype != p.dtype,
+        "another head size for v": p.D_v != p.D,
+        "too many keys to gather at once": p.in_layout("table") is not None and p.N > MOST_COLUMNS,
+        "entries that are not adjacent": any([spec.stride[-1] != 1 for spec in (p.q, p.k, p.v)]),
+    }
+    return [what for what, lacking in against.items() if lacking]
+
+
 def few_rows(p: Problem) -> bool:
     """Tell whether the rows of a key head are so few that reading the keys takes longer than the products.
 
@@ -95,11 +139,15 @@ def few_rows(p: Problem) -> bool:
 
 def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:
     """Allocate what `Rows` gathers and converts into."""
-    P, H_k, size = t.shape[1:]
     kind = compute_type(p)
+    return _gathered(p, t, width), None if t.dtype == kind else t.new_empty(width, *t.shape[2:], dtype=kind)
+
+
+def _gathered(p: Problem, t: Tensor, width: int) -> Tensor | None:
+    """Allocate what pages of `width` keys are gathered into; None without pages."""
     bits = torch.uint8 if t.itemsize == 1 else t.dtype
-    gathered = t.new_empty(width // P + 2, P, H_k, size, dtype=bits) if "table" in p.recipe.layout[1] else None
-    return gathered, None if t.dtype == kind else t.new_empty(width, H_k, size, dtype=kind)
+    pages = width // t.shape[1] + 2
+    return t.new_empty(pages, *t.shape[1:], dtype=bits) if "table" in p.recipe.layout[1] else None
 
 
 def scales_of(p: Problem, x: Operands, b: int) -> list[Tensor | None]:

@@ -1,5 +1,8 @@
 """The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -103,15 +106,12 @@ class Portable:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
-            if splits(problem):
-                saved = decode_launch.forward(wide, decode_launch.plan(wide), x)
-            else:
-                saved = launch.forward(wide, launch.plan(wide), x, seed)
+            of: Any = decode_launch if splits(problem) else launch
+            saved = of.forward(wide, of.plan(wide), x, seed)
             return saved._replace(o=saved.o.to(problem.out_dtype))
+        of: Any = decode_launch if splits(problem) else launch
         with on_device(x.q):
-            if splits(problem):
-                return decode_launch.forward(problem, decode_launch.plan(problem), x)
-            return launch.forward(problem, launch.plan(problem), x, seed)
+            return of.forward(problem, of.plan(problem), x, seed)
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         if problem.target == "cpu":
@@ -124,6 +124,7 @@ class Portable:
             return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
 
 
+@lru_cache(4096)
 def splits(p: Problem) -> bool:
     """Tell whether the kernels that split keys run a problem's forward."""
     return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)

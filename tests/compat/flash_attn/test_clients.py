@@ -38,6 +38,11 @@ def test_a_client_finds_tilewise_and_is_right(client):
     finish([start(f"run_{client}.py")])
 
 
+def test_continuous_batching_of_transformers():
+    need("transformers")
+    finish([start("run_batching.py")])
+
+
 @pytest.mark.parametrize("client", ["ring_flash_attn", "yunchang"])
 def test_a_ring_of_two_processes_is_one_device(client, tmp_path):
     need(client, *["transformers"][: client == "ring_flash_attn"])

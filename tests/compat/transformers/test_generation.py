@@ -54,18 +54,67 @@ def test_a_chat_goes_on(name, cache):
     assert difference(run(), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_static_caches_masks_are_values_but_for_one_row(name, monkeypatch):
-    """Only a step of one token gets a tensor, which a compiled step wants: (B, 1, 1, N)."""
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_on_a_static_cache_no_mask_is_drawn(name, side, monkeypatch):
     from tilewise.compat.transformers import masks
 
     drawn, draw = [], masks.Request.draw
-    monkeypatch.setattr(masks.Request, "draw", lambda self: drawn.append(self.shape) or draw(self))
     model = make(name)
+    wanted = generate(model, inputs(name, side), "static")
+    monkeypatch.setattr(masks.Request, "draw", lambda self: drawn.append(self.shape) or draw(self))
     model.set_attn_implementation("tilewise")
-    generate(model, inputs(name, "left"), "static")
-    assert drawn
-    assert all(shape[2] == 1 for shape in drawn)
+    assert torch.equal(generate(model, inputs(name, side), "static")[0], wanted[0])
+    assert not drawn
+
+
+def test_a_step_with_holes_in_its_padding_is_drawn():
+    model, real = make("llama"), torch.ones(2, 12, dtype=torch.long)
+    real[1, 3:5] = 0
+    given = {**inputs("llama", "none"), "attention_mask": real}
+    given["input_ids"] = given["input_ids"][:2, :12]
+    wanted = generate(model, given, "static")
+    model.set_attn_implementation("tilewise")
+    assert torch.equal(generate(model, given, "static")[0], wanted[0])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_steps_whose_masks_generate_has_prepared_are_one_graph(name, side):
+    """As generate() compiles them on a GPU: it makes a step's mask, and the graph gets lengths and starts.
+
+    The cache of a sliding layer counts in Python, which costs transformers a second graph.
+    """
+    model, given = make(name), inputs(name, side)
+    wanted = generate(model, given, "static")
+    model.set_attn_implementation("tilewise")
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, plain = torch.compile(model.forward, fullgraph=True, backend=count), model.forward
+
+    def forward(self, *args, **kwargs):
+        return (compiled if kwargs["input_ids"].shape[1] == 1 else plain)(*args, **kwargs)
+
+    try:
+        model.forward = forward.__get__(model)
+        found = generate(model, given, "static")
+    finally:
+        del model.forward
+        torch._dynamo.reset()
+    assert torch.equal(found[0], wanted[0])
+    assert len(graphs) == (1 if name == "llama" else 2)
+    assert not [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder" and wide(node)]
+
+
+def wide(node):
+    """Whether a graph's input is a bool tensor of four dimensions."""
+    value = node.meta["example_value"]
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.ndim == 4
 
 
 @pytest.mark.timeout(300)

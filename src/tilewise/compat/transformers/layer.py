@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...api import attention
-from ...layout import Varlen
+from ...layout import Cached, Varlen
 from ...mask import Causal, Dense, Full, Mask, Window
 from ...problem import Unsupported
 from ...score import Bias, Score, SoftCap
@@ -51,6 +51,10 @@ def attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     M, N = q.shape[1], k.shape[1]
     scores: list[Score] = [] if softcap is None else [SoftCap(softcap)]
+    sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
+    options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
+    if (step := _step(attention_mask, q, k, v, position_bias, options)) is not None:
+        return attention(q, k, v, mask=step[0], layout=step[1], score=scores, **options), None
     packed: Mask | None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -60,8 +64,6 @@ def attend(
         scores += [] if bias is None else [Bias(bias)]
     if position_bias is not None:
         scores.append(Bias(position_bias[..., :N]))
-    sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
-    options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
     sharded = getattr(attention_mask, "sharded", None) or (SHARDED[-1] if SHARDED else None)
     if sharded is not None:
         if cu is not None:
@@ -88,7 +90,9 @@ def _refuse_unknown(layer: str, others: dict[str, Any]) -> None:
     """Raise for an argument that would be lost silently."""
     if others.get("cache") is not None:
         raise Unsupported(
-            "tilewise has no kernel for keys in pages (continuous batching); use attn_implementation='sdpa' there"
+            "transformers puts keys in pages (continuous batching) under names of flash_attn alone; call "
+            "tilewise.compat.install('flash_attn') before transformers is imported, and use "
+            "attn_implementation='flash_attention_2'"
         )
     if others.get("output_attentions"):
         raise Unsupported(
@@ -100,6 +104,17 @@ def _refuse_unknown(layer: str, others: dict[str, Any]) -> None:
             f"{layer}'s arguments must be among those of attention, got {', '.join(sorted(unknown))}; "
             "use attn_implementation='eager' for this model, or leave them out"
         )
+
+
+def _step(
+    given: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: dict[str, Any]
+) -> tuple[Mask, Cached] | None:
+    """Return mask and layout of one step on a static cache; None where `attention` wants the mask as a tensor."""
+    if not isinstance(given, MaskView) or given.cached is None or given.shape[::3] != (len(k), k.shape[1]):
+        return None
+    learns = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (q, k, v, options["sink"])])
+    wide = max(q.shape[-1], v.shape[-1]) > 256
+    return None if learns or wide or q.shape[1] != 1 or bias is not None or options["dropout"] else given.cached
 
 
 def _plain(causal: bool, window: int | None) -> Mask:

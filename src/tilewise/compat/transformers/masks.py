@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...mask import Causal, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
+from ...layout import Cached
+from ...mask import Causal, Dense, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
 from ...problem import Unsupported
 from .view import SHARDED, MaskView, Values, warn_drawn
 
@@ -43,7 +44,7 @@ def mask_of(
     dtype: torch.dtype | None = None,
     config: Any = None,
 ) -> MaskView | Tensor:
-    """Return a MaskView; for one step on a static cache, and under torch.compile without values, a bool tensor.
+    """Return a MaskView; under torch.compile without values, and for a step of one token without, a bool tensor.
 
     The signature is that of transformers' mask interface. `attention_mask` is bool (B, length), true for real tokens,
     or a MaskView that was made before. The tensor is (B, 1, M, N), true where the query sees the key.
@@ -59,14 +60,17 @@ def mask_of(
     asked = Request(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, use_vmap, device)
     if SHARDED:
         return asked.of_whole()
+    bidirectional = allow_is_bidirectional_skip is not None
     if one_step:  # a compiled step then has inputs of one kind and shape
-        return asked.draw()
+        if not torch.compiler.is_compiling():
+            return asked.step(read(function))
+        unread = use_vmap or attention_mask is not None  # a graph cannot read the kind of padding
+        return asked.step(None if unread else told(function, local_size, config, allow_is_causal_skip, bidirectional))
     if not torch.compiler.is_compiling():
         pattern = read(function)
         return MaskView(
             asked.shape, asked.facts(pattern), partial(asked.values, pattern), asked.draw, asked.reason(pattern)
         )
-    bidirectional = allow_is_bidirectional_skip is not None
     pattern = None if use_vmap else told(function, local_size, config, allow_is_causal_skip, bidirectional)
     values = None if isinstance(q_offset, Tensor) else asked.values(pattern, None)
     if values is None:
@@ -125,6 +129,26 @@ class Request(NamedTuple):
         )  # fmt: skip
         assert drawn is not None
         return drawn
+
+    def step(self, pattern: Pattern | None) -> MaskView | Tensor:
+        """Return the mask of one query on a static cache: by lengths and starts on the device, else drawn.
+
+        With padding this reads the device, to see whether each row is one run of real tokens up to the query's own.
+        """
+        if pattern is None or pattern.packed or pattern.chunked or Causal() not in pattern.intervals:
+            return self.draw()
+        end = self.q_offset + self.M - self.kv_offset
+        end = end.reshape(-1).to(torch.int32) if isinstance(end, Tensor) else torch.tensor([end], dtype=torch.int32)
+        lengths, starts = end.to(self.device).expand(self.batch).contiguous(), None
+        if self.real is not None:
+            real = self.real[:, self.kv_offset : self.kv_offset + self.N]
+            starts = real.int().argmax(1).int()
+            one_run = padding_facts(real)[2] & (starts + real.sum(1) == lengths).all()
+            if not bool(one_run):
+                return self.draw()
+        view = MaskView(self.shape, (), lambda _: Values(Dense(self.draw()), self.N), self.draw, "")
+        view.cached = intersect(pattern.intervals), Cached(lengths, starts=starts)
+        return view
 
     def facts(self, pattern: Pattern | None) -> tuple[Tensor, ...]:
         """Return what `values` needs to know from the device, in its order: the offset, and the kind of padding."""

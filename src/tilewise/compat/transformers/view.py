@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...check import autocast_type
+from ...layout import Cached
 from ...listed import listed
 from ...mask import Dense, Mask
 from ...operator import intercepted, transformed
@@ -64,6 +65,8 @@ class MaskView:
     dtype = torch.bool
     sharded: Callable[..., Tensor] | None = None
     """What computes the layer where rows are sharded; a checkpoint finds it here when it runs again."""
+    cached: tuple[Mask, Cached] | None = None
+    """For one step on a static cache: the mask within a sequence's keys, and which of the cache's rows those are."""
 
     def __init__(
         self,
