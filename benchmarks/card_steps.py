@@ -121,5 +121,7 @@ def steps(seen: Path) -> Iterator[Step]:
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
     yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
     fit = ("benchmarks/parallel.py", "--fit", "--results", str(seen))
-    yield Step("parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py"))
+    yield Step(
+        "parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py")
+    )
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)

@@ -317,23 +317,30 @@ class Prefix(Mask):
         _check_range(self, self.lengths, N)
 
 
-@dataclass(frozen=True, eq=False)
-class PrefixAt(Prefix):
-    """Show the same where row i of the call is `offset` rows further down than its keys say, as at a place."""
+class At(Value):
+    """What derives from this class and from a value is that value at a place: the call's row i is `offset` rows further
+    down than its keys say. Its kernel functions take the offset last."""
 
     offset: int
-    device = "prefix_at"
     ran = False
 
     @classmethod
     def public_name(cls) -> str:
-        return "Prefix"
+        return cls.__bases__[-1].__name__
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (*super().arguments(problem), self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixAt(At, Prefix):
+    """Show what Prefix does, at a place."""
+
+    offset: int
+    device = "prefix_at"
 
     def keys(self, i: Any) -> Ends:
         return super().keys(i + self.offset)
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return self.lengths.contiguous(), self.offset
 
 
 class Padding(Mask):

@@ -30,7 +30,7 @@ NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
 """Of the operators: the package's name, so that copies of it under other names can share a process."""
 OPERATORS = getattr(torch.ops, NAMESPACE)
 BY_RANK: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {}
-"""Who computes calls with a class of tensors of which each rank holds a part: `parallel/dtensor.py` does, of DTensors."""
+"""Who computes calls with a class of tensors of which each rank holds a part: `parallel/dtensor.py`, of DTensors."""
 Longest = tuple[int, int]
 Call = tuple[Recipe, Longest, Problem | None]
 """Everything about a call but its tensors; the Problem where the caller has described it already."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .mask import Value, check_strided, constant, tile_of
+from .mask import At, Value, check_strided, constant, tile_of
 
 
 class Score(Value):
@@ -94,22 +94,14 @@ class Alibi(Score):
 
 
 @dataclass(frozen=True, eq=False)
-class AlibiAt(Alibi):
-    """Subtract the same where row i of the call is `offset` rows further down than its keys say, as at a place."""
+class AlibiAt(At, Alibi):
+    """Subtract what Alibi does, at a place."""
 
     offset: int
     device = "alibi_at"
-    ran = False
-
-    @classmethod
-    def public_name(cls) -> str:
-        return "Alibi"
 
     def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
         return super().apply(S, i + self.offset, j, shift)
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (*super().arguments(problem), self.offset)
 
 
 @dataclass(frozen=True, eq=False)

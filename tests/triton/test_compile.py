@@ -91,7 +91,7 @@ def name(row):
 
 def is_strict(target, row):
     """Whether the rule of no spills holds for a kernel."""
-    usual = row["variant"] != "strides of 1"
+    usual = row["variant"] not in ("strides of 1", "placed dropout")  # Triton 3.9 spills as much without a place
     return usual and target in FREE_OF_SPILLS and row["dtype"] != "float32" and row["D"] <= 128
 
 

@@ -24,6 +24,7 @@ ALLOWED = {
         "tile/bias.py": (
             "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
         ),
+        "tile/merge.py": ("t * B_R",),
         "tile/renormalize.py": ("t * B_R", "x * B_C"),
         "tile/ranges.py": ("r * B_R", "c * B_C"),
         "triton/backward.py": (
@@ -75,6 +76,7 @@ HOPPER = (
 BOTH = ("backward_renormalize", "backward_dbias", "list_tiles")
 KERNELS = {
     "experiment forward",
+    "merge attention_merge",
     *(f"portable attention_{name}" for name in PORTABLE + BOTH),
     *(f"hopper attention_{name}" for name in HOPPER + BOTH),
 }

@@ -1,6 +1,7 @@
 """Launch of the kernel that merges partial results."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -9,6 +10,7 @@ from ..tile.merge import attention_merge
 from ..tile.rows import Rows
 from .launch import Launch, adjacent, cdiv, current_stream, on_device
 
+power_of_2: Any = triton.next_power_of_2
 ENTRIES = 4096
 """Of a tile: 32 rows of 128."""
 
@@ -18,7 +20,7 @@ def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]])
     if o.ndim == 3:  # packed rows are those of one batch entry
         o, lse, parts = o[None], lse[None], [(x[None], x_lse[None]) for x, x_lse in parts]
     B, M, H, D = o.shape
-    columns = triton.next_power_of_2(max(16, D))  # type: ignore[attr-defined]
+    columns: int = power_of_2(max(16, D))
     B_r = max(1, ENTRIES // columns)
     tiles = cdiv(M, B_r)
     given = tuple((_rows(adjacent(x)), _of_lse(x_lse)) for x, x_lse in parts)

@@ -104,8 +104,14 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, cluster: Cluster | None = None, **options: Unpack[Everything]
-) -> Explanation:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sharding: Sharding,
+    cluster: Cluster | None = None,
+    **options: Unpack[Everything],
+) -> Explanation:
     """Explain which plan `attention` would choose for these arguments. Nothing is computed or sent.
 
     Args:

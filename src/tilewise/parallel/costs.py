@@ -116,8 +116,9 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
         ValueError: no row is left.
     """
     of_model = [
-        (row["plan"], Sizes(row["tokens"], row["gpus"], *row["heads"], 128), row["milliseconds"] / 1e3)
+        (row["plan"], Sizes(row["tokens"], row["gpus"], H, H_k, 128), row["milliseconds"] / 1e3)
         for row in rows
+        for H, H_k in [row.get("heads", (0, 0))]
         if row.get("mask") == "causal" and row["gpus"] > 1
     ]
     if not of_model:

@@ -7,14 +7,12 @@ dropout. So a call with DTensors becomes one of local tensors here, before any o
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .. import operator
 from ..import_hook import when_imported
 from ..problem import KINDS, Recipe
 
-ROWS_OF_LSE = {0: 0, 2: 1}
-"""The dimension of lse (B, H, M) that goes with one of o (B, M, H, D)."""
+Along = list[str | None]
+"""What each dimension of a mesh divides: "B", the batch, "H", whole groups of heads, or nothing."""
 
 
 def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]) -> tuple[Any, Any]:
@@ -23,45 +21,50 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     Other placements are replicated first. So are calls with a layout or with listed tiles. Plain tensors beside
     DTensors count as whole on every rank.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = next(t for t in x if isinstance(t, DTensor)).device_mesh
     q, k = x[0], x[0] if x[1] is None else x[1]
-    heads = q.ndim - 2
-    letters = {0: "B", heads: "H"}
-    left, along, placements = {"B": q.shape[0], "H": k.shape[-2]}, [], []
-    for n, placement in enumerate(q.placements if isinstance(q, DTensor) else ()):
-        letter = letters.get(placement.dim % q.ndim) if isinstance(placement, Shard) else None
-        if letter is None or not _divides(recipe) or left[letter] % mesh.size(n):
-            letter = None
-        else:
-            left[letter] //= mesh.size(n)
-        along.append(letter)
-        placements.append(Replicate() if letter is None else Shard(0 if letter == "B" else heads))
-    along = along or [None] * mesh.ndim
-
-    def local(t: Any, dims: str) -> Any:
-        """Return this rank's part of a tensor whose last dimensions are `dims`. Ranks that share it sum its gradient."""
-        if t is None:
-            return None
-        dims = dims[len(dims) - t.ndim :]
-        whole = [None if c is None or c not in dims or t.shape[dims.index(c)] == 1 else dims.index(c) for c in along]
-        t = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        at = [Replicate() if dim is None else Shard(dim) for dim in whole]
-        shared = [Partial() if c and dim is None else own for c, dim, own in zip(along, whole, at, strict=True)]
-        return t.redistribute(mesh, at).to_local(grad_placements=shared)
-
-    names = [shape for name, *_ in (*recipe.mask, *recipe.score) for shape in KINDS[name].shapes]
-    names += ["H"] * recipe.sink + [""] * recipe.of_layout
+    along = _along(q, k, mesh, recipe)
     rows = "BM3HD" if x[1] is None else "BMHD"
-    if recipe.layout:
-        rows = rows[1:]
-    own = [*(local(t, rows) for t in x[:3]), *(local(t, dims or "?" * t.ndim) for t, dims in zip(x[3:], names, strict=True))]
+    sizes = [shape for name, *_ in (*recipe.mask, *recipe.score) for shape in KINDS[name].shapes]
+    sizes += ["H"] * recipe.sink + ["?"] * recipe.of_layout
+    own = [_local(t, size, along, mesh) for t, size in zip(x, [rows] * 3 + sizes, strict=True)]
     seed = seed.to_local() if isinstance(seed, DTensor) else seed
-    o, lse = operator.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[heads]), longest)
-    of_o = [Shard(0 if p.dim == 0 else 2) if isinstance(p, Shard) else p for p in placements] or [Replicate()] * mesh.ndim
-    of_lse = [Shard(ROWS_OF_LSE[p.dim]) if isinstance(p, Shard) else p for p in of_o]
-    return tuple(DTensor.from_local(t, mesh, at, run_check=False) for t, at in ((o, of_o), (lse, of_lse)))  # type: ignore[return-value]
+    outputs = operator.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest)
+    places = [[Shard(size.index(c)) if c else Replicate() for c in along] for size in ("BMHD", "BHM")]
+    o, lse = (DTensor.from_local(t, mesh, at, run_check=False) for t, at in zip(outputs, places, strict=True))
+    return o, lse
+
+
+def _along(q: Any, k: Any, mesh: Any, recipe: Recipe) -> Along:
+    """Return what each dimension of the mesh divides, as q's placements say, where parts of the call are calls."""
+    found: Along = []
+    left = {"B": q.shape[0], "H": k.shape[-2]}
+    for n, placement in enumerate(getattr(q, "placements", [None] * mesh.ndim)):
+        dim = getattr(placement, "dim", None)
+        letter = None if dim is None else {0: "B", q.ndim - 2: "H"}.get(dim % q.ndim)
+        if letter is None or not _divides(recipe) or left[letter] % mesh.size(n):
+            found.append(None)
+        else:
+            found.append(letter)
+            left[letter] //= mesh.size(n)
+    return found
+
+
+def _local(t: Any, sizes: str, along: Along, mesh: Any) -> Any:
+    """Return this rank's part of a tensor, whose last dimensions are `sizes`. Ranks that share it sum its gradient."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if t is None:
+        return None
+    sizes = sizes.rjust(t.ndim, "?")[-t.ndim :] if t.ndim else ""
+    dims = [sizes.index(c) if c and c in sizes and t.shape[sizes.index(c)] > 1 else None for c in along]
+    if not isinstance(t, DTensor):
+        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    places = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    shared = [Partial() if c and dim is None else at for c, dim, at in zip(along, dims, places, strict=True)]
+    return t.redistribute(mesh, places).to_local(grad_placements=shared)
 
 
 def _divides(recipe: Recipe) -> bool:
@@ -69,7 +72,7 @@ def _divides(recipe: Recipe) -> bool:
     return not recipe.layout and not any(name == "TileList" for name, *_ in recipe.mask)
 
 
-def _placed(recipe: Recipe, mesh: Any, along: Sequence[str | None], B: int, H: int) -> Recipe:
+def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
     """Return the recipe of this rank's part: its dropout counts from the part's first batch entry and head."""
     if not recipe.dropout or not any(along):
         return recipe

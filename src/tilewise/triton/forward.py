@@ -33,9 +33,7 @@ def step(j, q, acc, m, l, K, V, descale, place, variant, c, MASKED: tl.constexpr
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
-        P *= dropout_mask(
-            variant.dropout, place, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :]
-        )
+        P *= dropout_mask(variant.dropout, place, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
     P = left_slices(P, v[0].dtype, PRECISION)
     if v[0].dtype == tl.float32:
