@@ -42,7 +42,7 @@ LOADED = {
 }
 MOVED = {
     "use": ("guide", "support", "numerics"),
-    "results": ("performance", "fp32", "accuracy", "accumulation", "eight-bits"),
+    "results": ("performance", "fp32", "accuracy", "accumulation"),
     "internals": ("architecture", *(f"adr/{path.stem}" for path in ROOT.glob("docs/internals/adr/000*.md"))),
 }
 """Pages that lay in docs/ itself."""
