@@ -19,6 +19,7 @@ SAMPLES = tl.constexpr(256)
 LEAST = tl.constexpr(2.0**-100)
 MOST = tl.constexpr(24)
 MOST_OF_V = tl.constexpr(126)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 E4M3_NAN = tl.constexpr(127)
 
 
@@ -147,7 +148,7 @@ def int8(x, top):  # (R, C), (R, 1) or (1, 1)
 
 @triton.jit
 def on_e4m3_grid(x):
-    """Round numbers of at most 448 to what e4m3 holds, half to even; Triton's interpreter rounds otherwise."""
+    """Round numbers of at most 448 to what e4m3 holds. Triton's interpreter rounds wrongly up to a power of two."""
     bits = x.to(tl.int32, bitcast=True)
     rest = bits & 0x7FFFFFFF
     small = (tl.abs(x) + 16384.0) - 16384.0  # 2^14, where the next number is 2^-9 away: those of e4m3 below 2^-6, too
@@ -155,6 +156,14 @@ def on_e4m3_grid(x):
         rest < 121 << 23, small.to(tl.int32, bitcast=True), (rest + 0x7FFFF + (rest >> 20 & 1)) & -0x100000
     )
     return (rounded | bits & -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3(x):
+    """Round numbers of at most 448 to e4m3, half to even."""
+    if INTERPRETED:
+        x = on_e4m3_grid(x)
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -279,7 +288,7 @@ def store_values(codes, v, exponent, at):
     ROWS: tl.constexpr = v.shape[0]
     SIZE: tl.constexpr = v.shape[1]
     finite = tl.abs(v) < INF
-    whole = on_e4m3_grid(tl.where(finite, v, 0.0) * power(exponent)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    whole = e4m3(tl.where(finite, v, 0.0) * power(exponent)).to(tl.int8, bitcast=True)
     own = at + tl.arange(0, SIZE)[:, None] * BLOCK_K + tl.arange(0, ROWS)[None, :]
     tl.store(codes.v + own, tl.where(finite, whole, E4M3_NAN).T)
 

@@ -88,7 +88,7 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round 4 times as much as PyTorch")
-        if problem.never_ran:
+        if problem.never_ran or (problem.target != "cpu" and _new_in_eight_bits(problem)):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
@@ -146,12 +146,15 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     )
 
 
+def _new_in_eight_bits(p: Problem) -> bool:
+    """Tell whether a call with 8-bit products has only been compiled, and run in the interpreter."""
+    return quantize.eight_bits(p) and (p.recipe.precision == "fp8" or max(p.D, p.D_v) > 128)
+
+
 def _against_eight_bits(problem: Problem) -> list[str]:
     against = []
-    if problem.recipe.precision == "fp8":
-        against.append("it has no kernel for precision 'fp8'; use precision='int8'")
-    if problem.target != "cpu" and max(problem.D, problem.D_v) > 128:
-        against.append(f"it quantizes head sizes up to 128, got {problem.D} and {problem.D_v}; leave precision out")
+    if problem.recipe.precision == "fp8" and problem.target not in (*WITH_FP8, "cpu"):
+        against.append(f"Triton multiplies no e4m3 on {problem.target}; use precision='int8'")
     if problem.target in NO_MATRIX_UNITS:
         against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
     return against
