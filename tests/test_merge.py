@@ -135,3 +135,48 @@ def test_a_wrong_part_says_what_is_wrong(parts, error, words):
     with pytest.raises(error) as caught:
         tw.merge(parts)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_are_added_to_sums_in_place(dtype, packed, backend):
+    if backend:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(1)
+    rows, of_lse = ((37, 3), (3, 37)) if packed else ((2, 37, 3), (2, 3, 37))
+    parts = [
+        (torch.randn(*rows, 24, generator=g).to(device, dtype), (4 * torch.randn(of_lse, generator=g)).to(device))
+        for _ in range(3)
+    ]
+    for n, (_, lse) in enumerate(parts):
+        lse[..., n::5] = -torch.inf
+        lse[..., -1] = -torch.inf  # no part sees a key there
+    o, lse = torch.zeros(*rows, 24, device=device), torch.full(of_lse, -torch.inf, device=device)
+    assert tw.merge(parts[:1], into=(o, lse), backend=backend)[0] is o
+    tw.merge(parts[1:], into=(o, lse), backend=backend)
+    true, true_lse = tw.merge([(x.double(), x_lse.double()) for x, x_lse in parts])
+    torch.testing.assert_close(o.double(), true, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), true_lse, atol=1e-6, rtol=1e-6)
+    at_once, same = tw.merge(parts, backend=backend)
+    assert at_once.dtype == dtype
+    torch.testing.assert_close(at_once.double(), true, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
+    torch.testing.assert_close(same, lse)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"backend": "cuda"}, "None or 'triton'"),
+        ({"into": (torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 6))}, "into must have o"),
+        ({"into": (torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2).mT)}, "last strides of 1"),
+        ({"into": (torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5)), "grad": True}, "where a gradient is asked for"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_sums_must_be(options, word):
+    given = dict(options)
+    o = torch.zeros(1, 5, 2, 8, requires_grad=given.pop("grad", False))
+    with pytest.raises(ValueError, match=word):
+        tw.merge([(o, torch.zeros(1, 2, 5))], **given)

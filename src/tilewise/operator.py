@@ -7,7 +7,7 @@ tensors that a back end saves for its backward, because operators have a fixed s
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ CHECK = os.environ.get("TILEWISE_CHECK") == "1"
 NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
 """Of the operators: the package's name, so that copies of it under other names can share a process."""
 OPERATORS = getattr(torch.ops, NAMESPACE)
+BY_RANK: dict[type, Callable[..., tuple[Tensor, Tensor]]] = {}
+"""Who computes calls with a class of tensors of which each rank holds a part: `parallel/dtensor.py` does, of DTensors."""
 Longest = tuple[int, int]
 Call = tuple[Recipe, Longest, Problem | None]
 """Everything about a call but its tensors; the Problem where the caller has described it already."""
@@ -43,6 +45,9 @@ def attend(
     refuse_forward_mode(*x)
     tensors = [t for t in (*x, seed) if t is not None]
     if intercepted(tensors):
+        for kind, by_rank in BY_RANK.items():
+            if any(isinstance(t, kind) for t in tensors):
+                return by_rank(x, seed, recipe, longest)
         return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply((recipe, longest, None), seed, *x)

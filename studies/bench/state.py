@@ -46,11 +46,15 @@ KERNELS = {
         ("triton/tiles.py:DECODE",),
     ),
     "append": Kernel(("tile/append.py:cache_append",)),
+    "merge": Kernel(("tile/merge.py:attention_merge",)),
     "quantize": Kernel(
         ("tile/quantize.py:attention_quantize_statistics", "tile/quantize.py:attention_quantize"),
     ),
     "hopper forward": Kernel(
         ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
+    ),
+    "hopper 8-bit forward": Kernel(
+        ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:EIGHT_BITS",)
     ),
     "hopper backward": Kernel(
         (

@@ -33,8 +33,8 @@ from .tuned import Candidate, Tuned
 
 BACKENDS = ("hopper", "triton")
 ROUNDS, QUICK_ROUNDS = 5, 3
-SHORTEST, MEDIUM = 128, 256
-"""Lengths at which Hopper's forward reads rows for short calls."""
+SHORT, OTHER = 128, {64: 256, 128: 64}
+"""Lengths at which Hopper's forward reads rows for short calls: one with a mask, and one without by head size."""
 WORKERS = min(16, os.cpu_count() or 1)
 """Compilations side by side; each holds the results of one call."""
 Trial = tuple[Any, Candidate]
@@ -99,8 +99,8 @@ class Call:
 
 def cases(device: torch.device, quick: bool = False) -> list[Case]:
     """Return cases for each type and head size: full and causal masks on a short and a long length, and dropout for the
-    rows that only such calls read. 16-bit types up to head size 128 have a shorter one, too, and at 64 two. With
-    `quick`, the others are long full and short causal ones alone."""
+    rows that only such calls read. 16-bit types up to head size 128 have two shorter ones, too. With `quick`, the
+    others are long full and short causal ones alone."""
     half = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     found = []
     for dtype, tokens, short, long in ((half, 16384, 1024, 8192), ("fp32", 4096, 1024, 4096)):
@@ -111,9 +111,8 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
             ]
             found += [*plain[: 2 if quick else 4], replace(plain[1], dropout=0.1)]
             if D <= 128 and dtype == half:
-                found.append(Case(tokens // SHORTEST, 2048 // D, SHORTEST, D, dtype, causal=True))
-            if D == 64 and dtype == half:
-                found.append(Case(tokens // MEDIUM, 2048 // D, MEDIUM, D, dtype))
+                found.append(Case(tokens // SHORT, 2048 // D, SHORT, D, dtype, causal=True))
+                found.append(Case(tokens // OTHER[D], 2048 // D, OTHER[D], D, dtype))
     return found
 
 

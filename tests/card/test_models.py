@@ -77,8 +77,8 @@ def test_bf16_is_as_accurate_as_eager(name, form):
     model.set_attn_implementation("tilewise")
     with tw.count_calls() as calls:
         ours = errors(forward(model, given), exact)
-    if name == "t5" and number(transformers.__version__) < (5, 18):
-        pytest.skip("before transformers 5.18 it has attention of its own")
+    if name == "t5" and number(transformers.__version__) < (5, 20):
+        pytest.skip("before transformers 5.20 it has attention of its own")
     assert calls.ran.total() > 0
     assert calls.ran.keys() <= {"hopper", "triton"}
     assert ours[0] <= 2 * eager[0]

@@ -35,7 +35,7 @@ def close(mine, theirs, what, bound=2e-2):
     assert error <= bound, f"{what}: {error:.1e}"
 
 
-def rank_main(rank, count, folder):
+def rank_main(rank, count, folder, backend):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
@@ -47,7 +47,7 @@ def rank_main(rank, count, folder):
         for plan in PLANS:
             for s in (tp.Zigzag(dist.group.WORLD), tp.Contiguous(dist.group.WORLD)):
                 own = [t.requires_grad_() for t in s.shard(x)]
-                mine, own_lse = tp.attention(*own, sharding=s, plan=plan, mask=mask, return_lse=True)
+                mine, own_lse = tp.attention(*own, sharding=s, plan=plan, mask=mask, return_lse=True, backend=backend)
                 found = torch.autograd.grad(mine, own, s.shard(do))
                 close(mine, s.shard(o), f"{plan} {name} o")
                 close(own_lse, s.shard(lse, 2), f"{plan} {name} lse", 1e-4)
@@ -61,22 +61,66 @@ def rank_main(rank, count, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", [None, "hopper"])
 @pytest.mark.parametrize("count", COUNTS or [pytest.param(2, marks=pytest.mark.skip(reason="it needs two GPUs"))])
-def test_every_plan_on_several_gpus(count, tmp_path):
-    mp.spawn(rank_main, (count, str(tmp_path)), nprocs=count)
+def test_every_plan_on_several_gpus(count, backend, tmp_path):
+    if backend and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are written for sm_90")
+    mp.spawn(rank_main, (count, str(tmp_path), backend), nprocs=count)
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
-def test_results_in_fp32_are_those_before_they_were_rounded(backend):
-    *x, do = operands("cuda")
-    o, lse = tw.attention(*x, mask=tw.Causal(), return_lse=True, out_dtype=torch.float32, backend=backend)
-    rounded = tw.attention(*x, mask=tw.Causal(), backend="triton")
+SIZES = [(64, 64), (128, 128), (256, 256), (96, 72)]
+"""Head sizes: the rows of the table, and two whose rows are longer in shared memory than in memory."""
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_results_in_fp32_are_those_before_they_were_rounded(backend, sizes, varlen):
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = [(heads, size) for heads, size in zip((4, 2, 2, 4), (sizes[0], *sizes, sizes[1]), strict=True)]
+    rows = (700,) if varlen else (2, 700)
+    q, k, v, do = (torch.randn(*rows, *shape, device="cuda", generator=g).bfloat16() for shape in shapes)
+    given = {"mask": tw.Causal(), "backend": backend}
+    if varlen:
+        ends = torch.tensor([0, 130, 131, 650], dtype=torch.int32, device="cuda")
+        given["layout"] = tw.Varlen(ends, ends, 519, 519)
+    if tw.explain(q, k, v, out_dtype=torch.float32, **given).backend is None:
+        pytest.skip(f"{backend} does not run here")
+    o, lse = tw.attention(q, k, v, return_lse=True, out_dtype=torch.float32, **given)
+    rounded, same = tw.attention(q, k, v, return_lse=True, **given)
+    assert o.dtype == torch.float32
     assert torch.equal(o.bfloat16(), rounded)
-    delta = (do.float() * o).sum(-1).transpose(1, 2)
-    given = {"mask": tw.Causal(), "delta": delta, "backend": "triton"}
-    wide = tw.attention_backward(do, *x, o, lse, out_dtype=torch.float32, **given)
-    for mine, theirs in zip(wide, tw.attention_backward(do, *x, rounded, lse, **given), strict=True):
+    assert torch.equal(lse, same)
+    delta = (do.float() * o).sum(-1).transpose(-1, -2)
+    wide = tw.attention_backward(do, q, k, v, o, lse, delta=delta, out_dtype=torch.float32, **given)
+    narrow = tw.attention_backward(do, q, k, v, rounded, lse, delta=delta, **given)
+    assert [t.dtype for t in wide] == [torch.float32] * 3
+    close(wide[0], narrow[0], "dq", 1e-2)  # Hopper adds up dQ in any order
+    for mine, theirs in zip(wide[1:], narrow[1:], strict=True):
         assert torch.equal(mine.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_merges_parts_as_torch_does(dtype, packed):
+    g = torch.Generator("cuda").manual_seed(0)
+    rows, of_lse = ((5000, 4, 96), (4, 5000)) if packed else ((2, 2500, 4, 96), (2, 4, 2500))
+    parts = [
+        (torch.randn(rows, device="cuda", generator=g).to(dtype), 4 * torch.randn(of_lse, device="cuda", generator=g))
+        for _ in range(3)
+    ]
+    for n, (_, lse) in enumerate(parts):
+        lse[..., n::7] = -torch.inf
+        lse[..., -1] = -torch.inf
+    sums = torch.zeros(rows, device="cuda"), torch.full(of_lse, -torch.inf, device="cuda")
+    for part in parts:
+        tw.merge([part], into=sums, backend="triton")
+    true = tw.merge([(o.double(), lse.double()) for o, lse in parts])
+    for found, exact in zip(sums, true, strict=True):
+        assert torch.equal(found.isinf(), exact.isinf())
+        close(found.nan_to_num(0, 0, 0), exact.nan_to_num(0, 0, 0), "sums", 1e-5)
+    close(tw.merge(parts, backend="triton")[0], true[0], "at once", 1e-2)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -31,13 +31,13 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "medium", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased",
+        "fp16x3 varlen", "biased", "wide",
     ),
     128: (
-        "full", "causal", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered", "grouped",
-        "fp16x3", "bf16x6", "biased",
+        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered",
+        "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed", "prefix placed",
     ),
-    256: ("causal", "dropout", "grouped", "listed", "biased"),
+    256: ("causal", "dropout", "grouped", "listed", "biased", "wide"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -47,6 +47,7 @@ def calls() -> dict[str, dict[str, Any]]:
     ends = meta(B + 1, dtype=torch.int32)
     return {
         "full": {},
+        "single": {"S": 64},
         "short": {"S": 128},
         "medium": {"S": 256},
         "short causal": {"mask": tw.Causal(), "S": 128},
@@ -59,6 +60,15 @@ def calls() -> dict[str, dict[str, Any]]:
         "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
+        "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
+        "wide varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S), "out_dtype": torch.float32},
+        "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
+        "scored placed": {
+            "mask": tw.Causal(),
+            "score": tw.Alibi(meta(H, dtype=torch.float32)),
+            "place": tw.Origin(64, 128),
+        },
+        "prefix placed": {"mask": tw.Prefix(meta(B, dtype=torch.int32)), "place": tw.Origin(64, 128)},
         "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
@@ -81,25 +91,25 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     q, k = (meta(*shape, n, D, dtype=dtype) for n in (heads, options.pop("H_k", heads)))
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": "hopper",
+        "deterministic": False, "backend": "hopper", "out_dtype": None, "place": None,
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")
-    assert not backend.why_not(p)
+    assert not backend.why_not(p), backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((heads, batch * length) if recipe.varlen else (batch, heads, length)), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))
-    saved, grads = Saved(torch.empty_like(q), lse, seed), Grads(q, k, k, tuple(biases))
+    of_q, of_k = (torch.empty_like(t, dtype=p.out_dtype) for t in (q, k))
+    saved, grads = Saved(of_q, lse, seed), Grads(of_q, of_k, of_k, tuple(biases))
     counter = meta(2, dtype=torch.int32)
     if q.dtype == torch.float32:
         keys = fp32_backward_launch.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
     pl = plan.plan(p)
-    scratch = launch.empty_scratch(p, pl, q.device)
-    backward = launch.backward_launches(
-        p, pl, x, saved, torch.empty_like(q), torch.empty_like(lse), scratch, grads, counter
-    )
+    scratch, do = launch.empty_scratch(p, pl, q.device), torch.empty_like(q)
+    narrow = saved._replace(o=do)  # a backward reads o in q's type
+    backward = launch.backward_launches(p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter)
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 

@@ -95,7 +95,7 @@ def rehearse_forward(
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
     end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, tile, 0
-    perform(kernel, (q, k, v, codes, o, o, Numbers(), counter, packed_of(p, x), *end), counter)
+    perform(kernel, (q, k, v, codes, o, rows_of(p, o), Numbers(), counter, packed_of(p, x), *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
 
@@ -123,9 +123,17 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
         arguments = q, k, v, do, L, D, Numbers(), dQ, dK, dV, *end
     else:
         kernel = functions("tilewise.hopper.backward.kernel")["attention_backward"]
-        arguments = q, k, v, do, L, D, dQ, dK, dV, (dK, dV), *end
+        arguments = q, k, v, do, L, D, dQ, dK, dV, (rows_of(p, dK), rows_of(p, dV)), *end
     perform(kernel, arguments, counter)
     return Rehearsal(tile, made, pretend.world.events)
+
+
+def rows_of(p: Problem, box: Box) -> Any:
+    """Where an output is stored row by row; None if it never is. The box gets the type of q."""
+    box.dtype = p.dtype
+    if not p.recipe.varlen and p.out_dtype == p.dtype:
+        return None
+    return SimpleNamespace(name=box.name, ptr=SimpleNamespace(dtype=SimpleNamespace(element_ty=p.out_dtype)))
 
 
 def perform(kernel: Any, arguments: tuple[Any, ...], counter: Pointer) -> None:

@@ -119,7 +119,11 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 @pytest.mark.parametrize("H_k", [8, 1])
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["causal", "window"])
-@pytest.mark.parametrize("given", [{"deterministic": True}, {"dropout": 0.1}, {"score": tw.SoftCap(50.0)}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"deterministic": True}, {"dropout": 0.1}, {"score": tw.SoftCap(50.0)}, {"out_dtype": torch.float32}],
+    ids=str,
+)
 def test_with_more_asked_for(given, mask, D, H_k):
     _, wrong = rehearsed(512, 512, D, H_k, MASKS[mask], **given)
     assert not wrong

@@ -60,8 +60,10 @@ def faults(row, record):
         found.append(f"{row['shared']} bytes of shared memory, the chip has {SHARED}")
     if row["matrix"] != ["HGMMA"]:
         found.append(f"uses the matrix instructions {row['matrix']}; meant is HGMMA")
-    if row["tma"] != MEANT[row["kernel"]]:
-        found.append(f"moves memory by {row['tma']}; meant are {MEANT[row['kernel']]}")
+    # results in fp32 are stored from registers
+    meant = [move for move in MEANT[row["kernel"]] if move != "UTMASTG" or "wide" not in row["call"]]
+    if row["tma"] != meant:
+        found.append(f"moves memory by {row['tma']}; meant are {meant}")
     if MEANT[row["kernel"]] and (not row["barriers"] or row["barriers"][-1] - row["barriers"][0] > SIDE_BY_SIDE):
         found.append(f"has barriers at {row['barriers']}: one that nobody waits for shares its memory with a tile")
     if not row["alone"]:

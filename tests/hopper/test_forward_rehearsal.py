@@ -91,7 +91,9 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
-@pytest.mark.parametrize("given", [{"dropout": 0.1}, {"score": tw.SoftCap(50.0)}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"dropout": 0.1}, {"score": tw.SoftCap(50.0)}, {"out_dtype": torch.float32}], ids=str
+)
 def test_with_more_asked_for(given, mask, D):
     _, wrong = rehearsed(512, 512, D, 8, MASKS[mask], **given)
     assert not wrong

@@ -85,7 +85,7 @@ def test_a_score_that_bounds_the_logits_spares_the_running_maximum():
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
     found = set()
-    for M, N in itertools.product((64, 300, 512, 1100), (64, 512, 576, 1100)):
+    for M, N in itertools.product((64, 300, 512, 1100), (64, 512, 576, 1100, 1536)):
         pl = launched(M, N, D, mask=mask)
         forward = pl.constants["tile"]
         seen = mask.dense(M, N).expand(2, 1, M, N)[:, 0]

@@ -3,6 +3,7 @@
 A case is a function of the rank. It raises on what is wrong, after its last message, so that the others go on.
 """
 
+import io
 import json
 import re
 import sys
@@ -16,7 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -138,22 +142,22 @@ def check_all(rows):
 
 
 @case
-def every_plan_sharding_and_mask(rank):
-    check_all(check_one(plan, s, name, 4, 2, torch.float64) for plan, s in plans() for name in masks())
-
-
-@case
-def every_count_of_heads_and_fp32(rank):
-    for names, dtype in ((("causal", "documents"), torch.float64), (("window", "padding"), torch.float32)):
-        check_all(check_one(plan, s, n, *h, dtype) for plan, s in plans() for n in names for h in HEADS[1:])
+def every_plan_and_sharding_with_every_mask_heads_and_types_in_turn(rank):
+    kinds = [(h, dtype) for h in HEADS for dtype in (torch.float64, torch.float32)]
+    met = set()
+    for n, (plan, s) in enumerate(plans()):
+        for m, name in enumerate(masks()):
+            heads, dtype = kinds[(n + m) % len(kinds)]  # every plan and every mask meets all of them
+            met |= {(n, heads), (n, dtype), (name, heads), (name, dtype)}
+            check_all([check_one(plan, s, name, *heads, dtype)])
+    assert len(met) == (n + 1 + len(masks())) * (len(HEADS) + 2)
 
 
 @case
 def dropout_alibi_and_caps_draw_and_see_what_one_device_does(rank):
-    check_all(
-        check_one(plan, s, name, 4, 2, torch.float64, True)
-        for plan, s in plans() for name in ("causal", "documents", "prefix", "padding bool")
-    )  # fmt: skip
+    names = ("causal", "documents", "prefix", "padding bool")
+    for n, (plan, s) in enumerate(plans()):
+        check_all(check_one(plan, s, names[(n + m) % 4], 4, 2, torch.float64, True) for m in range(2))
 
 
 @case
@@ -264,7 +268,7 @@ def bytes_are_what_the_mask_needs_and_windows_talk_to_neighbours(rank):
 def random_masks_never_wait_for_ever(rank):
     g, group = generator(17), everyone()
     q, k, v, do, *_ = tensors(4, 2)
-    for _ in range(12):
+    for _ in range(8):
         lo, hi = (torch.randint(0, N + 1, (B, N), generator=g).sort(1)[0].int() for _ in range(2))
         own = torch.randint(0, 9, (B, N), generator=g)
         mask = (tw.Spans(lo, hi), tw.Documents(own, own), tw.Window(int(lo[0, 3]), int(hi[0, 5])))[int(own[0, 0]) % 3]
@@ -390,20 +394,113 @@ def explain_shows_costs_work_and_refusals(rank):
 
 @case
 def dtensors_of_batches_and_heads_run_on_each_rank_s_part(rank):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    g = generator(4)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    whole = [torch.randn(4, 16, heads, D, generator=g) for heads in (8, 4, 4)]
-    expected = tw.attention(*whole, mask=tw.Causal())
-    for placement in (Shard(0), Shard(2), Replicate()):
-        o = tw.attention(*[distribute_tensor(t, mesh, [placement]) for t in whole], mask=tw.Causal())
-        assert o.placements == (placement,)
-        close(o.full_tensor(), expected, 1e-6, str(placement))
-    lengths = distribute_tensor(torch.tensor([16, 3, 9, 0]), mesh, [Replicate()])
-    x = [distribute_tensor(t, mesh, [Shard(2)]) for t in whole]
-    padded = tw.attention(*x, mask=tw.Padding(lengths)).full_tensor()
-    close(padded, tw.attention(*whole, mask=tw.Padding(lengths.full_tensor())).detach(), 1e-6, "padding")
+    g, one, grid = generator(4), init_device_mesh("cpu", (RANKS,)), MESH[0]
+    shapes = (4, 16, 8, D), (4, 16, 4, D), (4, 16, 4, D), (4, 16, 8, D)
+    *whole, do = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    slopes, sink, bias = (torch.randn(n, generator=g, dtype=torch.float64) for n in ((8,), (8,), (8, 16, 16)))
+    documents, lengths = torch.randint(0, 3, (4, 16), generator=g), torch.tensor([16, 3, 9, 0])
+    learned = [*whole, sink, bias]
+    calls = [
+        ({"mask": tw.Documents(documents, documents), "score": tw.Alibi(slopes.float()), "sink": sink}, 4),
+        ({"mask": tw.Padding(lengths), "score": tw.Bias(bias), "sink": sink, "dropout": 0.3, "seed": 5}, 5),
+    ]
+    places = [(one, [Shard(0)]), (one, [Shard(2)]), (one, [Replicate()]), (one, [Shard(1)])]
+    places += [(grid, [Shard(0), Shard(2)]), (grid, [Shard(2), Shard(2)]), (grid, [Replicate(), Shard(0)])]
+    for options, count in calls:
+        plain = [t.clone().requires_grad_() for t in learned[:count]]
+        o, lse = tw.attention(*plain[:3], **with_learned(options, plain), return_lse=True)
+        expected = torch.autograd.grad((o, lse), plain, (do, torch.ones_like(lse).masked_fill(lse.isinf(), 0.0)))
+        for mesh, at in places[: 2 if count == 4 else None]:
+            alike = [Replicate()] * mesh.ndim
+            x = [distribute_tensor(t, mesh, at if n < 3 else alike).requires_grad_() for n, t in enumerate(plain)]
+            mine, logs = tw.attention(*x[:3], **with_learned(options, x), return_lse=True)
+            given = [distribute_tensor(t, mesh, alike) for t in (do, torch.ones_like(lse).masked_fill(lse.isinf(), 0))]
+            found = torch.autograd.grad((mine, logs), x, [t.redistribute(mesh, to.placements) for t, to in
+                                                          zip(given, (mine, logs), strict=True)])  # fmt: skip
+            assert mine.placements == tuple(p if p != Shard(1) else Replicate() for p in at)
+            close(mine.full_tensor(), o, 1e-12, f"{at} o")
+            close(logs.full_tensor(), lse, 1e-12, f"{at} lse")
+            for n, (grad, true) in enumerate(zip(found, expected, strict=True)):
+                assert isinstance(grad, DTensor)
+                close(grad.full_tensor(), true, 1e-12, f"{at} gradient {n}")
+    x = [distribute_tensor(t, one, [Shard(2)]).requires_grad_() for t in whole]
+    compiled = torch.compile(lambda *t: tw.attention(*t, mask=tw.Causal()), backend="aot_eager", fullgraph=True)
+    close(compiled(*x).full_tensor(), reference.attention(*whole, mask=tw.Causal())[0], 1e-12, "compiled")
+
+
+def with_learned(options, x):
+    """Options whose sink and bias are the tensors behind q, k and v in x."""
+    sink = {"sink": x[3]} if "sink" in options else {}
+    return options | sink | ({"score": tw.Bias(x[4])} if len(x) > 4 else {})
+
+
+class Layer(nn.Module):
+    """Attention of one sequence over the ranks of a sharding, or of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(20, 32), nn.Linear(32, 96), nn.Linear(32, 20)
+        self.sink = nn.Parameter(torch.zeros(4))
+
+    def forward(self, tokens, sharding=None):
+        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 4, 8)).unbind(2)
+        options = {"mask": tw.Causal(), "sink": self.sink}
+        if sharding is None:
+            o = tw.attention(q, k, v, **options)
+        else:
+            o = tp.attention(q, k, v, sharding=sharding, plan="ring", **options)
+        return self.out(o.flatten(2))
+
+
+def steps(model, optimizer, count, share=lambda x: x, sharding=None, group=None):
+    """Losses of some steps on a batch of two sequences; all ranks of the group sum theirs."""
+    tokens = torch.randint(0, 20, (B, N + 1), generator=generator(8))
+    losses = []
+    for _ in range(count):
+        own, labels = (share(t.contiguous()) for t in (tokens[:, :-1], tokens[:, 1:]))
+        logits = model(own, sharding)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (B * N)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if sharding is not None:
+            dist.all_reduce(total, group=group)
+        losses.append(total)
+    return torch.stack(losses)
+
+
+@case
+def fsdp_shards_weights_over_both_dimensions_and_resumes_on_fewer_ranks(rank):
+    def made(mesh):
+        torch.manual_seed(3)
+        model = Layer().double()
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
+            model.set_gradient_divide_factor(1.0)  # shares sum; FSDP's own choice is their mean
+        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+    expected = steps(*made(None), 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat, s = mesh._flatten("dp_cp"), tp.Zigzag(mesh["cp"])
+    model, optimizer = made(flat)
+    found = steps(model, optimizer, 2, lambda t: s.shard(t.chunk(2)[mesh.get_local_rank("dp")]), s, flat.get_group())
+    whole = StateDictOptions(full_state_dict=True)
+    kept = io.BytesIO()
+    torch.save(get_state_dict(model, optimizer, options=whole), kept)
+    saved = [kept.getvalue()]
+    dist.broadcast_object_list(saved, 0)
+    if rank < 2:  # the same training goes on with two ranks, which share every sequence
+        fewer = DeviceMesh.from_group(GROUPS[2], "cpu")
+        s = tp.Zigzag(GROUPS[2])
+        model, optimizer = made(fewer)
+        weights, states = torch.load(io.BytesIO(saved[0]), weights_only=False)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=whole)
+        found = torch.cat([found, steps(model, optimizer, 2, s.shard, s, GROUPS[2])])
+        close(found, expected, 1e-12, "losses")
+    close(found[:2], expected[:2], 1e-12, "losses of four ranks")
 
 
 @case

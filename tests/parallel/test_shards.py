@@ -1,5 +1,6 @@
 """Pieces, calls and sums of parts, in one process: every entry is computed once, and errors do not grow."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 import tilewise as tw
 from tilewise import reference
-from tilewise.parallel.costs import Sizes, cost
+from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
+from tilewise.parallel.plans import choose
 from tilewise.parallel.reach import reach_of
 from tilewise.parallel.shardings import deal
 from tilewise.parallel.shards import Given, Shards, backward_parts, forward_parts
@@ -125,3 +127,44 @@ def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():
     assert grid.seconds < cost("ring", 1, wide).seconds
     narrow = wide._replace(seen=0.01, fetched=0.01)
     assert cost("ring", 1, narrow).received < 0.05 * cost("gather", 1, narrow).received
+
+
+def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():
+    costs = {"fast": Cost(1.0, 0.0, 0.0, 8e9), "small": Cost(2.0, 0.0, 0.0, 1e9), "slow": Cost(3.0, 0.0, 0.0, 2e9)}
+    assert choose(costs, 16e9) == "fast"
+    assert choose(costs, 4e9) == "small"
+    assert choose(costs, 1e6) == "small"
+    assert choose({}, 1e9) is None
+
+
+def measured(c):
+    """Rows as benchmarks/parallel.py writes them, on a cluster that is just like the model."""
+    told = [("causal", tokens, heads, plan) for tokens in (1 << 15, 1 << 16, 1 << 18) for heads in ((32, 8), (64, 8))
+            for plan in ("ulysses", "gather", "ring")]  # fmt: skip
+    return [
+        {"mask": mask, "tokens": N, "gpus": 8, "heads": heads, "plan": plan,
+         "milliseconds": 1e3 * cost(plan, 1, Sizes(N, 8, *heads, 128), c).seconds}
+        for mask, N, heads, plan in told
+    ]  # fmt: skip
+
+
+def test_the_model_is_fitted_to_what_was_measured(tmp_path, monkeypatch):
+    true = Cluster(forward=400e12, backward=350e12, link=120e9, start=60e-6)
+    rows = measured(true)
+    found = fit([*rows, {"mask": "window", "gpus": 8, "plan": "ring"}])
+    for row in rows:
+        seconds = cost(row["plan"], 1, Sizes(row["tokens"], 8, *row["heads"], 128), found).seconds
+        assert seconds == pytest.approx(row["milliseconds"] / 1e3, rel=0.02)
+    assert found.link == pytest.approx(true.link, rel=0.1)
+    with pytest.raises(ValueError, match="got none"):
+        fit([])
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(found._asdict()))
+    monkeypatch.setenv("TILEWISE_CLUSTER", str(file))
+    assert current() == found
+    for text in ("{", '{"speed": 1}', "[1]"):
+        other = tmp_path / f"{len(text)}.json"
+        other.write_text(text)
+        monkeypatch.setenv("TILEWISE_CLUSTER", str(other))
+        with pytest.raises(ValueError, match="must name a JSON file"):
+            current()

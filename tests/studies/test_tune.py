@@ -67,7 +67,7 @@ def test_rows_that_only_dropout_reads_are_measured_with_it(monkeypatch):
     monkeypatch.setattr(tune, "target_of", lambda device: "sm_90")
     cpu = torch.device("cpu")
     for slot in tune.slots(cpu, tune.cases(cpu)):
-        only = slot.title.endswith(("scores", "dropout"))
+        only = slot.title.endswith(("scores", "dropout", "small"))
         assert all(case.dropout for case in slot.cases) == any(case.dropout for case in slot.cases) == only
 
 

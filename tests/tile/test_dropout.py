@@ -8,6 +8,7 @@ from tilewise.dropout import dropout_keep, dropout_rescale, dropout_threshold
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 dropout = pytest.importorskip("tilewise.tile.dropout")
+ranges = pytest.importorskip("tilewise.tile.ranges")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = -5
@@ -19,7 +20,8 @@ def dropout_factors(Z, operands, row, i0, j0, B_R: tl.constexpr, B_C: tl.constex
         i, j = tl.arange(0, B_R)[None, :], tl.arange(0, B_C)[:, None]
     else:
         i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
-    tl.store(Z + i * B_C + j, dropout.dropout_mask(operands, row, i0, i, j0, j))
+    place = ranges.Place(0, row, row, i0, 0, 0, 0)
+    tl.store(Z + i * B_C + j, dropout.dropout_mask(operands, place, i0, i, j0, j))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

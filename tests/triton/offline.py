@@ -38,7 +38,7 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     """Every launch of forward and backward of a call with meta tensors; `wanted` asks for biases' gradients."""
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": None,
+        "deterministic": False, "backend": None, "out_dtype": None, "place": None,
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, v, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, target)
@@ -46,9 +46,9 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     seed = torch.empty((), dtype=torch.int64, device="meta") if recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
-    do, dlse = torch.empty_like(saved.o), torch.empty_like(saved.lse)
+    do, dlse = torch.empty_like(saved.o, dtype=q.dtype), torch.empty_like(saved.lse)
     pl = launch.plan(p)
-    backward = launch.backward_launches(p, pl, x, saved, do, dlse, scratch, grads)
+    backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
 
 
@@ -72,9 +72,14 @@ MAIN_KERNELS = ("attention_forward", "attention_backward_dkdv", "attention_backw
 """The kernels that compute the forward pass and the gradients of Q, K and V."""
 
 
+PARTS = ("wide", "spans", "placed", "placed dropout")
+"""What parts of a whole need: results in fp32, Spans, and Prefix, ALiBi and dropout at a place."""
+
+
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
-    units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1. Head size 512 in both
+    units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1; what parts of a whole
+    need, where a chip is main. Head size 512 in both
     types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
@@ -106,6 +111,9 @@ def calls(target: str) -> Iterator[Call]:
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, MAIN_KERNELS)
         yield Call("ieee", torch.float32, 128, MAIN_KERNELS)
+    if target in ("sm_80", "sm_90", "gfx942"):
+        for variant in PARTS:
+            yield Call(variant, half, 128, MAIN_KERNELS)
     if target == "sm_90":
         yield Call("tf32x3", torch.float32, 128, MAIN_KERNELS)
         yield Call("tf32x3", torch.float32, 256, MAIN_KERNELS)
@@ -126,6 +134,8 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
             "sink": meta(H, dtype=torch.float32),
             "dropout": 0.1,
         }
+    elif call.variant in PARTS:
+        options |= of_part(call.variant, B, S, H)
     elif call.variant in SPECIAL:
         options |= {"precision": call.variant, "backend": "triton"}
     elif call.variant in ("listed", "biased"):
@@ -138,6 +148,18 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
     v = meta(B, S, 1, 1, dtype=call.dtype) if call.variant == "strides of 1" else k
     named = {one.kernel.fn.__name__: one for one in launches(target, q, k, v, **options)}
     return [named[name] for name in call.kernels]
+
+
+def of_part(variant: str, B: int, S: int, H: int) -> dict[str, Any]:
+    """Options of a call of `PARTS`, beside those of a plain one."""
+    if variant == "wide":
+        return {"out_dtype": torch.float32}
+    if variant == "spans":
+        return {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))}
+    if variant == "placed dropout":
+        return {"dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)}
+    slopes, lengths = meta(H, dtype=torch.float32), meta(B, dtype=torch.int32)
+    return {"mask": tw.Prefix(lengths), "score": tw.Alibi(slopes), "place": tw.Origin(64, 128)}
 
 
 def compile_all(target: str) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from triton import knobs
 
 import tilewise as tw
 from tilewise.check import describe_fake
+from tilewise.host.merge import merge_launch
 from tilewise.problem import Operands, Recipe
 from tilewise.triton.tiles import current
 
@@ -48,6 +49,13 @@ def calls() -> dict[str, dict[str, Any]]:
             "mask": tw.Documents(ids, ids) & tw.Padding(real) & tw.Dense(seen),
             "score": tw.Bias(meta(S, S, H, B, dtype=torch.bfloat16).permute(3, 2, 1, 0)),
         },
+        "spans": {"mask": tw.Spans(*(meta(S, B, dtype=torch.int32).T for _ in range(2)))},
+        "placed": {
+            "mask": tw.Prefix(meta(B, dtype=torch.int64)),
+            "score": tw.Alibi(meta(H, B, dtype=torch.float32).T),
+            "place": tw.Origin(64, 128, 1, 8),
+        },
+        "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "varlen": {"mask": tw.Causal() & tw.Padding(meta(B, dtype=torch.int32)), "layout": tw.Varlen(ends, ends, S, S)},
     }
 
@@ -57,6 +65,11 @@ def of_portable(options: dict[str, Any]) -> list[Any]:
     shape = (B * S,) if "layout" in options else (B, S)
     q, k = (meta(*shape, heads, D, dtype=torch.bfloat16) for heads in (H, H_k))
     return launches("sm_90", q, k, k, **options, wanted=True)
+
+
+def at_a_place() -> dict[str, Any]:
+    """Options of dropout at a place, which is the portable kernels' alone."""
+    return {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)}
 
 
 def of_hopper(options: dict[str, Any]) -> Iterator[Any]:
@@ -86,6 +99,15 @@ def of_experiment() -> list[Any]:
     x = Operands(q, q, q, ())
     p = describe_fake(x, Recipe(), (0, 0), "sm_90")
     return experiment.launches(p, x, torch.empty_like(q), Accumulate(), current(p).forward)
+
+
+def of_merge() -> Iterator[Any]:
+    """Launches that merge two parts into sums, and into a new result."""
+    for kind in (torch.float32, torch.bfloat16):
+        part = meta(B, S, H, D, dtype=kind), meta(B, H, S, dtype=torch.float32)
+        into = meta(B, 2 * S, H, D, dtype=torch.float32)[:, :S], meta(B, H, 2 * S, dtype=torch.float32)[..., :S]
+        yield merge_launch(*into, [into, part])
+        yield merge_launch(*part, [part, part])
 
 
 # the text of a kernel
@@ -119,7 +141,8 @@ def main() -> Iterator[dict[str, Any]]:
     """Every kernel of every call."""
     use_target("sm_90")
     made = [("experiment", one) for one in of_experiment()]
-    made += [("portable", one) for options in calls().values() for one in of_portable(options)]
+    made += [("portable", one) for given in (*calls().values(), at_a_place()) for one in of_portable(given)]
+    made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
     for backend, one in made:
         text, options = first_stage(one)

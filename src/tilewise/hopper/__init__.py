@@ -5,17 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import quantize
 from ..host.launch import make_lists, on_device
+from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from ..quantize import eight_bits
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
-from .tiles import KINDS, current, current_fp32, padded, precision
+from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
-SHORTEST = 64
-"""Tokens up to which a tile of these kernels is mostly empty."""
+SHORTEST = 32
+"""Tokens up to which a tile of the forward at 128 is mostly empty."""
 
 
 class Hopper:
@@ -38,10 +39,9 @@ class Hopper:
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
-        if eight_bits(p):
-            against.append("its 8-bit forward is not connected yet; use backend='triton'")
-        if p.never_ran and p.recipe.backend != self.name:
-            what = " and ".join(p.never_ran)
+        against += quantize.against(p)
+        if _never_ran(p) and p.recipe.backend != self.name:
+            what = " and ".join(_never_ran(p))
             against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
@@ -50,8 +50,6 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if reason := _unaddressable(spec):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.out_dtype != p.dtype:
-            against.append(f"it stores results in q's type, got out_dtype={p.out_dtype}")
         if p.recipe.place:
             against.append("its dropout counts from the call's own first row and head, not from place")
         if p.recipe.deterministic and p.listed:
@@ -59,14 +57,15 @@ class Hopper:
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:
-        """Tell whether the portable kernels are faster: their backward at head size 64, and their forward at 128, for
-        plain 16-bit calls of at most SHORTEST tokens (benchmarks/results: the suite `short`); and their forward where
-        it splits the keys among programs."""
+        """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
+        SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
+        forward where it splits the keys among programs."""
         p, recipe = problem, problem.recipe
         if not backward and p.few_rows:
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
-        return plain and max(p.M, p.N) <= SHORTEST and padded(p) == (64 if backward else 128)
+        size, most = (64, SINGLE) if backward else (128, SHORTEST)
+        return plain and padded(p) == size and max(p.M, p.N) <= most
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the two main kernels."""
@@ -78,7 +77,7 @@ class Hopper:
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"backward {back.B_r}x{back.B_c}, split by {split}; "
-            f"{'never run on a GPU; ' * bool(problem.never_ran)}{source_of_rows(problem.q.device)}"
+            f"{'never run on a GPU; ' * bool(_never_ran(problem))}{source_of_rows(problem.q.device)}"
         )
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -87,6 +86,10 @@ class Hopper:
         of_backward = ((back, True),) if gradients else ()
         with on_device(x.extra[0]):
             return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
+
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        with on_device(x.q):
+            return quantized(problem, x, _launches(problem)[1].compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, planned = _launches(problem)
@@ -104,6 +107,11 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
     if problem.dtype == torch.float32:
         return fp32_launch, fp32_launch.plan(problem)
     return launch, plan.plan(problem)
+
+
+def _never_ran(p: Problem) -> list[str]:
+    """Return what of a call these kernels have only been compiled for."""
+    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype)]
 
 
 def _against_fp32(p: Problem) -> list[str]:

@@ -25,8 +25,10 @@ from ..host.launch import (
     unused,
     with_lse_shift,
 )
+from ..host.quantize import quantized
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues
@@ -37,6 +39,7 @@ from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
 from .descriptors import PIECE, Box, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
+from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
 from .plan import Plan, empty_gqa_sums, main_programs, row_blocks
@@ -47,15 +50,21 @@ COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
-    """Return one launch, and one before it if tiles are listed."""
+    """Return one launch, and one before it if tiles are listed. With 8-bit products, `saved` holds the codes."""
     variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
-    q, k, v, o, *_ = pl.boxes
-    of_rows, where, skipped = (
-        (rows(p, saved.o), packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None, None)
-    )
+    (q, k, v), scales = x[:3], None
+    if eight_bits(p):
+        codes = Codes(*saved.kept)
+        q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
+        scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
+    of_q, of_k, of_v, of_o, *_ = pl.boxes
+    where, skipped = (packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None)
+    wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
+    of_rows = rows(p, saved.o) if wide or p.recipe.varlen else None
     arguments = (
-        Descriptor(x.q, q), Descriptor(x.k, k), Descriptor(x.v, v), None, Descriptor(saved.o, o), of_rows, saved.lse,
-        counter, where, skipped, variant, pl.forward_c, pl.shape,
+        Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
+        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, where, skipped, variant, pl.forward_c,
+        pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -114,14 +123,15 @@ def main_launch(
 ) -> Launch:  # fmt: skip
     """Return the main launch, which computes dK, dV and sums of dQ."""
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
-    tensors = *x[:3], grads.k, grads.v
+    wide = p.out_dtype != p.dtype  # as in `forward_launches`
+    tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
     Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
     pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        (rows(p, grads.k), rows(p, grads.v)) if p.recipe.varlen else (None, None), scratch, counter, where, variant,
-        shape,
+        (rows(p, grads.k), rows(p, grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
+        variant, shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)
@@ -181,6 +191,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved = empty_saved(p, x, seed)
     stream = current_stream(x.q.device)
+    if eight_bits(p):
+        saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
         launch.run(stream)
     return saved

@@ -10,7 +10,13 @@ import torch
 
 from ..host.tables import in_use
 from ..problem import Problem
+from ..quantize import eight_bits
 from ..score import SoftCap
+
+SINGLE = 64
+"""Tokens up to which a head is a single tile."""
+SHORT = 512
+"""Tokens up to which a masked head is a few tiles of queries."""
 
 
 class Forward(NamedTuple):
@@ -33,37 +39,39 @@ class Forward(NamedTuple):
         return 64 * self.warpgroups
 
 
-FORWARD = {
+FORWARD: dict[Any, Forward] = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "medium"): Forward(2, 64, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (64, "medium"): Forward(2, 64, 2, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     (64, "short"): Forward(2, 32, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (128, "single"): Forward(1, 64, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=232, programs=2),
     (128, "scores"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
     256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
 
 
 class EightBits(NamedTuple):
-    """Hold what the rows of 8-bit forwards have besides; fields are those of forward/kernel.py's `Tile`."""
+    """Hold one row of the table of 8-bit forwards: the tiles, and two more fields of forward/kernel.py's `Tile`."""
 
     row: Forward
     fresh: int = 0
     sums: bool = False
 
 
-EIGHT_BITS = {
+EIGHT_BITS: dict[Any, EightBits] = {
     (64, "int8"): EightBits(FORWARD[64]),
     (128, "int8"): EightBits(FORWARD[128]._replace(kv_stages=3, pingpong=True, wait_pv=1)),
     (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
-    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=0), 1, sums=True),
+    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (256, "fp8"): EightBits(FORWARD[256]._replace(kv_stages=4), 2),
 }
-"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift."""
+"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift. `studies
+tune` does not measure these."""
 
 
 class Backward(NamedTuple):
@@ -152,27 +160,33 @@ class Rows(NamedTuple):
 def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
-    return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+    rows = Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+    return rows._replace(forward=of_codes(p).row) if eight_bits(p) else rows
+
+
+def of_codes(p: Problem) -> EightBits:
+    """Return the row for the forward of a problem with 8-bit products."""
+    return EIGHT_BITS[padded(p), p.recipe.precision]
 
 
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
-    256. Short calls have a tile or two of a head: they are faster with a third stage of Q, at 64 also with smaller key
-    tiles, and the shortest with two programs on a multiprocessor. Masks are faster if the previous product is complete
-    before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone are faster there with
-    ping-pong scheduling (`pingpong`)."""
+    256. Short calls have a tile or two of a head: they are faster with small key tiles and two programs on a
+    multiprocessor (though ptxas then waits for each product of "medium"), at 128 only up to 64 tokens, and with a third
+    stage of Q above. Masks are faster if the previous product is complete before them (`wait_pv`). At 128, so are
+    dropout and scores, except SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
     forward: Any = size
-    short = max(p.M, p.N) <= (512 if recipe.mask else 256)
+    longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)
         if registers_short:
             forward = 64, "small"
-        elif short:
-            forward = 64, "short" if max(p.M, p.N) <= (256 if recipe.mask else 224) else "medium"
+        elif longest <= (1024 if recipe.mask else 256):
+            forward = 64, "short" if longest <= (256 if recipe.mask else 224) else "medium"
         elif p.M <= (1024 if recipe.mask else 256):
             forward = 64, "small"
         elif recipe.mask:
@@ -181,8 +195,10 @@ def keys(p: Problem) -> dict[str, Any]:
     if size == 128:
         if recipe.dropout or (recipe.score and SoftCap not in p.kinds):
             forward = 128, "scores"
+        elif longest <= SINGLE and not (recipe.score or p.listed):
+            forward = 128, "single"
         elif recipe.mask and not recipe.score:
-            forward = 128, "short" if short else "masked"
+            forward = 128, "short" if longest <= SHORT else "masked"
     return {"forward": forward, "backward": size}
 
 

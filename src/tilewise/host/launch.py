@@ -252,7 +252,7 @@ def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
     row, column, head, of_heads, batch = p.place
-    numbers = (row, column, p.H, of_heads, batch * of_heads + head)
+    numbers = (row, column, of_heads, batch * of_heads + head)
     counters = Counters(*(2 * n + 1 for n in numbers)) if p.recipe.place else ()
     return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout), counters)
 

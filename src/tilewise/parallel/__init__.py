@@ -8,7 +8,7 @@ o = tp.attention(q, k, v, sharding=s, mask=tilewise.Causal())  # q, k, v: this r
 from . import dtensor as dtensor
 from .api import Explanation, attention, explain
 from .context import using
-from .costs import Cluster, Cost
+from .costs import Cluster, Cost, fit
 from .exchange import count_bytes
 from .plans import Grid
 from .shardings import Balanced, Contiguous, Sharding, Striped, Zigzag
@@ -26,5 +26,6 @@ __all__ = [
     "attention",
     "count_bytes",
     "explain",
+    "fit",
     "using",
 ]

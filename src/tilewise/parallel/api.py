@@ -1,5 +1,6 @@
 """The public functions of tilewise.parallel: attention() of sharded rows, and explain()."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..check import autocast_type, cast
 from ..options import Everything, spell_out
 from ..problem import Unsupported
 from .check import agree, check_call, same_seed
-from .costs import Cluster, Cost
+from .costs import VARIABLE, Cluster, Cost, current
 from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, refusals, run, work_of
 from .shardings import Sharding
 
@@ -51,7 +52,7 @@ def attention(
     """
     w, own, sink = _prepared("tilewise.parallel.attention", q, k, v, sharding, options)
     if plan is None:
-        plan = choose(costs_of(w, q, k, Cluster()), memory_limit(q.device))
+        plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
     _refuse(plan, w, q.shape[2])
     plain = [part.plain for part in (*w.mask.parts, *w.score)]
     fact = {
@@ -85,10 +86,12 @@ class Explanation:
     costs: dict[Plan, Cost]
     refusals: dict[Plan, list[str]]
     work: list[float]
+    source: str = "guesses, not measured"
+    """Where the model's numbers come from."""
 
     def __str__(self) -> str:
         lines = [
-            f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}   (a model, not measured)"
+            f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}   (a model, by {self.source})"
         ]
         for plan, one in self.costs.items():
             chosen = "  chosen" if plan == self.plan else ""
@@ -101,13 +104,13 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, cluster: Cluster = Cluster(), **options: Unpack[Everything]  # noqa: B008
+    q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, cluster: Cluster | None = None, **options: Unpack[Everything]
 ) -> Explanation:  # fmt: skip
     """Explain which plan `attention` would choose for these arguments. Nothing is computed or sent.
 
     Args:
         q, k, v, sharding, options: as for `attention`.
-        cluster: what the model assumes of GPUs and links.
+        cluster: what the model assumes of GPUs and links; None for what TILEWISE_CLUSTER names, or the default.
 
     Returns:
         An Explanation with .plan, .costs, .refusals and .work. Print it to see a table.
@@ -116,9 +119,10 @@ def explain(
         TypeError, ValueError: as `attention`.
     """
     w, *_ = _prepared("tilewise.parallel.explain", q, k, v, sharding, options)
-    costs = costs_of(w, q, k, cluster)
+    source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
+    costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
-    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work_of(w))
+    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work_of(w), source)
 
 
 def _prepared(

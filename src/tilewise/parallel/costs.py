@@ -1,6 +1,17 @@
-"""A model of what plans cost, forward and backward of one layer. It is a model: no cluster has measured its numbers."""
+"""A model of what plans cost, forward and backward of one layer: of a default cluster that nobody has measured, or of
+one fitted to what benchmarks/parallel.py measured."""
 
-from typing import NamedTuple
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VARIABLE = "TILEWISE_CLUSTER"
+FITTED = ("rates", "link", "start")
+"""What `fit` changes, in turn; "rates" is forward and backward together."""
 
 
 class Cluster(NamedTuple):
@@ -92,3 +103,55 @@ def _swap(x: Sizes, U: int, h_k: int, c: Cluster) -> tuple[float, float]:
 def _rate(peak: float, rows: float) -> float:
     """Return FLOP/s for calls of so many rows."""
     return peak * rows / (rows + 500.0)
+
+
+def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Cluster:  # noqa: B008, a value
+    """Return the cluster whose costs come closest to measured ones, by the mean square of their logarithms.
+
+    Args:
+        rows: those of benchmarks/parallel.py with a causal mask; others are left out.
+        cluster: where the search begins. What one node cannot show stays as it is.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    of_model = [
+        (row["plan"], Sizes(row["tokens"], row["gpus"], *row["heads"], 128), row["milliseconds"] / 1e3)
+        for row in rows
+        if row.get("mask") == "causal" and row["gpus"] > 1
+    ]
+    if not of_model:
+        raise ValueError("fit: rows must hold calls with a causal mask on several GPUs, got none; measure some")
+
+    def error(c: Cluster) -> float:
+        return sum(log(cost(plan, 1, x, c).seconds / seconds) ** 2 for plan, x, seconds in of_model)
+
+    best, step = error(cluster), 2.0
+    while step > 1.0005:
+        before = best
+        for name in FITTED:
+            for factor in (step, 1 / step):
+                fields = ("forward", "backward") if name == "rates" else (name,)
+                trial = cluster._replace(**{field: getattr(cluster, field) * factor for field in fields})
+                if (found := error(trial)) < best:
+                    best, cluster = found, trial
+        step = step if best < before else step**0.5
+    return cluster
+
+
+def current() -> Cluster:
+    """Return the cluster of the file that TILEWISE_CLUSTER names, the same on all ranks; else the default one."""
+    path = os.environ.get(VARIABLE)
+    return _read(path) if path else Cluster()
+
+
+@lru_cache(8)
+def _read(path: str) -> Cluster:
+    try:
+        found = {name: float(number) for name, number in json.loads(Path(path).read_text()).items()}
+        return Cluster()._replace(**found)._replace(node=int(found.get("node", Cluster().node)))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{VARIABLE} must name a JSON file with numbers of {', '.join(Cluster._fields)}, got {path} ({error}); "
+            "write it with benchmarks/parallel.py --fit, or unset it"
+        ) from None

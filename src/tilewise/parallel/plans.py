@@ -78,11 +78,16 @@ def candidates(w: Work) -> list[Plan]:
 
 def sizes_of(w: Work, q: Tensor, k: Tensor) -> Sizes:
     """Return what the cost model reads. Masks with tensors count as causal for it, unless they were read before."""
-    reach = banded(w.mask, w.N)
-    seen = float(reach.counts().sum()) / max(1, w.N) ** 2
+    seen = _seen(intersect(tuple([part for part in w.mask.parts if not part.captures])), w.N)
     return Sizes(
         w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size(), seen, min(1.0, 1.5 * seen)
     )
+
+
+@lru_cache(64)
+def _seen(band: Mask, N: int) -> float:
+    """Return the part of P that a mask without tensors shows."""
+    return float(reach_of(band, N).counts().sum()) / max(1, N) ** 2
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:

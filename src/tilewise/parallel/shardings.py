@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -62,7 +63,7 @@ class Sharding:
             raise ValueError(
                 f"{name}: the length must be a multiple of {unit}, got {N}; pass length={N} for pieces of several sizes"
             )
-        return self.cut(N, self.ranks)
+        return _cut(self, N, self.ranks)
 
     def whole(self, m: int) -> int:
         """Return the length of the whole of which this rank holds m rows."""
@@ -108,6 +109,12 @@ class _Unshard(torch.autograd.Function):
         for part, own in zip(parts, ctx.pieces, strict=True):
             part[: length(own)] = grad[index(own, grad.device)]
         return scatter_sum(parts, ctx.axes)[: length(ctx.pieces[rank_of(ctx.axes)])], None, None
+
+
+@lru_cache(64)
+def _cut(sharding: Sharding, N: int, ranks: int) -> tuple[Pieces, ...]:
+    """Cut once for each sharding and length."""
+    return sharding.cut(N, ranks)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ import triton.language as tl
 
 class Counters(NamedTuple):
     """Say where the call's score matrices lie in the whole's: its first row and column, which are multiples of 16 and
-    64; the heads of call and whole, and the first matrix. Each number is 2 n + 1, as in `Packed`."""
+    64; the heads of the whole, and the first matrix. Each number is 2 n + 1, as in `Packed`."""
 
     row: object
     column: object
-    heads: object
     of_heads: object
     matrix: object
 
@@ -28,21 +27,22 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
-def dropout_mask(dropout, row, i0, i, j0, j):
-    """Return Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of score matrix `row` = b H + h.
+def dropout_mask(dropout, place, i0, i, j0, j):
+    """Return Z: 0 where dropped, else `dropout.rescale`, for entries (i0 + i, j0 + j) of a place's score matrix.
 
     i0 and j0 are multiples of the tile's sizes, which are powers of 2 from 16 on. i and j run inside the tile, and i is
     not shifted. Written this way the compiler sees that rows i and i + 8 of columns j, j + 8, ..., j + 56 share a
     counter. So a thread that holds several of the sixteen computes it once. In tiles of 16 columns, bits 4 and 5 of the
     column are those of j0, in tiles of 32 bit 5 is.
     """
+    row = place.matrix
+    first_i, first_j = i0 >> 1, (j0 >> 6) << 3
     if len(dropout.counters) > 0:
-        i0, j0 = i0 + (dropout.counters.row >> 1), j0 + (dropout.counters.column >> 1)
-        heads = dropout.counters.heads >> 1
-        row = (dropout.counters.matrix >> 1) + row // heads * (dropout.counters.of_heads >> 1) + row % heads
+        first_i, first_j = first_i + (dropout.counters.row >> 2), first_j + ((dropout.counters.column >> 7) << 3)
+        row = (dropout.counters.matrix >> 1) + place.b * (dropout.counters.of_heads >> 1) + place.h
     seed = tl.load(dropout.seed)
-    c_i = (i0 >> 1) + ((i >> 4) << 3 | i & 7)  # bit 3 taken out
-    c_j = ((j0 >> 6) << 3) + ((j >> 6) << 3 | j & 7)  # bits 3, 4 and 5 taken out
+    c_i = first_i + ((i >> 4) << 3 | i & 7)  # bit 3 taken out
+    c_j = first_j + ((j >> 6) << 3 | j & 7)  # bits 3, 4 and 5 taken out
     c_row = row + 0 * (c_i + c_j)
     w0, w1, w2, w3 = tl.philox(seed, c_j + 0 * c_i, c_i + 0 * c_j, c_row, 0 * c_row)
     bit_4, bit_5 = (j0 >> 4 | j >> 4) & 1 == 1, (j0 >> 5 | j >> 5) & 1 == 1

@@ -33,6 +33,6 @@ def scores_gradient(
     P = probabilities(shown, L, unit, EXACT)
     P_kept = P
     if variant.dropout is not None:
-        Z = dropout_mask(variant.dropout, place.matrix, place.i0, i, j0, j)
+        Z = dropout_mask(variant.dropout, place, place.i0, i, j0, j)
         P_kept, dP = P * Z, dP * Z
     return P_kept, scores_backward(variant.scores, P * (dP - D), S, T, at, STOP)

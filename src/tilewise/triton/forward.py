@@ -34,7 +34,7 @@ def step(j, q, acc, m, l, K, V, descale, place, variant, c, MASKED: tl.constexpr
     P, alpha, m, l = online_softmax(S, m, l, c)
     if variant.dropout is not None:
         P *= dropout_mask(
-            variant.dropout, place.matrix, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :]
+            variant.dropout, place, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :]
         )
     v = load_values(V, j0, place.N, MASKED, PRECISION)  # (B_c, d_v)
     P = left_slices(P, v[0].dtype, PRECISION)

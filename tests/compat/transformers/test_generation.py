@@ -4,6 +4,8 @@ import pytest
 import torch
 from compat.transformers.models import BASE, MIXED, difference, forward, generate, inputs, make, transformers
 
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # cache, from 5.24 on
+
 
 @pytest.mark.parametrize(
     "options",

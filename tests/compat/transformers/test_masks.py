@@ -25,13 +25,17 @@ FUNCTIONS = {
     "chunks": hf.chunked_causal_mask_function(5, LEFT),
 }
 INSIDE = ("causal", "window", "chunks")
-FUNCTIONS |= {
-    f"packed {name}": hf.packed_sequence_compatibility_function(FUNCTIONS[name], POSITIONS, PACKED)
-    for name in INSIDE[:2]
-}
-FUNCTIONS["packed chunks"] = hf.packed_sequence_compatibility_function(
-    hf.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.int64)), POSITIONS, PACKED
-)
+
+
+def packed(function):
+    """What transformers makes of a function for packed sequences; 5.23 maps positions besides."""
+    if hasattr(hf, "packed_sequence_compatibility_function"):
+        return hf.packed_sequence_compatibility_function(function, POSITIONS, PACKED)
+    return hf.and_masks(hf.packed_sequence_mask_function(PACKED), function)
+
+
+FUNCTIONS |= {f"packed {name}": packed(FUNCTIONS[name]) for name in INSIDE[:2]}
+FUNCTIONS["packed chunks"] = packed(hf.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.int64)))
 REAL = {
     "whole": torch.ones(2, 12, dtype=torch.bool),
     "right": torch.arange(12) < torch.tensor([[7], [12]]),

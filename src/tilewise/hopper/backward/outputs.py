@@ -1,4 +1,4 @@
-"""Store dK and dV through shared memory, by TMA."""
+"""Store dK and dV through shared memory, by TMA; in fp32, for which it has no room, from registers."""
 
 from typing import NamedTuple
 
@@ -17,20 +17,23 @@ class Gradient(NamedTuple):
     box: object
     """Describes it to TMA."""
     rows: object
-    """Holds its strides, for the ragged tails of packed sequences; else None."""
+    """Holds its strides, for gradients in fp32 and the ragged tails of packed sequences; else None."""
 
 
 @gluon.jit
 def store_gradient(G, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
     """Store rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`. For that memory, see
     `memory_of_gradients`."""
-    x = x.to(G.box.dtype)
-    if packed is None:
-        store_box(G.box, x, keys.b, keys.h_k, row, COLUMN, buffer)
-    elif row + x.shape[0] <= keys.N:
-        store_box(G.box, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
-    else:
+    if G.rows is None:
+        store_box(G.box, x.to(G.box.dtype), keys.b, keys.h_k, row, COLUMN, buffer)
+    elif G.rows.ptr.dtype.element_ty != G.box.dtype:
         store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+    else:
+        x = x.to(G.box.dtype)
+        if row + x.shape[0] <= keys.N:
+            store_box(G.box, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+        else:
+            store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
 
 
 @gluon.jit
