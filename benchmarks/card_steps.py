@@ -120,6 +120,8 @@ def steps(seen: Path) -> Iterator[Step]:
         yield of_suite(suite, seen, minutes)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
     yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
+    serve = ("benchmarks/serve.py", "--results", str(seen))
+    yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
     fit = ("benchmarks/parallel.py", "--fit", "--results", str(seen))
     yield Step(
         "parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py")
