@@ -53,7 +53,7 @@ WRONG = {
     "a number that is not known": (lambda: call(attention_chunk=8), TypeError, "attention_chunk"),
     "half of what packed rows need": (lambda: call(cu_seq_lens_q=torch.zeros(2)), TypeError, "cu_seq_lens_q"),
     "weights": (lambda: call(output_attentions=True), tw.Unsupported, "eager"),
-    "pages": (lambda: call(cache=object()), tw.Unsupported, "sdpa"),
+    "pages": (lambda: call(cache=object()), tw.Unsupported, "flash_attention_2"),
     "more keys than the mask": (lambda: call(SQUARE[..., :6]), ValueError, r"\(2, 1, 5, 6\)"),
     "a mask that was not prepared": (lambda: call(torch.ones(2, 9)), ValueError, r"\(2, 9\)"),
     "packed rows with a mask": (lambda: call(cu_seq_lens_q=0, cu_seq_lens_k=0), tw.Unsupported, "attention_mask"),
