@@ -65,6 +65,8 @@ def row(kernel: str, size: int, call: str, binary: Any) -> Row:
     found = reader.read(binary)
     (roles,) = REGISTERS.findall(binary.asm["ttgir"])
     registers = sorted({int(number) for number in roles.split(",")}, reverse=True)
+    if len(registers) == 1:  # a single warpgroup computes, with what these leave of two
+        registers = [2 * binary.metadata.maxnreg - registers[0], *registers]
     return Row(kernel, size, call, registers, found.spills, found.shared)
 
 
