@@ -122,7 +122,9 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
         if row.get("mask") == "causal" and row["gpus"] > 1
     ]
     if not of_model:
-        raise ValueError("fit: rows must hold calls with a causal mask on several GPUs, got none; run benchmarks/parallel.py")
+        raise ValueError(
+            "fit: rows must hold calls with a causal mask on several GPUs, got none; run benchmarks/parallel.py"
+        )
 
     def error(c: Cluster) -> float:
         return sum(log(cost(plan, 1, x, c).seconds / seconds) ** 2 for plan, x, seconds in of_model)
