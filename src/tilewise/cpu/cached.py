@@ -13,8 +13,6 @@ from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_firs
 FEW_ROWS = 64
 FEW_COLUMNS = 1024
 """Keys of a tile with at most FEW_ROWS queries of a key head."""
-
-
 MOST_COLUMNS = 1 << 14
 """Keys of a sequence, at most, that are gathered from pages at once for PyTorch's kernel."""
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
