@@ -366,7 +366,7 @@ def mean_of_keys(p: Problem, x: Operands, codes: Codes) -> Tensor:
 
 
 def probabilities(p: Problem, P: Tensor) -> Tensor:
-    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3."""
+    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3. Without scores, its sum is lse's."""
     return P.mul(256.0).to(torch.float8_e4m3fn).to(P.dtype).div_(256.0) if p.recipe.precision == "fp8" else P
 
 

@@ -16,7 +16,7 @@ import torch
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import eight_bits_launch, launch, plan
+from tilewise.hopper import launch, plan
 from tilewise.problem import Saved
 from tilewise.quantize import empty_codes
 
@@ -27,7 +27,8 @@ B, S, H = 2, 1024, 16
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 CALLS: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"mask": tw.Causal()}, "window": {"mask": tw.Window(100, 0)},
-    "softcap": {"score": tw.SoftCap(50.0)},
+    "softcap": {"score": tw.SoftCap(50.0)}, "bias": {"score": tw.Bias(meta(H, S, S, dtype=torch.float32))},
+    "sink": {"sink": meta(H, dtype=torch.float32)},
     "varlen": {"layout": tw.Varlen(*[meta(B + 1, dtype=torch.int32)] * 2, S, S)},
 }  # fmt: skip
 
@@ -44,10 +45,9 @@ def compiled(D: int, precision: str | None, options: dict[str, Any]) -> Any:
     p = problem_on(x, recipe, longest, "sm_90")
     lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
     saved, counter = Saved(torch.empty_like(q), lse), meta(2, dtype=torch.int32)
-    if precision is None:
-        return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
-    codes = empty_codes(p, q.device)
-    return eight_bits_launch.forward_launches(p, plan.plan(p), x, codes, saved, counter)[-1].compile()
+    if precision:
+        saved = saved._replace(kept=empty_codes(p, q.device).present())
+    return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
 
 
 def loop(kernel: Any) -> dict[str, int]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from triton import knobs
+
 STEPS = 20_000_000
 """Operations on integers, all roles together, after which a kernel counts as endless."""
 Role = tuple[int, ...]
@@ -336,7 +338,7 @@ class Language:
 
 language = Language()
 NAMES = {
-    "gluon": None, "triton": None, "gl": language, "tl": language,
+    "gluon": None, "triton": SimpleNamespace(knobs=knobs), "gl": language, "tl": language,
     "mbarrier": SimpleNamespace(
         init=init, wait=wait, MBarrierLayout=Numbers, arrive=lambda bar: world.change(bar.cell.barrier.arrive),
         expect=lambda bar, size: world.change(lambda: bar.cell.barrier.arrive(size)),

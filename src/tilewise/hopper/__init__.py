@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import quantize
 from ..host.launch import make_lists, on_device
+from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from ..quantize import eight_bits
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
@@ -38,8 +39,7 @@ class Hopper:
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
-        if eight_bits(p):
-            against.append("its 8-bit forward is not connected yet; use backend='triton'")
+        against += quantize.against(p)
         if _never_ran(p) and p.recipe.backend != self.name:
             what = " and ".join(_never_ran(p))
             against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
@@ -86,6 +86,10 @@ class Hopper:
         of_backward = ((back, True),) if gradients else ()
         with on_device(x.extra[0]):
             return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
+
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        with on_device(x.q):
+            return quantized(problem, x, _launches(problem)[1].compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, planned = _launches(problem)

@@ -57,6 +57,11 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
     return Box([shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout)
 
 
+def blocks_box(shape: Sequence[int], rows: int, columns: int, dtype: torch.dtype) -> Box:
+    """Describe a contiguous tensor as of this shape, (batch, heads, length, size), in boxes of `rows` x `columns`."""
+    return Box([*shape], [*contiguous(shape)], [1, 1, rows, columns], layout_of(rows, columns, dtype))
+
+
 @lru_cache(64)
 def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
     """Return the layout of a box in shared memory."""

@@ -19,6 +19,7 @@ SAMPLES = tl.constexpr(256)
 LEAST = tl.constexpr(2.0**-100)
 MOST = tl.constexpr(24)
 MOST_OF_V = tl.constexpr(126)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 E4M3_NAN = tl.constexpr(127)
 
 
@@ -117,6 +118,12 @@ def rotated(x, STEPS: tl.constexpr):  # (R, 2^STEPS)
 
 
 @triton.constexpr_function
+def rows_at_once(size):
+    """Return how many rows of a block a program quantizes at a time: registers do not hold 128 x 256 entries."""
+    return 128 if size <= 128 else 32
+
+
+@triton.constexpr_function
 def log2_of(size):
     """Return the exponent of a power of two."""
     return size.bit_length() - 1
@@ -141,7 +148,7 @@ def int8(x, top):  # (R, C), (R, 1) or (1, 1)
 
 @triton.jit
 def on_e4m3_grid(x):
-    """Round numbers of at most 448 to what e4m3 holds, half to even; Triton's interpreter rounds otherwise."""
+    """Round numbers of at most 448 to what e4m3 holds. Triton's interpreter rounds wrongly up to a power of two."""
     bits = x.to(tl.int32, bitcast=True)
     rest = bits & 0x7FFFFFFF
     small = (tl.abs(x) + 16384.0) - 16384.0  # 2^14, where the next number is 2^-9 away: those of e4m3 below 2^-6, too
@@ -152,6 +159,14 @@ def on_e4m3_grid(x):
 
 
 @triton.jit
+def e4m3(x):
+    """Round numbers of at most 448 to e4m3, half to even."""
+    if INTERPRETED:
+        x = on_e4m3_grid(x)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def key_order(BLOCK_K: tl.constexpr):
     """Return which key of a block each column of V's codes holds."""
     at = tl.arange(0, BLOCK_K)
@@ -159,12 +174,8 @@ def key_order(BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["packed", "M", "N", "H_k"])
-def attention_quantize_statistics(
-    x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr, PDL: tl.constexpr = False
-):
+def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr):
     """Compute the mean and the balance of one key head from SAMPLES rows."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     SIZE: tl.constexpr = sizes.SIZE
     G: tl.constexpr = sizes.G
     b, h = tl.program_id(0) // H_k, tl.program_id(0) % H_k
@@ -207,61 +218,111 @@ def attention_quantize_statistics(
 def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes: tl.constexpr):
     """Write a block of 64 queries."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, SIZE)
-    q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+    ROWS: tl.constexpr = min(BLOCK_Q.value, rows_at_once(SIZE))
+    columns = tl.arange(0, SIZE)
     mean = tl.load(codes.mean + head * SIZE + columns)
     factor = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
-    turned = rotated(q * factor[None, :], log2_of(SIZE))
-    whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
-    own = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
-    tl.store(codes.q_descale + own, tl.reshape(descale, (BLOCK_Q,)) * (1.0 / SIZE))
-    tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
+    for row in range(0, BLOCK_Q, ROWS):
+        rows = t * BLOCK_Q + row + tl.arange(0, ROWS)
+        q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+        own = block * BLOCK_Q + row + tl.arange(0, ROWS)
+        tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
+        turned = rotated(q * factor[None, :], log2_of(SIZE))
+        whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
+        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
+        tl.store(codes.q_descale + own, tl.reshape(descale, (ROWS,)) * (1.0 / SIZE))
+
+
+@triton.jit
+def turned_keys(K, at, row, lo, hi, mean, factor, d: tl.constexpr, ROWS: tl.constexpr):  # (SIZE,), (SIZE,)
+    """Load ROWS keys from `row` on, smoothed, balanced and rotated. # (ROWS, SIZE)"""
+    SIZE: tl.constexpr = mean.shape[0]
+    rows = row + tl.arange(0, ROWS)
+    inside = (rows >= lo) & (rows < hi)
+    k = load_block(K, at, rows, inside, d, SIZE)
+    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * factor[None, :], 0.0), log2_of(SIZE))
+
+
+@triton.jit
+def store_keys(codes, turned, top, own):
+    """Store keys as the codes' rows from `own` on, by their block's largest, and return the descale factor. # (1, 1)"""
+    ROWS: tl.constexpr = turned.shape[0]
+    SIZE: tl.constexpr = turned.shape[1]
+    whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
+    tl.store(codes.k + (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :], whole)
+    return descale
 
 
 @triton.jit
 def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.constexpr):
-    """Write a block of 128 keys."""
+    """Write a block of 128 keys. Only its first rows stay in registers until its largest entry is known."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, SIZE)
-    inside = (rows >= lo) & (rows < hi)
-    k = load_block(x.K, origin(x.K, b, h, first), rows, inside, sizes.d, SIZE)
+    ROWS: tl.constexpr = rows_at_once(SIZE)
+    at, j0 = origin(x.K, b, h, first), t * BLOCK_K
+    columns, own = tl.arange(0, SIZE), block * BLOCK_K
     mean = tl.load(codes.mean + head * SIZE + columns)
     factor = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
-    k = tl.where(inside[:, None], (k - mean[None, :]) * factor[None, :], 0.0)
-    turned = rotated(k, log2_of(SIZE))
-    top = tl.max(tl.max(largest(turned), 1), 0)
-    whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
-    own = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    tl.store(codes.k + own[:, None] * SIZE + columns[None, :], whole)
+    top = 0.0
+    for row in range(ROWS, BLOCK_K, ROWS):
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, factor, sizes.d, ROWS)
+        top = tl.maximum(top, tl.max(tl.max(largest(turned), 1), 0))
+    turned = turned_keys(x.K, at, j0, lo, hi, mean, factor, sizes.d, ROWS)
+    top = tl.maximum(top, tl.max(tl.max(largest(turned), 1), 0))
+    descale = store_keys(codes, turned, top, own)
     tl.store(codes.k_descale + block + tl.arange(0, 1), tl.reshape(descale, (1,)))
+    for row in range(ROWS, BLOCK_K, ROWS):
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, factor, sizes.d, ROWS)
+        store_keys(codes, turned, top, own + row)
+
+
+@triton.jit
+def values_of(V, at, row, lo, hi, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Load ROWS values from `row` on, in the order of `key_order`. # (ROWS, SIZE)"""
+    rows = row + key_order(ROWS)
+    return load_block(V, at, rows, (rows >= lo) & (rows < hi), d_v, SIZE)
+
+
+@triton.jit
+def store_values(codes, v, exponent, at):
+    """Store values, 2^exponent times as large, as the columns of the codes from `at` on."""
+    ROWS: tl.constexpr = v.shape[0]
+    SIZE: tl.constexpr = v.shape[1]
+    finite = tl.abs(v) < INF
+    whole = e4m3(tl.where(finite, v, 0.0) * power(exponent)).to(tl.int8, bitcast=True)
+    own = at + tl.arange(0, SIZE)[:, None] * BLOCK_K + tl.arange(0, ROWS)[None, :]
+    tl.store(codes.v + own, tl.where(finite, whole, E4M3_NAN).T)
+
+
+@triton.jit
+def largest_finite(x):
+    """Return the largest |x| that is finite."""
+    return tl.max(tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), 1), 0)
 
 
 @triton.jit
 def quantize_values(x, codes, b, h, first, t, lo, hi, block, sizes: tl.constexpr):
     """Write a block of 128 rows of V, transposed, with its keys in another order."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_K + key_order(BLOCK_K), tl.arange(0, SIZE)
-    v = load_block(x.V, origin(x.V, b, h, first), rows, (rows >= lo) & (rows < hi), sizes.d_v, SIZE)
-    finite = tl.abs(v) < INF
-    top = tl.max(tl.max(tl.where(finite, tl.abs(v), 0.0), 1), 0)
+    ROWS: tl.constexpr = rows_at_once(SIZE)
+    at, j0, own = origin(x.V, b, h, first), t * BLOCK_K, block * SIZE * BLOCK_K
+    top = 0.0
+    for row in range(ROWS, BLOCK_K, ROWS):
+        top = tl.maximum(top, largest_finite(values_of(x.V, at, j0 + row, lo, hi, sizes.d_v, ROWS, SIZE)))
+    v = values_of(x.V, at, j0, lo, hi, sizes.d_v, ROWS, SIZE)
+    top = tl.maximum(top, largest_finite(v))
     exponent = tl.minimum(134 - (top.to(tl.int32, bitcast=True) >> 23), MOST_OF_V)
-    whole = on_e4m3_grid(tl.where(finite, v, 0.0) * power(exponent)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    at = (block * SIZE + columns)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    tl.store(codes.v + at, tl.where(finite, whole, E4M3_NAN).T)
+    store_values(codes, v, exponent, own)
+    for row in range(ROWS, BLOCK_K, ROWS):
+        store_values(codes, values_of(x.V, at, j0 + row, lo, hi, sizes.d_v, ROWS, SIZE), exponent, own + row)
     tl.store(codes.v_descale + block, power(-exponent))
 
 
 @triton.jit(do_not_specialize=["packed", "scale", "M", "N", "H", "q_tiles", "k_tiles", "q_stride", "k_stride", "of_q"])
 def attention_quantize(
     x, codes, packed, scale, M, N, H, q_tiles, k_tiles, q_stride, k_stride, of_q, sizes: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Quantize a block of Q, K or V: the first `of_q` programs Q, then the others in turns K and V. `q_stride` and
-    `k_stride` count a head's blocks. PDL: the next kernel may begin, and waits for this one where it reads codes."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    `k_stride` count a head's blocks. A sequence without keys has one block of zeros, which Hopper's loop reads."""
     program = tl.program_id(0)
     G: tl.constexpr = sizes.G
     if program < of_q:
@@ -278,7 +339,7 @@ def attention_quantize(
         H_k = H // G
         t, h, b = program % k_tiles, program // k_tiles % H_k, program // k_tiles // H_k
         _, _, k0, length = rows_of(packed, b, M, N)
-        if t * BLOCK_K < length:
+        if t * BLOCK_K < tl.maximum(length, 1):
             lo, hi = key_bounds(x, b, length)
             block = first_block(packed, b, h, H_k, k0, k_stride, BLOCK_K).to(tl.int64) + t
             if which == 0:

@@ -28,7 +28,20 @@ from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, st
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_values
-from .eight_bits import BLOCK_K, BLOCK_Q, descaled, first_rows, ones_of, pack, scale_at, unpack, values_box
+from .eight_bits import (
+    BLOCK_K,
+    BLOCK_Q,
+    P_SCALE,
+    descaled,
+    first_rows,
+    ones_of,
+    pack,
+    positive,
+    scale_at,
+    scale_of,
+    unpack,
+    values_box,
+)
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
@@ -232,7 +245,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: g
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
     inverse, lse = finalize(m, l, NATURAL)
     if lse_shift is not None:
-        lse += gl.convert_layout(lse_shift, lse.type.layout)
+        lse = gl.where(lse == float("-inf"), lse, lse + gl.convert_layout(lse_shift, lse.type.layout))
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
@@ -268,6 +281,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, o_columns, 256 // tile.PV_BITS])
     l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 256 // tile.PV_BITS])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // tile.PV_BITS)
+    SCORES: gl.constexpr = len(call.variant.scores) > 0
     zero = gl.zeros([64, B_C], s_type, s_layout)
     zero_o = gl.zeros([64, o_columns], gl.float32, o_layout)
     zero_l = gl.zeros([64, 8], gl.float32, l_layout)
@@ -294,8 +308,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 matrix, matrix_k = place.h, place.h // call.shape.group
             rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
             q_at = (matrix * codes.q_blocks + q_row // BLOCK_Q) * BLOCK_Q + rows
-            q_scale = gl.load(codes.q_scale + q_at)
-            lse_shift = gl.load(codes.q_shift + q_at)
+            q_scale = gl.load(codes.q_scale + q_at, mask=rows < place.M, other=0.0)
+            lse_shift = gl.load(codes.q_shift + q_at, mask=rows < place.M, other=0.0)
             k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             if tile.PV_BITS == 8:
                 v_scale = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
@@ -309,7 +323,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         arrive(shared.k.empty, y)
         c_first = c
         if tile.QK_BITS == 8:
-            S, c_first = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
+            S = descaled(S, q_scale * k_scale) if SCORES else S.to(gl.float32)
+            c_first = c if SCORES else scale_of(S, c, q_scale * k_scale)
         m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
@@ -346,16 +361,18 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = warpgroup_mma_wait(2 if tile.SUMS else 1, [S_next])
             if tile.QK_BITS == 8:
-                if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
-                    S_new = S_new.to(gl.float32)
-                S_new, c_j = descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
+                S_new = descaled(S_new, q_scale * k_scale) if SCORES else S_new
+                S_new = S_new.to(gl.float32) if tile.MASK_IN_LOOP else S_new
+                c_j = c if SCORES else scale_of(S_new, c, q_scale * k_scale)
             else:
                 c_j = c
             S_new = scored(S_new, place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
+                    if tile.QK_BITS == 8 and not SCORES:
+                        S_new, c_j = positive(S_new, c_j)
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)
-            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile)
+            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile.QK_BITS == 8 and not SCORES, tile)
             if tile.SUMS:
                 o_next, l_next = warpgroup_mma_wait(0, [o_next, l_next])
             else:
@@ -409,6 +426,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         y += 1
         if tile.PV_BITS == 8:
             o = o * v_scale
+            if c is None:  # then m is that of P itself
+                o, l = o * P_SCALE, l * P_SCALE
         if call.variant.dropout is not None:
             o = o * call.variant.dropout.rescale
         if tile.BOUNDED:

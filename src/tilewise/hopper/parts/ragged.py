@@ -53,9 +53,10 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 @gluon.jit
 def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
-    """Zero the values past the end of a packed sequence, in the forward's key tile j, use y."""
+    """Zero the values past the end of a packed sequence, in the forward's key tile j, use y. Codes of V are zeros
+    there."""
     B_C: gl.constexpr = tile.B_C
-    if packed is not None:
+    if packed is not None and tile.PV_BITS == 16:
         if (j + 1) * B_C > place.N:
             wait(shared.v.full, y)
             zero_from(stage(shared.v.memory, y).reshape([B_C, tile.D]), place.N - j * B_C)
