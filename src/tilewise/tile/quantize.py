@@ -12,6 +12,7 @@ import triton.language as tl
 from .rows import first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
+INF_BITS = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(float("nan"))
 BLOCK_Q = tl.constexpr(64)
 BLOCK_K = tl.constexpr(128)
@@ -130,20 +131,28 @@ def log2_of(size):
 
 
 @triton.jit
-def largest(x):
-    """Return |x|, and inf for NaN."""
-    return tl.where(tl.abs(x) < INF, tl.abs(x), INF)
+def size_bits(x):
+    """Return the bits of |x|: integers in the order of the numbers, above which are inf and then NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def int8(x, top):  # (R, C), (R, 1) or (1, 1)
-    """Return int8 codes, by which the largest becomes 127, and the descale factor: 0 for zeros, NaN if not finite."""
-    exists = (top >= LEAST) & (top < INF)
-    scale = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
-    whole = tl.where(tl.abs(x) < INF, x, 0.0) * scale
-    codes = ((whole + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 2^23: rounds to an integer, half to even
+def int8_scale(top):
+    """Return what turns numbers into int8 codes, and codes back, from the largest `size_bits`, which becomes 127: a
+    factor, the bits of codes that stay, and the descale factor. It is 0 for zeros, and NaN for what is not finite."""
+    finite = top < INF_BITS
+    top = top.to(tl.float32, bitcast=True)
+    exists = finite & (top >= LEAST)
+    factor = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
     descale = tl.div_rn(tl.where(exists, top, 0.0), 127.0)
-    return codes, tl.where(top < INF, descale, NAN)
+    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, NAN)
+
+
+@triton.jit
+def int8(x, factor, kept):
+    """Return int8 codes of numbers: those times the factor, rounded half to even."""
+    rounded = x * factor + 12582912.0  # 1.5 * 2^23: the integer is in the last bits
+    return (rounded.to(tl.int32, bitcast=True) & kept).to(tl.int8)
 
 
 @triton.jit
@@ -221,36 +230,35 @@ def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes
     ROWS: tl.constexpr = min(BLOCK_Q.value, rows_at_once(SIZE))
     columns = tl.arange(0, SIZE)
     mean = tl.load(codes.mean + head * SIZE + columns)
-    factor = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
+    balance = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
     for row in range(0, BLOCK_Q, ROWS):
         rows = t * BLOCK_Q + row + tl.arange(0, ROWS)
         q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
         own = block * BLOCK_Q + row + tl.arange(0, ROWS)
         tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
-        turned = rotated(q * factor[None, :], log2_of(SIZE))
-        whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
-        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
-        tl.store(codes.q_descale + own, tl.reshape(descale, (ROWS,)) * (1.0 / SIZE))
+        turned = rotated(q * balance[None, :], log2_of(SIZE))
+        factor, kept, descale = int8_scale(tl.max(size_bits(turned), 1))
+        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], int8(turned, factor[:, None], kept[:, None]))
+        tl.store(codes.q_descale + own, descale * (1.0 / SIZE))
 
 
 @triton.jit
-def turned_keys(K, at, row, lo, hi, mean, factor, d: tl.constexpr, ROWS: tl.constexpr):  # (SIZE,), (SIZE,)
+def turned_keys(K, at, row, lo, hi, mean, balance, d: tl.constexpr, ROWS: tl.constexpr):  # (SIZE,), (SIZE,)
     """Load ROWS keys from `row` on, smoothed, balanced and rotated. # (ROWS, SIZE)"""
     SIZE: tl.constexpr = mean.shape[0]
     rows = row + tl.arange(0, ROWS)
     inside = (rows >= lo) & (rows < hi)
     k = load_block(K, at, rows, inside, d, SIZE)
-    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * factor[None, :], 0.0), log2_of(SIZE))
+    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(SIZE))
 
 
 @triton.jit
-def store_keys(codes, turned, top, own):
-    """Store keys as the codes' rows from `own` on, by their block's largest, and return the descale factor. # (1, 1)"""
+def store_keys(codes, turned, factor, kept, own):
+    """Store keys as the codes' rows from `own` on."""
     ROWS: tl.constexpr = turned.shape[0]
     SIZE: tl.constexpr = turned.shape[1]
-    whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
-    tl.store(codes.k + (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :], whole)
-    return descale
+    at = (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(codes.k + at, int8(turned, factor, kept))
 
 
 @triton.jit
@@ -261,18 +269,18 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
     at, j0 = origin(x.K, b, h, first), t * BLOCK_K
     columns, own = tl.arange(0, SIZE), block * BLOCK_K
     mean = tl.load(codes.mean + head * SIZE + columns)
-    factor = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
-    top = 0.0
+    balance = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
+    top = 0
     for row in range(ROWS, BLOCK_K, ROWS):
-        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, factor, sizes.d, ROWS)
-        top = tl.maximum(top, tl.max(tl.max(largest(turned), 1), 0))
-    turned = turned_keys(x.K, at, j0, lo, hi, mean, factor, sizes.d, ROWS)
-    top = tl.maximum(top, tl.max(tl.max(largest(turned), 1), 0))
-    descale = store_keys(codes, turned, top, own)
-    tl.store(codes.k_descale + block + tl.arange(0, 1), tl.reshape(descale, (1,)))
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
+        top = tl.maximum(top, tl.max(size_bits(turned)))
+    turned = turned_keys(x.K, at, j0, lo, hi, mean, balance, sizes.d, ROWS)
+    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(size_bits(turned))))
+    tl.store(codes.k_descale + block, descale)
+    store_keys(codes, turned, factor, kept, own)
     for row in range(ROWS, BLOCK_K, ROWS):
-        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, factor, sizes.d, ROWS)
-        store_keys(codes, turned, top, own + row)
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
+        store_keys(codes, turned, factor, kept, own + row)
 
 
 @triton.jit
@@ -287,8 +295,8 @@ def store_values(codes, v, exponent, at):
     """Store values, 2^exponent times as large, as the columns of the codes from `at` on."""
     ROWS: tl.constexpr = v.shape[0]
     SIZE: tl.constexpr = v.shape[1]
-    finite = tl.abs(v) < INF
-    whole = e4m3(tl.where(finite, v, 0.0) * power(exponent)).to(tl.int8, bitcast=True)
+    finite = size_bits(v) < INF_BITS
+    whole = e4m3(v * power(exponent)).to(tl.int8, bitcast=True)
     own = at + tl.arange(0, SIZE)[:, None] * BLOCK_K + tl.arange(0, ROWS)[None, :]
     tl.store(codes.v + own, tl.where(finite, whole, E4M3_NAN).T)
 
@@ -296,7 +304,7 @@ def store_values(codes, v, exponent, at):
 @triton.jit
 def largest_finite(x):
     """Return the largest |x| that is finite."""
-    return tl.max(tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0), 1), 0)
+    return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0))
 
 
 @triton.jit

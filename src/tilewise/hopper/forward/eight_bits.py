@@ -88,7 +88,7 @@ def line(S, c, shift):
     """Return the e4m3 bits of 2^(c S - shift) in the lowest byte: a line between powers of two (Schraudolph 1999).
 
     The bits of 2^x are 8 (x + 7), where LIFT centres the line around the exponential. Its error is 3.1 % rms, that of
-    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0.
+    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0 (see `known`).
     """
     LIFT: gl.constexpr = 0.058
     c = gl.full_like(S, 0.0) + c * 0.0625
@@ -143,6 +143,12 @@ def descaled(S, scale):
 
 @gluon.jit
 def positive(S, c):
-    """Return S and a factor of its rows above 0, so that a mask's -inf stays -inf: what was NaN is NaN in S instead,
+    """Return S and a factor of its rows above 0, so that a mask's -inf stays -inf: what was NaN is inf in S instead,
     and 0 becomes so small a number that every logit is 0."""
-    return gl.where((c >= 0.0)[:, None], S.to(gl.float32), float("nan")), gl.where(c > 0.0, c, TINY)
+    return gl.where((c >= 0.0)[:, None], S.to(gl.float32), float("inf")), gl.where(c > 0.0, c, TINY)
+
+
+@gluon.jit
+def known(l, m):
+    """Return row sums, NaN where `positive` showed m an inf: `line` may have taken it for 0."""
+    return gl.where(m < float("inf"), l, float("nan"))

@@ -34,6 +34,7 @@ from .eight_bits import (
     P_SCALE,
     descaled,
     first_rows,
+    known,
     ones_of,
     pack,
     positive,
@@ -411,7 +412,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         if tile.SUMS:
             o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
             l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
-            l = gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout))
+            l = known(gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout)), m)
         else:
             o_last = warpgroup_mma_wait(0, [o_last])
         if tile.FRESH:
