@@ -2,7 +2,8 @@
 
 `tilewise.quantize` has the codes. Here they are multiplied in fp64, and what every kernel rounds is rounded: P, dS, and
 the results. The row maximum by which P is lowered is another in every loop over keys, and so are the
-entries of P that round up. So P is rounded for several maxima (`turn`), and the worst counts.
+entries of P that round up. So P is rounded for several maxima (`turn`), and the worst counts; on a GPU, where Hopper's
+kernel takes lines, with them and without.
 """
 
 import torch
@@ -26,8 +27,8 @@ def on_a_line(P: Tensor) -> Tensor:
     return bits.to(torch.uint8).view(torch.float8_e4m3fn).double() / 256
 
 
-def emulated(case: Case, call: Call, turn: float) -> dict[str, Tensor]:
-    """o, lse and all gradients of a padded call with 8-bit products."""
+def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tensor]:
+    """o, lse and all gradients of a padded call with 8-bit products; with `lines`, half of P is `on_a_line`."""
     given = call.mask, call.score, case.scale, call.sink, case.dropout, None, case.precision, False, None
     x, recipe, longest = check_arguments(call.q, call.k, call.v, *given)
     p = describe(x, recipe, longest)
@@ -51,7 +52,7 @@ def emulated(case: Case, call: Call, turn: float) -> dict[str, Tensor]:
     m = top.masked_fill(top.isneginf(), 0.0) + turn * torch.log(torch.tensor(2.0))
     P = torch.exp(S - m)
     of_product = quantize.probabilities(p, P) if p.recipe.precision == "fp8" else rounded(P)
-    if p.recipe.precision == "fp8" and not call.score:
+    if lines and p.recipe.precision == "fp8" and not call.score:
         of_product = torch.where((j & 8) > 0, on_a_line(P), of_product)
     summed = of_product if p.recipe.precision == "fp8" and not call.score else P
     l = summed.sum(-1, keepdim=True) + torch.exp(sink[:, None, None] - m)

@@ -14,6 +14,7 @@ and subtracts delta = rowsum(dO * O). Where L = m + log l is so large that log l
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -148,7 +149,8 @@ def bounds(case: Case, call: Call, true: Results) -> dict[str, float]:
     """The error that the rule allows in each result."""
     types = result_types(call)
     if case.precision in EIGHT_BITS:
-        found = [_of_sequences(call, lambda dense, by=turn: emulated(case, dense, by)) for turn in TURNS]
+        ways = product(TURNS, (False, True) if call.q.is_cuda else (False,))
+        found = [_of_sequences(call, lambda dense, way=way: emulated(case, dense, *way)) for way in ways]
         worst = [errors(each, true, case.precision) for each in found]
         return {n: APPROXIMATE * max(e[n] for e in worst) + UNITS * unit(t, types[n]) for n, t in true.items()}
     if call.q.is_cuda and case.precision in OF_LARGEST:
