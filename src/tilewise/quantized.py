@@ -15,8 +15,11 @@ class Quantized(Frozen):
     In the place of k and v it goes with `layout=Cached(...)`. Keys and values are converted where they are read;
     products are those of q's type.
 
-    scale: fp32, one number (), one a head (H_k,), or one a sequence and head (B, H_k). Raises TypeError or ValueError
-    for anything else.
+    In the place of q, k and v, all three, it goes with a padded batch or a Varlen. o is bf16, and there are no
+    gradients. A pass in front converts the three to bf16; with `precision="fp8"`, x is multiplied as it is.
+
+    scale: fp32, one number (), one a head (H_k,), or one a sequence and head (B, H_k), so also q's; all > 0. Raises
+    TypeError or ValueError for anything else.
     """
 
     x: Tensor

@@ -5,13 +5,15 @@ from typing import Any
 import torch
 
 from ..problem import Operands, Problem
-from ..quantize import Codes, blocks_of, empty_codes, key_bounds, size_of, smooths
+from ..quantize import Codes, blocks_of, empty_codes, in_blocks, key_bounds, size_of, smooths
 from ..tile import quantize as kernels
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
     """Return the codes of a call. `compiled` is the problem's cache of kernels."""
+    if p.recipe.quantized:
+        return in_blocks(p, x)
     codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)
     for launch in quantize_launches(p, with_adjacent_rows(x), codes, compiled):
         launch.run(stream)
