@@ -15,7 +15,7 @@ from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
 from .place import Origin
 from .problem import KINDS, Saved, Unsupported
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 from .score import Score
 
 FULL = Full()
@@ -60,7 +60,7 @@ def attention(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     layout: Layout | None = None,
-    precision: str | None = None,
+    precision: str | EightBits | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -86,7 +86,8 @@ def attention(
             whose shapes it states, and which may be Quantized.
         precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             None follows torch.get_float32_matmul_precision(). For fp16 and bf16 "int8" (int8 Q K^T) and "fp8" (also
-            e4m3 P V), which are approximations; see docs/use/numerics.md.
+            e4m3 P V), which are approximations; see docs/use/numerics.md. An EightBits is one of these names with K's
+            mean and the balance.
         deterministic: make gradients bitwise repeatable, as o, dk and dv always are.
             torch.use_deterministic_algorithms(True) has the same effect.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.

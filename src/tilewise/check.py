@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backend import ORDER
 from .check_cache import check_cache, check_cache_contents, refuse_gradients, with_scales
-from .check_quantized import check_scales, refuse_gradients_of_e4m3, without_scales
+from .check_quantized import check_scales, given_beforehand, refuse_gradients_of_e4m3, without_scales
 from .layout import Cached, Layout, Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
@@ -32,7 +32,7 @@ from .problem import (
     matmul_setting,
     target_of,
 )
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 from .score import Score
 
 TRANSPOSE = (
@@ -65,7 +65,7 @@ def check_arguments(
     sink: Tensor | None,
     dropout: float,
     layout: Layout | None,
-    precision: str | None,
+    precision: str | EightBits | None,
     deterministic: bool,
     backend: str | None,
     out_dtype: torch.dtype | None = None,
@@ -79,6 +79,7 @@ def check_arguments(
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not whole or not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
+    precision, told = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -114,7 +115,7 @@ def check_arguments(
         parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
     values = (*parts, *changes)
     extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [*([] if sink is None else [sink]), *of_all]
+    extra += [*([] if sink is None else [sink]), *of_all, *told]
     extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
@@ -132,6 +133,7 @@ def check_arguments(
         out_dtype=_out_dtype(out_dtype, torch.bfloat16 if of_all else q.dtype),
         place=None if place is None or not dropout else _counters(place, q),
         quantized=bool(of_all),
+        given=bool(told),
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
@@ -442,6 +444,13 @@ def _check_extra(p: Problem) -> None:
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
     for name in ("q", "k", "v") if p.recipe.quantized else ():
         _same_device(p, f"{name}'s scale", next(specs))
+    for name in ("mean", "balance") if p.recipe.given else ():
+        spec, whole = next(specs), (p.B, p.H_k, p.D)
+        _same_device(p, f"EightBits: {name}", spec)
+        if tuple(spec.shape) != whole:
+            raise ValueError(
+                f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(spec.shape)}; make it fit k"
+            )
     for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
         _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
@@ -461,7 +470,7 @@ def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
 def check_contents(problem: Problem, x: Operands) -> None:
     """Check the values in cu_seqlens, in lengths and in scales. This synchronises with a GPU."""
     N: Any = problem.N
-    if problem.recipe.quantized:
+    if problem.recipe.quantized or problem.recipe.given:
         check_scales(problem, x)
     if problem.recipe.varlen:
         cu_q, cu_k = x.extra[-2:]

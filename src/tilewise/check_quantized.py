@@ -1,4 +1,4 @@
-"""Validation and conversion of q, k and v that are in 8 bits already (`Quantized`)."""
+"""Validation and conversion of q, k and v that are in 8 bits already (`Quantized`), and of `EightBits`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor
 from .check_cache import unquantized
 from .layout import Cached, Layout, Varlen
 from .problem import Operands, Problem, Unsupported
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 
 
 def without_scales(
-    q: Any, k: Any, v: Any, layout: Layout | None, precision: str | None
+    q: Any, k: Any, v: Any, layout: Layout | None, precision: str | EightBits | None
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return q, k and v as tensors; the scales of all three, or of a cache's k and v, or () for none.
 
@@ -76,9 +76,27 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
     return each[(torch.searchsorted(cu, at, right=True) - 1).clamp(0, scale.shape[0] - 1)]
 
 
+def given_beforehand(
+    precision: str | EightBits | None, q: Tensor, layout: Layout | None
+) -> tuple[str | None, tuple[Tensor, ...]]:
+    """Return a precision's name; of an EightBits also mean and balance for each sequence, (B, H_k, D)."""
+    if not isinstance(precision, EightBits):
+        return precision, ()
+    batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths
+    pair = precision.mean, precision.balance
+    return precision.name, tuple([(t if t.ndim == 3 else t.expand(len(batch), *t.shape)).contiguous() for t in pair])
+
+
 def check_scales(p: Problem, x: Operands) -> None:
-    """Raise ValueError for a scale of q, k or v that is not positive and finite."""
+    """Raise ValueError for a scale that is not positive and finite, or a balance that is no power of two."""
     first = len(x.extra) - p.recipe.of_layout
+    if p.recipe.given:
+        balance = x.extra[first + 1]
+        if not bool(((torch.frexp(balance).mantissa == 0.5) & balance.isfinite()).all()):
+            raise ValueError(
+                "EightBits: balance must be of powers of two, got other numbers; use torch.exp2 of integers"
+            )
+        return
     for name, scale in zip(("q", "k", "v"), x.extra[first : first + 3], strict=True):
         if not bool(((scale > 0) & scale.isfinite()).all()):
             raise ValueError(f"{name}'s scale must be finite and > 0, got {scale.tolist()}; give zeros a scale of 1")

@@ -11,7 +11,7 @@ from .backend import candidates, refusals, select
 from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
-from .quantize import eight_bits
+from .quantize import eight_bits, empty_codes
 from .quantized import Quantized
 
 SHORT = 2048
@@ -93,7 +93,8 @@ def approximate(p: Problem) -> str:
     of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
     short = f"; not faster than 16 bits with {p.N} keys" if p.N < SHORT else ""
     of_qk = "e4m3" if p.recipe.quantized else "int8"
-    return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}"
+    count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
+    return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}; {count} bytes of codes and scales"
 
 
 def converted(q: Tensor | Quantized, x: Operands) -> str:

@@ -179,7 +179,10 @@ def quantize(p: Problem, x: Operands) -> Codes:
         q, k, v = (_columns(t, size_of(p)) for t in (s.q, s.k, s.v))
         j = torch.arange(k.shape[2], device=k.device)
         inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
-        mean, balance = statistics(p, q, k, s)
+        if p.recipe.given:
+            mean, balance = (t[s.b] for t in given_statistics(p, x))
+        else:
+            mean, balance = statistics(p, q, k, s)
         codes.mean[s.b], codes.balance[s.b] = mean, balance
         of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
         q_int8, descale = int8_rows(rotated(q * of_q))
@@ -224,6 +227,15 @@ def in_blocks(p: Problem, x: Operands) -> Codes:
         of_q.new_zeros(p.B, p.H_k, size), of_q.new_ones(p.B, p.H_k, size),
         v.view(e4m3), scales(of_v, 1).amax(-1),
     )  # fmt: skip
+
+
+def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+    """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size."""
+    first = len(x.extra) - p.recipe.of_layout
+    mean, balance = x.extra[first : first + 2]
+    wider = 0, size_of(p) - p.D
+    mean = mean if smooths(p) else torch.zeros_like(mean)
+    return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(balance, wider, value=1.0)
 
 
 def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:

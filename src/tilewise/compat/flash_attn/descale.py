@@ -38,7 +38,9 @@ def of_a_cache(
     if q.dtype != torch.float8_e4m3fn:
         return q, k, v, cache
     if angles.cos is not None:
-        raise Unsupported("flash_attn_with_kvcache: rotary_cos is not None, but q is in e4m3; turn q and k before")
+        raise Unsupported(
+            "flash_attn_with_kvcache: rotary_cos is not None, but q is in e4m3; rotate q and k before, and leave it out"
+        )
     keys: Any = cache.k
     stored = quantized(keys, descales[1]), quantized(cache.v, descales[2])  # type: ignore[arg-type]
     sequences = cache.lengths if isinstance(cache.lengths, Tensor) else q if cache.cu_q is None else cache.cu_q[1:]
