@@ -93,9 +93,7 @@ def check_scales(p: Problem, x: Operands) -> None:
     if p.recipe.given:
         balance = x.extra[first + 1]
         if not bool(((torch.frexp(balance).mantissa == 0.5) & balance.isfinite()).all()):
-            raise ValueError(
-                "EightBits: balance must be of powers of two, got other numbers; use torch.exp2 of integers"
-            )
+            raise ValueError("EightBits: balance must hold powers of two, got others; use torch.exp2 of integers")
         return
     for name, scale in zip(("q", "k", "v"), x.extra[first : first + 3], strict=True):
         if not bool(((scale > 0) & scale.isfinite()).all()):
