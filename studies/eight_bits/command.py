@@ -73,7 +73,7 @@ def _training(model: str, steps: int | None, device: str) -> None:
     settings = MODELS[model](pick_device(device))
     settings = replace(settings, steps=steps) if steps else settings
     print(
-        f"\nA GPT of {settings.layers} layers, width {settings.width}, {settings.heads} heads, {settings.steps} steps of "
-        f"{settings.batch} x {settings.context} tokens: losses in nats a token\n"
+        f"\nA GPT of {settings.layers} layers, width {settings.width}, {settings.heads} heads, {settings.steps} steps "
+        f"of {settings.batch} x {settings.context} tokens: losses in nats a token\n"
     )
     print(markdown(["attention", "last loss", "less fp32's", "most"], compared(list(trainings(settings)))))
