@@ -79,7 +79,7 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     size = next((size for size in state.SIZES if case.head_size <= size), max(state.SIZES))
     _, _, precision = (change or implementation).partition(" ")
     ours = "triton" if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32") else "hopper"
-    in_codes = precision.split(" ")[0] in EIGHT_BITS
+    in_codes = precision.split(" ")[0] in (*EIGHT_BITS, "e4m3")
     kind = "fp32 " if case.dtype == "fp32" else "8-bit " if in_codes else ""
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
     names = {f"{_run_by(case, name) if implementation == OURS else ours} {kind}{name} D{size}" for name in passes}

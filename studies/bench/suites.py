@@ -238,7 +238,8 @@ SUITES = {
         Suite(
             "eight-bits", "8-bit products, with the launches that quantize q, k and v, and without: 16k tokens",
             _eight_bits(), (FORWARD,),
-            ("tilewise", "tilewise int8", "tilewise fp8", "tilewise int8 kernel", "tilewise fp8 kernel", "sdpa cudnn"),
+            ("tilewise", *(f"tilewise {name}{of}" for of in ("", " kernel") for name in ("int8", "fp8", "e4m3")),
+             "sdpa cudnn"),
             9, 8192, (16384,), host=False, tables=("rate", "eight-bits", "error"),
         ),
         Suite(

@@ -14,8 +14,10 @@ E4M3 = 448.0
 
 
 def draw(name: str, rows: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw q, k and v: "paper" is FlashAttention-3's N(0, 1) + N(0, 100) Bernoulli(0.001). "channels" has channels of
-    unequal size, means in some channels of K, and a first key that all rows see well."""
+    """Draw q, k and v: "paper" is FlashAttention-3's N(0, 1) + N(0, 100) Bernoulli(0.001). "outliers" has four channels
+    of K, and the same of Q, that are 10 and 4 times as large as the others. "sink" has a first key that takes about
+    half of each row, and whose value is small. "channels" has channels of unequal size, means in some channels of K,
+    and such a key."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -31,8 +33,14 @@ def draw(name: str, rows: int, size: int, seed: int) -> tuple[Tensor, Tensor, Te
         k = k * spread + torch.where(some, 12 * normal(size), 0.3 * normal(size))
         q, v = q / spread.clamp(0.5, 4), v + 0.5 * normal(size)
         k[0], v[0] = 3 * k[0], 0.02 * v[0]
+    elif name == "outliers":
+        some = torch.randperm(size, generator=g)[:4]
+        q[:, some], k[:, some] = 4 * q[:, some], 10 * k[:, some]
+    elif name == "sink":
+        q[:, 0], k[0], v[0] = q[:, 0].abs() + 1, 0.0, 0.02 * v[0]
+        k[0, 0] = torch.tensor(rows).log() * size**0.5 / q[:, 0].mean()
     elif name != "normal":
-        raise ValueError(f"draw must be normal, paper or channels, got {name!r}")
+        raise ValueError(f"draw must be normal, paper, outliers, sink or channels, got {name!r}")
     return q, k, v
 
 
@@ -97,15 +105,28 @@ def errors(name: str, rows: int, size: int, seeds: int = 3) -> Iterator[tuple[st
         yield scheme, (wrong / seeds) ** 0.5, (wrong / total) ** 0.5
 
 
+def in_one_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return o of e4m3 P and V, summed as in a tensor core of Hopper that is not emptied: after every 32 keys the sum
+    keeps 13 bits behind its first, and loses the rest."""
+    S = q @ k.mT * q.shape[1] ** -0.5
+    P = torch.exp(S - S.amax(-1, keepdim=True)).mul_(256).to(torch.float8_e4m3fn).float()
+    v, o = e4m3(v, BLOCK), torch.zeros(len(q), v.shape[1])
+    for j in range(0, len(k), 32):
+        o = ((o + P[:, j : j + 32] @ v[j : j + 32]).view(torch.int32) & -(1 << 10)).view(torch.float32)
+    return o / P.sum(-1, keepdim=True)
+
+
 def by_length(lengths: list[int], size: int = 128) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield how long o is, over its true length, for keys of these numbers and a mean in V."""
+    """Yield how long o is, over its true length, for keys of these numbers and a mean in V: in tilewise, and where sums
+    stay in the tensor core."""
     for length in lengths:
         g = torch.Generator().manual_seed(length)
         q, k, v = (torch.randn(n, size, generator=g) for n in (BLOCK, length, length))
         q, k, v = (t.bfloat16().float() for t in (q, k, v + torch.randn(size, generator=g)))
         true = exact(q, k, v)
-        ours = {name: of_tilewise(torch.bfloat16, name)(q, k, v).double() for name in ("fp8", "int8")}
-        yield length, {name: float((o * true).sum() / true.square().sum()) for name, o in ours.items()}
+        found = {name: of_tilewise(torch.bfloat16, name)(q, k, v) for name in ("fp8", "int8")}
+        found["in one sum"] = in_one_sum(q, k, v)
+        yield length, {name: float((o.double() * true).sum() / true.square().sum()) for name, o in found.items()}
 
 
 def gradient_errors(name: str, rows: int = 1024, size: int = 128) -> Iterator[tuple[str, list[float]]]:

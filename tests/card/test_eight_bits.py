@@ -158,3 +158,28 @@ def test_a_graph_replays_with_other_numbers(precision):
         t.copy_(other)
     graph.replay()
     assert torch.equal(o, tw.attention(q, k, v, precision=precision))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_in_e4m3_err_as_on_the_cpu(packed, D):
+    ends = torch.tensor([[0, 130, 130, 300], [0, 140, 400, 700]], dtype=torch.int32)
+    scales = torch.rand(3 if packed else 2, 2, generator=torch.Generator().manual_seed(2)) + 0.5
+    operands = [t[0] if packed else t for t in drawn(300, 700, 4, 2, D)]
+    eight = [tw.Quantized(t.to(torch.float8_e4m3fn), scales) for t in operands]
+
+    def results(device, precision):
+        options = {"mask": tw.Causal(), "precision": precision, "return_lse": True}
+        if packed:
+            options["layout"] = tw.Varlen(*ends.to(device))
+        return [t.cpu().double() for t in tw.attention(*(t.to(device) for t in eight), **options)]
+
+    refused(*(t.to("cuda") for t in eight), "fp8")
+    exact, theirs = results("cpu", None), results("cpu", "fp8")
+    plain, ours = results("cuda", None), results("cuda", "fp8")
+    for what, t, a, b, c in zip(("o", "lse"), exact, ours, theirs, plain, strict=True):
+        seen, units = t.isfinite(), 2 * torch.finfo(bf16).eps * t[t.isfinite()].abs().max().item()
+        assert torch.equal(a.isneginf(), t.isneginf()), what
+        found, allowed = ((x - t)[seen].square().mean().sqrt().item() for x in (a, b))
+        assert found <= 1.1 * allowed + units, what
+        assert (c - t)[seen].abs().max().item() <= units, what

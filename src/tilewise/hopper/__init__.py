@@ -48,7 +48,7 @@ class Hopper:
         if p.N < 2 or 0 in (p.B, p.M):
             against.append("it needs a query and two keys")
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-            if reason := _unaddressable(spec):
+            if not p.recipe.quantized and (reason := _unaddressable(spec)):
                 against.append(f"{name} {reason}; make it contiguous")
         if p.recipe.place:
             against.append("its dropout counts from the call's own first row and head, not from place")
@@ -77,7 +77,8 @@ class Hopper:
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"backward {back.B_r}x{back.B_c}, split by {split}; "
-            f"{'never run on a GPU; ' * bool(_never_ran(problem))}{source_of_rows(problem.q.device)}"
+            f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized)}"
+            f"{source_of_rows(problem.q.device)}"
         )
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:

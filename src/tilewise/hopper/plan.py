@@ -115,8 +115,9 @@ def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
     )  # fmt: skip
     if eight_bits(p):
         batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
-        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), 64, D, torch.int8)
-        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), B_c, D, torch.int8)
+        kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
+        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), 64, D, kind)
+        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), B_c, D, kind)
         if p.recipe.precision == "fp8":
             v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), D, B_c, torch.float8_e4m3fn)
     return q, k, v

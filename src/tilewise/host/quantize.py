@@ -5,21 +5,26 @@ from typing import Any
 import torch
 
 from ..problem import Operands, Problem
-from ..quantize import Codes, blocks_of, empty_codes, key_bounds, size_of, smooths
+from ..quantize import Codes, blocks_of, empty_codes, given_statistics, in_blocks, key_bounds, size_of, smooths
 from ..tile import quantize as kernels
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
     """Return the codes of a call. `compiled` is the problem's cache of kernels."""
+    if p.recipe.quantized:
+        return in_blocks(p, x)
     codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)
+    if p.recipe.given:
+        mean, balance = given_statistics(p, x)
+        codes = codes._replace(mean=mean.contiguous(), balance=balance.contiguous())
     for launch in quantize_launches(p, with_adjacent_rows(x), codes, compiled):
         launch.run(stream)
     return codes
 
 
 def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any]) -> list[Launch]:
-    """Return the launches that write the codes of a call, by `empty_codes`: statistics, then blocks."""
+    """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks."""
     size = size_of(p)
     sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size)
     bounds = [None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0])]
@@ -36,4 +41,4 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
     warps = 8 if size == 64 else 16  # few registers a thread, else too few warps fit a multiprocessor
     blocks = Launch(kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": warps}, compiled)
-    return [statistics, blocks]
+    return [blocks] if p.recipe.given else [statistics, blocks]

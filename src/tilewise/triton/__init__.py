@@ -137,6 +137,8 @@ def _less_accurate(p: Problem) -> bool:
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
+    if p.recipe.quantized:  # its only products are those of e4m3
+        return p, x
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe._replace(out_dtype=None)
     if p.dtype != torch.float32 and not quantize.eight_bits(p):

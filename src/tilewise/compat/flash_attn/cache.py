@@ -9,6 +9,7 @@ from ...api import attention
 from ...append import append_
 from ...layout import Cached
 from ...mask import Full
+from ...quantized import Quantized
 from ...rotary import rotary
 from .call import Options
 
@@ -16,8 +17,8 @@ from .call import Options
 class Cache(NamedTuple):
     """The arguments of flash_attn_with_kvcache that say where keys are, and where new ones go."""
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Quantized
+    v: Tensor | Quantized
     lengths: int | Tensor | None
     index: Tensor | None = None
     leftpad: Tensor | None = None
@@ -85,10 +86,11 @@ def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles
             raise ValueError(f"{name} must be None with block_table, got a tensor; leave one of them out")
     if isinstance(cache.lengths, Tensor):
         return cache.lengths
-    sequences = cache.table if cache.table is not None else cache.index if cache.index is not None else cache.k
-    full = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    keys = cache.k.x if isinstance(cache.k, Quantized) else cache.k
+    sequences = cache.table if cache.table is not None else cache.index if cache.index is not None else keys
+    full = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     length = full if cache.lengths is None else cache.lengths
-    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=cache.k.device)
+    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=keys.device)
 
 
 def layout_of(cache: Cache, lengths: Tensor, cu_q: Tensor | None) -> Cached:
