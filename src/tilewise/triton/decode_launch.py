@@ -7,10 +7,20 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import Launch, adjacent, cdiv, current_stream, device_values, empty, empty_saved
+from ..host.launch import (
+    Launch,
+    adjacent,
+    batch_of,
+    cdiv,
+    current_stream,
+    device_values,
+    empty,
+    empty_saved,
+    total_rows,
+)
 from ..host.replay import Replay
 from ..problem import Operands, Problem, Saved
-from ..tile.cache import Batch, Scales
+from ..tile.cache import Scales
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.rows import Rows
@@ -77,11 +87,6 @@ def programs(p: Problem) -> int:
     return max(1, multiprocessors * (1 if size < SMALL and p.k.dtype.itemsize > 1 else 2) // p.H_k)
 
 
-def total_rows(p: Problem) -> int:
-    """Return how many rows of queries there are in all."""
-    return p.q.shape[0] if p.rows_packed else p.B * p.M
-
-
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved, device = empty_saved(p, x, seed), x.q.device
@@ -113,19 +118,6 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
     constants = {"split": pl.split, "B_X": COMBINED, "num_warps": 4, **overlap}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
-
-
-def batch_of(p: Problem, x: Operands) -> Batch:
-    """Return the layout as a kernel argument."""
-    names = ("cu_q", "lengths", "starts", "index")
-    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
-    table: Tensor | None = p.in_layout("table", x.extra)
-    if table is not None and table.stride(-1) != 1:
-        table = table.contiguous()
-    width = 0 if table is None else 2 * table.stride(0) + 1
-    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
-    cu_q, lengths, starts, index = tensors
-    return Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
 
 
 def scales(p: Problem, x: Operands) -> Scales | None:
