@@ -31,13 +31,14 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "medium", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "wide",
+        "fp16x3 varlen", "biased", "wide", "pages of 16",
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered",
         "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed", "prefix placed",
+        "pages of 8", "pages of 16", "pages of 128", "cache, window",
     ),
-    256: ("causal", "dropout", "grouped", "listed", "biased", "wide"),
+    256: ("causal", "dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
