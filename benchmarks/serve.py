@@ -2,8 +2,7 @@
 
 On a GPU each call is replayed from a CUDA graph, in turns with its peers; medians count. `reads` is a kernel that only
 reads the same pages. On a CPU one query a sequence is compared with SDPA over keys that are gathered already. A ratio
-above 1 means that tilewise takes less time; a peer that cannot run is listed with its reason. Each line tells the bar and
-whether it is reached.
+above 1 means that tilewise takes less time; a peer that cannot run is listed with its reason. Each line tells its bar.
 """
 
 import argparse

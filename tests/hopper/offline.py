@@ -62,12 +62,22 @@ def calls() -> dict[str, dict[str, Any]]:
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
         **{
-            f"pages of {page}": {"mask": tw.Causal(), "H_k": 1, "page": page, "layout": tw.Cached(
-                meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32), cu_q=ends, max_q=S)}
+            f"pages of {page}": {
+                "mask": tw.Causal(),
+                "H_k": 1,
+                "page": page,
+                "layout": tw.Cached(
+                    meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32), cu_q=ends, max_q=S
+                ),
+            }
             for page in (8, 16, 128)
         },
-        "cache, window": {"mask": tw.Causal() & tw.Window(300, 0), "H_k": 1, "page": S, "layout": tw.Cached(
-            meta(B, dtype=torch.int32))},
+        "cache, window": {
+            "mask": tw.Causal() & tw.Window(300, 0),
+            "H_k": 1,
+            "page": S,
+            "layout": tw.Cached(meta(B, dtype=torch.int32)),
+        },
         "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "wide varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S), "out_dtype": torch.float32},
         "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},

@@ -1,6 +1,7 @@
 """Hopper's forward and the backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and
 without numbers."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -198,7 +199,8 @@ def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
 
     masks = functions("tilewise.tile.masks")
     parts, _, _ = device_values(p, x.extra)
-    return tuple(Part(*(masks[f.fn.__name__] for f in part[:3]), tuple(map(memory_of, part.captured))) for part in parts)
+    found = ((*(masks[f.fn.__name__] for f in part[:3]), tuple(map(memory_of, part.captured))) for part in parts)
+    return tuple(itertools.starmap(Part, found))
 
 
 def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:

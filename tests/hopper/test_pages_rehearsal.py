@@ -80,7 +80,7 @@ class CacheReader(Reader):
         self.rows[h, self.firsts[b] + row] += 1
 
 
-def rehearsed(mask, D, page, packed, programs=3, starts=None):
+def rehearsed(mask, D, page, packed, programs=3, starts=None, max_q=None):
     """What goes wrong, held against the mask of each sequence written out; pages that no query needs are GONE."""
     draw = torch.Generator().manual_seed(0)
     queries = QUERIES if packed else (130,) * len(LENGTHS)
@@ -103,7 +103,7 @@ def rehearsed(mask, D, page, packed, programs=3, starts=None):
         keys = len(LENGTHS) * width, page
     layout = tw.Cached(
         torch.tensor(LENGTHS), table, index=torch.tensor(index), cu_q=ends if packed else None,
-        starts=torch.tensor(starts) if starts else None,
+        starts=torch.tensor(starts) if starts else None, max_q=max_q,
     )  # fmt: skip
     batch = (sum(queries),) if packed else (len(queries), queries[0])
     p, x = call(batch[-1], 0, D, H, 2, batch=batch[:-1], keys=keys or (len(LENGTHS), WIDTH), mask=mask, layout=layout,
@@ -135,6 +135,11 @@ def test_every_key_comes_from_its_page(mask, D, page, packed):
 @pytest.mark.parametrize("programs", [1, 7])
 def test_pages_of_8_among_other_numbers_of_programs(programs):
     _, wrong = rehearsed(MASKS["causal"], 128, 8, True, programs)
+    assert not wrong
+
+
+def test_max_q_bounds_nothing():
+    _, wrong = rehearsed(MASKS["causal"], 128, 64, True, max_q=1)
     assert not wrong
 
 
