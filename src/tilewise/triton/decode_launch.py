@@ -69,13 +69,19 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
-        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
+        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER, paired(p),
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
     partial = 0 if 0 in (p.B, total_rows(p)) else slots * p.H_k * (p.D_v + 2)
     c = (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
     return Plan(tiles, split, W, c, partial, values, {}, Replay())
+
+
+def paired(p: Problem) -> bool:
+    """Tell whether neighbours of 8-bit values are read together: of q in 16 bits, where rows begin at even addresses."""
+    even = p.v.aligned and not any(number % 2 for number in (p.D_v, *p.v.stride[:-1]))
+    return p.v.dtype.itemsize == 1 and p.dtype.itemsize == 2 and even
 
 
 def programs(p: Problem) -> int:
