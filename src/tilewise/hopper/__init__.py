@@ -32,7 +32,7 @@ class Hopper:
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
         if p.recipe.cached:
-            against.append("its kernels do not read caches or split keys")
+            against += _against_cache(p)
         if p.dtype == torch.float32:
             against += _against_fp32(p)
         elif p.dtype not in (torch.float16, torch.bfloat16):
@@ -74,9 +74,10 @@ class Hopper:
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
         row, back = current(problem)
         split = "gradient" if back.split_dkdv else "keys"
+        rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {split}; "
+            f"{_told_of_cache(problem) if problem.recipe.cached else rest}"
             f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized)}"
             f"{source_of_rows(problem.q.device)}"
         )
@@ -112,7 +113,31 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
 
 def _never_ran(p: Problem) -> list[str]:
     """Return what of a call these kernels have only been compiled for."""
-    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype)]
+    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype), *["reading of a cache"] * p.recipe.cached]
+
+
+def _told_of_cache(p: Problem) -> str:
+    """Describe programs and look-ups of a call whose keys are in a cache."""
+    page, pl = plan.page_of(p), plan.plan(p)
+    looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
+    of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
+    return f"{pl.programs} programs, keys not split; {of_pages}"
+
+
+def _against_cache(p: Problem) -> list[str]:
+    """Return what of a cache these kernels do not read."""
+    against, page = [], plan.page_of(p)
+    if p.dtype == torch.float32:
+        against.append("its fp32 kernels do not read caches")
+    if p.k.dtype != p.dtype:
+        against.append(f"it reads caches in q's type, got {str(p.k.dtype).removeprefix('torch.')}")
+    if page and page % 8:
+        against.append(f"pages must have a multiple of 8 rows, got {page}")
+    if page and p.in_layout("starts") is not None:
+        against.append("it reads pages from their first row, not from starts")
+    if p.recipe.layout[2]:
+        against.append("it does not sum keys in pieces, as invariant asks")
+    return against
 
 
 def _against_fp32(p: Problem) -> list[str]:

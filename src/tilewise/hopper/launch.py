@@ -10,6 +10,7 @@ from torch import Tensor
 from ..host.launch import (
     Launch,
     adjacent,
+    batch_of,
     bias_launches,
     cdiv,
     current_stream,
@@ -58,13 +59,13 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
-    where, skipped = (packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None)
+    cache = batch_of(p, x) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
-    of_rows = rows(p, saved.o) if wide or p.recipe.varlen else None
+    of_rows = rows(p, saved.o) if wide or p.rows_packed else None
     arguments = (
         Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
-        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, where, skipped, variant, pl.forward_c,
-        pl.shape,
+        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
+        variant, pl.forward_c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 

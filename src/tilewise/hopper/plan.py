@@ -5,6 +5,7 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 
 import os
 from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
+    if p.recipe.cached and p.rows_packed:  # tiles of all sequences (see `sequence_of`), as nothing bounds one alone
+        tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
@@ -109,10 +112,10 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 
 
 def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
-    """Describe q, k and v to the forward's TMA, or their codes."""
-    q, k, v = (
-        box(t.shape, t.stride, rows, D, p) for t, rows in ((p.q, 64), (p.k, B_c), (p.v, B_c))
-    )  # fmt: skip
+    """Describe q, k and v to the forward's TMA, or their codes. A box of pages lies in one of them."""
+    rows, columns = (gcd(page, B_c), 64) if (page := page_of(p)) else (B_c, D)
+    q = box(p.q.shape, p.q.stride, 64, D, p)
+    k, v = (box(t.shape, t.stride, rows, columns, p) for t in (p.k, p.v))
     if eight_bits(p):
         batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
         kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
@@ -137,9 +140,14 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     pingpong = row.pingpong and row.warpgroups > 1
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
+        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), PAGE=page_of(p),
     )  # fmt: skip
     return with_codes(p, tile) if eight_bits(p) else tile
+
+
+def page_of(p: Problem) -> int | None:
+    """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
+    return (p.k.shape[1] if p.in_layout("table") is not None else 0) if p.recipe.cached else None
 
 
 def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
@@ -211,7 +219,7 @@ def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
 def under_diagonal(p: Problem, size: int) -> bool:
     """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
     corners."""
-    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
+    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.layout
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 

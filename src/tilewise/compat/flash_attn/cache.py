@@ -1,6 +1,6 @@
 """Caches of FlashAttention-2 and -3: append to them; attend to their keys, in pages or in parts of sequences."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,10 +114,11 @@ def turned(x: Tensor, angles: Angles, at: Tensor, cu: Tensor | None, at_once: bo
 
 
 def cached_parts(
-    k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, used: Tensor | None, table: Tensor | None = None,
+    k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Any, max_q: int, used: Tensor | None, table: Tensor | None = None,
     leftpad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Cached]:  # fmt: skip
-    """Return k, v and the layout of packed sequences that use `used` rows of their own, or of pages."""
+    """Return k, v and the layout of packed sequences that use `used` rows of their own, or of pages. cu_k may be None
+    where `used` and `table` are given."""
     lengths = cu_k.diff() if used is None else used
     if table is not None:
         return k, v, Cached(lengths, table, starts=leftpad, cu_q=cu_q, max_q=max_q)

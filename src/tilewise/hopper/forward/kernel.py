@@ -43,6 +43,7 @@ from .eight_bits import (
     unpack,
     values_box,
 )
+from .pages import load_rows, query_tile_in_cache, zero_unseen
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
@@ -80,6 +81,8 @@ class Tile(NamedTuple):
     columns, one after the other. Sums of 8-bit products that stay in the tensor core drift with length."""
     SUMS: bool = False
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
+    PAGE: int | None = None
+    """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
 
 
 class Shape(NamedTuple):
@@ -114,6 +117,15 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def located(t, call, tile: gl.constexpr):
+    """Locate tile t of all, as `query_tile` does."""
+    if tile.PAGE is None:
+        return query_tile(t, call, tile)
+    else:
+        return query_tile_in_cache(t, call, tile)
+
+
+@gluon.jit
 def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -124,7 +136,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     while t < call.shape.tiles * call.shape.heads:
-        place, m, q0, k0 = query_tile(t, call, tile)
+        place, m, q0, k0 = located(t, call, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
             b = place.b if call.packed is None else 0
@@ -144,12 +156,18 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                 wait_before(shared.k.empty, y)
                 if x < count:
                     j = key_tile(call.variant, loop, loop.hi - 1 - x)
-                    bar = expect(shared.k.full, y, K.block_type.nbytes)
-                    triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    if tile.PAGE is None:
+                        bar = expect(shared.k.full, y, K.block_type.nbytes)
+                        triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    else:
+                        load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
-                    bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                    row, column = values_box(v_row + j_before * B_C, tile)
-                    triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                    if tile.PAGE is None:
+                        bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
+                        row, column = values_box(v_row + j_before * B_C, tile)
+                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                    else:
+                        load_rows(V, shared.v, y - 1, call, place, h_k, v_row + j_before * B_C, tile)
                 if FETCH_EARLY:
                     if x == 1:
                         t = fetch_next_tile(counter)
@@ -292,7 +310,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
-        place, tile_of_head, q0, k0 = query_tile(t, call, tile)
+        place, tile_of_head, q0, k0 = located(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
         at = n % tile.Q_STAGES * WARPGROUPS + W
@@ -329,7 +347,10 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
-        zero_values(place, j, call.packed, shared, y, tile)
+        if tile.PAGE is None:
+            zero_values(place, j, call.packed, shared, y, tile)
+        else:
+            zero_unseen(place, j, call, shared, y, tile)
         o = zero_o
         o_right = zero_o if tile.FRESH == 2 else zero_l
         alpha_before = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
@@ -404,6 +425,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             if not (tile.BOUNDED or tile.FRESH):
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
+        if tile.PAGE is not None:
+            zero_unseen(place, j, call, shared, y, tile)
         wait(shared.v.full, y)
         if tile.SUMS:
             l_next = sum_rows(p, shared.ones, zero_l)
@@ -443,9 +466,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
 
 
 # not specialised on lengths, nor on what is counted from them
-@gluon.jit(do_not_specialize=["codes", "packed", "unused", "shape", "variant"])
+@gluon.jit(do_not_specialize=["codes", "packed", "cache", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, codes, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr,
+    Q, K, V, codes, O, O_rows, L, counter, packed, cache, unused, variant, c, shape, tile: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
@@ -488,37 +511,37 @@ def attention_forward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (produce_bits, (shared, Call(shape, packed, variant), tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (produce_bits, (shared, Call(shape, packed, variant, cache), tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [1], [24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
