@@ -106,8 +106,8 @@ def of_merge() -> Iterator[Any]:
     for kind in (torch.float32, torch.bfloat16):
         part = meta(B, S, H, D, dtype=kind), meta(B, H, S, dtype=torch.float32)
         into = meta(B, 2 * S, H, D, dtype=torch.float32)[:, :S], meta(B, H, 2 * S, dtype=torch.float32)[..., :S]
-        yield merge_launch(*into, [into, part])
-        yield merge_launch(*part, [part, part])
+        yield merge_launch(*into, [into, part], {})
+        yield merge_launch(*part, [part, part], {})
 
 
 # the text of a kernel
