@@ -211,11 +211,13 @@ class Given(NamedTuple):
 
 
 def backward_parts(
-    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, sums: tuple[Tensor, ...],
-    learned: dict[int, Tensor],
-) -> None:  # fmt: skip
-    """Add the gradients of a rank's calls over some keys to `sums` = (dq, dk, dv), and of biases to `learned`."""
-    dq, *of_keys = sums
+    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, dq: Tensor, learned: dict[int, Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of some keys, (dk, dv), in the type of sums, of a rank's calls over them; () without keys.
+
+    Those of queries are added to `dq`, and of biases to `learned`.
+    """
+    sums: tuple[Tensor, ...] = ()
     for v in parts.visits:
         rows, columns = slice(v.r0, v.r1), slice(v.c0, v.c1)
         given = s.arguments(v)
@@ -225,13 +227,18 @@ def backward_parts(
             g.do[:, rows], q[:, rows], k, x, g.o[:, rows], lse, delta=delta, out_dtype=wide(q.dtype), **given
         )
         dq[:, rows] += found[0]
-        for total, part in zip(of_keys, found[1:3], strict=True):
-            total[:, columns] += part
+        if not sums and k.shape == keys[0].shape:
+            sums = tuple(found[1:3])  # a call with all keys begins the sums
+        else:
+            sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
+            for total, part in zip(sums, found[1:3], strict=True):
+                total[:, columns] += part
         of_biases = iter(found[3:])
         for n, score in enumerate(given["score"]):
             if isinstance(score, Bias) and score.bias.requires_grad:
                 total = sliced(learned[n], v)
                 total += next(of_biases)
+    return sums
 
 
 def together(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
