@@ -353,10 +353,8 @@ def wrong_use_raises_before_anything_is_sent(rank):
 
 @case
 def checkpoints_and_compiled_calls_agree_and_ulysses_compiles_in_one_graph(rank):
-    for plan, group in (("ulysses", GROUPS[2]), ("gather", GROUPS[2]), ("ring", GROUPS[2])):
-        if rank > 1:
-            continue
-        s = tp.Zigzag(group)
+    for plan in ("ulysses", "ring", None) if rank < 2 else ():
+        s = tp.Zigzag(GROUPS[2])
         own = [t.float().requires_grad_() for t in s.shard(tuple(tensors(4, 2)[:3]))]
 
         def call(q, k, v, plan=plan, s=s):
@@ -410,6 +408,9 @@ def explain_shows_costs_work_and_refusals(rank):
     assert any("do not divide" in reason for reason in found.refusals["ulysses"])
     assert found.work == [found.work[0]] * RANKS
     assert sum(found.work) == N * (N + 1) / 2
+    uneven = tp.explain(q, q, q, sharding=tp.Contiguous(everyone()), mask=tw.Causal())
+    assert max(uneven.work) / sum(uneven.work) == pytest.approx(0.4375, rel=0.01)
+    assert uneven.costs["gather"].seconds > found.costs["gather"].seconds
     assert "model" in str(found)
     assert "chosen" in str(found)
 

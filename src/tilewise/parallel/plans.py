@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api import attention as attend
+from ..import_hook import when_imported
 from ..mask import Dense, Mask, intersect
 from ..place import Origin
 from ..score import Bias, Score
 from . import walk as walks
 from .costs import Cluster, Cost, Sizes, cost
-from .pieces import Pieces, length
+from .pieces import Pieces
 from .reach import Reach, reach_of
 from .shardings import Sharding, positive
 from .shards import Shards, together
@@ -76,27 +77,32 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def sizes_of(w: Work, q: Tensor, k: Tensor) -> Sizes:
-    """Return what the cost model reads. Masks with tensors count as causal for it, unless they were read before."""
-    seen = _seen(intersect(tuple([part for part in w.mask.parts if not part.captures])), w.N)
-    return Sizes(
-        w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size(), seen, min(1.0, 1.5 * seen)
-    )
-
-
 @lru_cache(64)
-def _seen(band: Mask, N: int) -> float:
-    """Return the part of P that a mask without tensors shows."""
-    return float(reach_of(band, N).counts().sum()) / max(1, N) ** 2
+def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
+    """Return the part of P that a mask without tensors shows, and the most work of `inner` ranks, of the mean."""
+    works = [sum(part) for part in zip(*[iter(works_of(band, sharding.pieces(N), N))] * inner, strict=True)]
+    total = sum(works)
+    return total / max(1, N) ** 2, max(works) * len(works) / total if total else 1.0
+
+
+def _before_graphs(dynamo: Any) -> None:
+    """Have numbers of a mask found while a call is traced."""
+    dynamo.assume_constant_result(even.__wrapped__)
+
+
+when_imported("torch._dynamo", _before_graphs)
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
-    """Return what each plan costs that the call can have."""
-    x = sizes_of(w, q, k)
+    """Return what each plan costs that the call can have. Masks with tensors count as what their other parts show."""
+    band = intersect(tuple([part for part in w.mask.parts if not part.captures]))
+    sizes = Sizes(w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size())
     found: dict[Plan, Cost] = {}
     for plan in candidates(w):
-        if not refusals(plan, w, x.H):
+        if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
+            seen, balance = even(band, w.sharding, w.N, inner)
+            x = sizes._replace(seen=seen, fetched=min(1.0, 1.5 * seen), balance=balance)
             found[plan] = cost(name, inner, x, cluster)
     return found
 
@@ -167,7 +173,7 @@ def run(
     return o, lse[..., 0].transpose(1, 2)
 
 
-def work_of(w: Work) -> list[float]:
+def works_of(mask: Mask, pieces: tuple[Pieces, ...], N: int) -> list[float]:
     """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read, once."""
-    counts = reach_of(w.mask, w.N).counts()
-    return [float(sum(counts[a:b].sum() for a, b in own)) if length(own) else 0.0 for own in w.pieces]
+    counts = reach_of(mask, N).counts()
+    return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
