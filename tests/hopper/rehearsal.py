@@ -15,6 +15,7 @@ from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import device_values
 from tilewise.problem import Grads, Operands, Problem
+from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part
 from tilewise.tile.ranges import TileLists, Variant
 from tilewise.tile.rows import Packed, Unused
@@ -154,7 +155,7 @@ def packed_of(p: Problem, x: Operands) -> Packed | None:
 
 def variant_of(p: Problem, x: Operands, lists: TileLists | None) -> Variant:
     """What the call asks for."""
-    dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
+    dropout = Dropout(Numbers(), Numbers(), Numbers()) if p.recipe.dropout else None
     return Variant(() if p.listed else intervals(p, x), (), dropout, lists)
 
 
