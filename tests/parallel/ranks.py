@@ -352,15 +352,23 @@ def wrong_use_raises_before_anything_is_sent(rank):
 
 
 @case
-def checkpoints_and_compiled_calls_agree_and_ulysses_compiles_in_one_graph(rank):
-    for plan in ("ulysses", "ring", None) if rank < 2 else ():
-        s = tp.Zigzag(GROUPS[2])
-        own = [t.float().requires_grad_() for t in s.shard(tuple(tensors(4, 2)[:3]))]
+def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
+    packed, g = ids().clone(), generator(6)
+    alike, sink = torch.randn(4, 1, N, generator=g), torch.randn(4, generator=g)
+    options = {"mask": tw.Causal() & tw.Documents(packed, packed), "dropout": 0.2, "seed": 3}
+    for plan, s in (
+        ("ulysses", tp.Zigzag(everyone())),
+        ("ring", tp.Zigzag(everyone())),
+        (tp.Grid(2, 2), tp.Contiguous(MESH[0])),
+        ("gather", tp.Contiguous(everyone())),
+    ):
+        own = [t.float().requires_grad_() for t in (*s.shard(tuple(tensors(4, 2)[:3])), sink, alike)]
 
-        def call(q, k, v, plan=plan, s=s):
-            return tp.attention(q, k * 1.0, v, sharding=s, mask=tw.Causal(), plan=plan) * 2.0
+        def call(q, k, v, sink, bias, plan=plan, s=s):
+            score = tw.SoftCap(4.0), tw.Bias(bias)
+            return tp.attention(q, k * 1.0, v, sharding=s, plan=plan, sink=sink, score=score, **options) * 2.0
 
-        compiled = torch.compile(call, backend="aot_eager", fullgraph=plan == "ulysses")
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         found = [compiled(*own), call(*own), checkpoint(call, *own, use_reentrant=False)]
         grads = [torch.autograd.grad(o.sum(), own) for o in found]
         for o, grad in zip(found[1:], grads[1:], strict=True):

@@ -59,7 +59,7 @@ def attention(
         "the sizes of q, k and v": str((*q.shape[::2], *k.shape[2:], v.shape[3], q.dtype)),
         "the length": w.N,
         "the sharding": w.pieces,
-        "the plan": plan,
+        "the plan": str(plan),
         "the options": str((plain, w.options, sink is not None)),
     }
     agree(sharding, fact)

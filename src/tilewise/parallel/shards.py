@@ -1,7 +1,7 @@
 """A problem as its ranks see it: for each pair of ranks, which keys travel and which calls compute them."""
 
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
+from functools import lru_cache, singledispatchmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ..merge import merge
 from ..place import Origin
 from ..score import Alibi, Bias, Score
 from .pieces import Box, Pieces, crop, join, length
-from .reach import Reach
+from .reach import Reach, reach_of
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
@@ -166,6 +166,28 @@ class Shards:
         """Return a bias in a box; if it wants a gradient, as a leaf."""
         part = sliced(bias.bias.detach(), v)
         return Bias(part.requires_grad_() if bias.bias.requires_grad else part)
+
+
+def shards_of(
+    plan: str, N: int, pieces: tuple[Pieces, ...], own: int, mask: Mask, score: tuple[Score, ...],
+    options: dict[str, Any], head: int = 0, heads: int | None = None,
+) -> Shards:  # fmt: skip
+    """Return the problem in pieces. Only for "ring" are tensors of a mask read."""
+    plain = tuple([part for part in mask.parts if not part.captures])
+    if plan == "ring":
+        reach = reach_of(mask, N)
+    else:
+        reach = reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
+    s = Shards(pieces, own, reach, mask, score, options, head, heads)
+    versions = tuple([t._version for part in mask.parts for t in part.tensors])
+    s.known = _known(pieces, mask, versions, plan, N, (s.joins, bool(options.get("dropout"))))
+    return s
+
+
+@lru_cache(64)
+def _known(pieces: Any, mask: Mask, versions: Any, plan: str, N: int, options: Any) -> dict[Any, Any]:
+    """Return the calls of each pair of ranks, as far as they are known."""
+    return {}
 
 
 def sliced(x: Tensor, v: Visit) -> Tensor:

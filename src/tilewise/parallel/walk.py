@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..import_hook import when_imported
 from ..merge import sink_gradient
 from ..score import Bias
 from .exchange import Arriving, Messages, gather, scatter_sum
@@ -140,14 +139,7 @@ class Walk(torch.autograd.Function):
     def forward(
         ctx: Any, s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor
     ) -> Any:
-        B, M, H, _ = q.shape
-        kind = wide(q.dtype)
-        o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
-        if sink is not None:  # a key of value 0 that every row has seen already
-            lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
-        for source in EXCHANGES[plan](s, axis).sources(k, v):
-            forward_parts(s, (o, lse), q, source.keys, source.parts)
-        o = o.to(q.dtype)
+        o, lse = results(s, plan, axis, q, k, v, sink)
         ctx.given = s, plan, axis
         ctx.save_for_backward(q, k, v, sink, o, lse, *biases)
         ctx.set_materialize_grads(False)
@@ -155,42 +147,58 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
-        kind = wide(q.dtype)
+        q, k, v, sink, o, lse, *_ = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
-        g = Given(do, o, lse, delta if dlse is None else delta - dlse)
-        dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
-        learned = {
-            n: torch.zeros_like(one.bias, dtype=wide(one.bias.dtype))
-            for n, one in enumerate(s.score)
-            if isinstance(one, Bias) and one.bias.requires_grad
-        }
-        exchange = EXCHANGES[plan](s, axis)
-        for source in exchange.sources(k, v):
-            grads = backward_parts(s, g, q, source.keys, source.parts, dq, learned)
-            exchange.give_back(source, grads, (dk, dv))
-            del source, grads  # before the next keys arrive
-        exchange.finish((dk, dv))
-        d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
-        of_biases = [learned[n].to(one.bias.dtype) if n in learned else None
-                     for n, one in enumerate(s.score) if isinstance(one, Bias)]  # fmt: skip
-        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
+        return None, None, None, *gradients(*ctx.given, q, k, v, sink, o, lse, do, dlse)
+
+
+def results(
+    s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o, in q's type, and lse of this rank's rows."""
+    B, M, H, _ = q.shape
+    kind = wide(q.dtype)
+    o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
+    if sink is not None:  # a key of value 0 that every row has seen already
+        lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
+    for source in EXCHANGES[plan](s, axis).sources(k, v):
+        forward_parts(s, (o, lse), q, source.keys, source.parts)
+    return o.to(q.dtype), lse
+
+
+def gradients(
+    s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor,
+    do: Tensor, dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, the sink and every Bias; None of a bias that wants none."""
+    kind = wide(q.dtype)
+    delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
+    g = Given(do, o, lse, delta if dlse is None else delta - dlse)
+    dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
+    learned = {
+        n: torch.zeros_like(one.bias, dtype=wide(one.bias.dtype))
+        for n, one in enumerate(s.score)
+        if isinstance(one, Bias) and one.bias.requires_grad
+    }
+    exchange = EXCHANGES[plan](s, axis)
+    for source in exchange.sources(k, v):
+        grads = backward_parts(s, g, q, source.keys, source.parts, dq, learned)
+        exchange.give_back(source, grads, (dk, dv))
+        del source, grads  # before the next keys arrive
+    exchange.finish((dk, dv))
+    d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
+    of_biases = [
+        learned[n].to(one.bias.dtype) if n in learned else None
+        for n, one in enumerate(s.score)
+        if isinstance(one, Bias)
+    ]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
 
 
 def walk(s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
     """Return o and lse of this rank's rows, differentiable in q, k, v, the sink and every Bias."""
     biases = [one.bias for one in s.score if isinstance(one, Bias)]
     return Walk.apply(s, plan, axis, q, k, v, sink, *biases)
-
-
-def _leave_graphs(dynamo: Any) -> None:
-    """Break graphs before `walk`, whose messages between pairs of ranks no graph holds."""
-    global walk  # noqa: PLW0603, nothing else names it in a graph
-    walk = dynamo.disable(walk, reason='pass plan="ulysses", which compiles whole')
-
-
-when_imported("torch._dynamo", _leave_graphs)
 
 
 def entries(keys: tuple[Tensor, ...], rows: int) -> int:
