@@ -289,6 +289,17 @@ class Problem(Call):
         )
 
     @property
+    def off_counters(self) -> list[str]:
+        """Return why a GPU's dropout cannot begin at the place, whose counters are for 16 rows and 64 keys."""
+        row, column, *_ = self.place
+        if not self.recipe.place or not (row % 16 or column % 64):
+            return []
+        return [
+            f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
+            "choose multiples of these"
+        ]
+
+    @property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         recipe = self.recipe

@@ -34,11 +34,11 @@ CALLS = {
         "fp16x3 varlen", "biased", "wide", "pages of 16",
     ),
     128: (
-        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered",
-        "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed", "prefix placed",
-        "pages of 8", "pages of 16", "pages of 128", "cache, window",
+        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
+        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed",
+        "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
     ),
-    256: ("causal", "dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
+    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -91,6 +91,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
+        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)},
         "combined": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],

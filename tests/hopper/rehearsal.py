@@ -17,6 +17,7 @@ from tilewise.hopper.plan import plan
 from tilewise.host.launch import batch_of, device_values, packed
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.cache import Batch
+from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part
 from tilewise.tile.ranges import TileLists, Variant
 from tilewise.tile.rows import Packed, Unused
@@ -177,7 +178,7 @@ def memory_of(given: Any) -> Any:
 
 def variant_of(p: Problem, x: Operands, lists: TileLists | None) -> Variant:
     """What the call asks for."""
-    dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
+    dropout = Dropout(Numbers(), Numbers(), Numbers()) if p.recipe.dropout else None
     return Variant(() if p.listed else intervals(p, x), (), dropout, lists)
 
 

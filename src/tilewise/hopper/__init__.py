@@ -50,8 +50,7 @@ class Hopper:
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
             if not p.recipe.quantized and (reason := _unaddressable(spec)):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.recipe.place:
-            against.append("its dropout counts from the call's own first row and head, not from place")
+        against += p.off_counters
         if p.recipe.deterministic and p.listed:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against

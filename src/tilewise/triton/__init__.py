@@ -58,12 +58,7 @@ class Portable:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
             against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
-        row, column, *_ = problem.place
-        if row % 16 or column % 64:
-            against.append(
-                f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
-                "choose multiples of these"
-            )
+        against += problem.off_counters
         if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
             kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
             against.append(

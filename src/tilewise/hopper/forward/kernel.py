@@ -25,7 +25,7 @@ from ...tile.softmax import finalize, join_sink
 from ..parts import triton_compat
 from ..parts.call import Call
 from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
-from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
+from ..parts.dropout_bits import apply_dropout, bits, dropout_words, in_whole, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_values
 from .eight_bits import (
@@ -207,9 +207,8 @@ def produce_bits(shared, call, tile: gl.constexpr):
                 u = y * WARPGROUPS + w
                 wait_before(shared.bits.empty, u)
                 if (x >= part.lo) & (x < part.hi):
-                    words = dropout_words(
-                        seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DROPOUT_WARPS
-                    )
+                    matrix, i0, j0 = in_whole(call.variant.dropout.counters, place, place.i0 + 64 * w, j * B_C)
+                    words = dropout_words(seed, threshold, matrix, i0, j0, 64, B_C, False, DROPOUT_WARPS)
                     stage(shared.bits.memory, u).store(words)
                 arrive(shared.bits.full, u)
             y += 1
