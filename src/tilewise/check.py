@@ -74,7 +74,7 @@ def check_arguments(
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     scales: tuple[Tensor, ...] = ()
     of_all: tuple[Tensor, ...] = ()  # the scales of q, k and v where all are in e4m3
-    if isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
+    if Quantized in (type(q), type(k), type(v)):
         q, k, v, of_all, scales = without_scales(q, k, v, layout, precision)
     whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not whole or not q.layout is k.layout is v.layout is torch.strided:
@@ -119,7 +119,8 @@ def check_arguments(
     extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
-    refuse_gradients_of_e4m3(of_all, extra)
+    if of_all:
+        refuse_gradients_of_e4m3(of_all, extra)
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),

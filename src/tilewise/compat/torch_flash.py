@@ -138,6 +138,7 @@ class Handle:
         options = {"mask": Causal() & mask if is_causal else mask, "scale": scale}
         try:
             if seqused_k is None:
+                assert cum_seq_k is not None  # else block_table would be alone
                 options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
             else:
                 k, v, layout = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)
