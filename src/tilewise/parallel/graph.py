@@ -26,8 +26,8 @@ Kept = tuple[Shards, str, Any, Tensor | None]
 
 def described(plan: str, sharding: Sharding, *where: Any) -> str:
     """Write as text what an operator cannot take: the plan, the group's name, and what `shards_of` wants of pieces."""
-    group = sharding.axes[0]
-    return repr((plan, (dist.group.WORLD if group is None else group).group_name, *where))
+    group: Any = dist.group.WORLD if sharding.axes[0] is None else sharding.axes[0]
+    return repr((plan, group.group_name, *where))
 
 
 def _before_graphs(dynamo: Any) -> None:
@@ -44,7 +44,7 @@ def in_graph(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o and lse by the operator. `where` is what `described` wrote."""
     given = {name: number for name, number in options.items() if name != "seed"}
-    x, recipe, _ = check_arguments(q, k, v, mask=mask, score=score, sink=sink, layout=None, **given)
+    x, recipe, _ = check_arguments(q, k, v, mask=intersect(mask.parts), score=score, sink=sink, layout=None, **given)
     seed = dropout_seed(options["seed"], q, recipe.dropout)
     return OPERATORS.parallel(q, k, v, list(x.extra), seed, recipe.encode(), where)
 
@@ -64,7 +64,7 @@ def rebuilt(
     names = "scale", "dropout", "precision", "deterministic", "backend"
     options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
     s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, *heads)
-    axis = distributed_c10d._resolve_process_group(group)
+    axis = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
     return s, plan, axis, next(tensors) if recipe.sink else None
 
 
@@ -77,8 +77,8 @@ def parallel_op(
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse of this rank's rows. `recipe` and `where` are encoded text."""
     with torch.no_grad():
-        *shared, sink = rebuilt(Recipe.decode(recipe), extra, seed, where)
-        return results(*shared, q, k, v, sink)
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where)
+        return results(s, plan, axis, q, k, v, sink)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::parallel_backward", mutates_args=())
@@ -87,10 +87,9 @@ def parallel_backward_op(
     o: Tensor, lse: Tensor, recipe: str, where: str, wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv; then the gradients of the extras in `wanted`."""
-    of = Recipe.decode(recipe)
     with torch.no_grad():
-        *shared, sink = rebuilt(of, extra, seed, where, wanted)
-        dq, dk, dv, d_sink, *of_biases = gradients(*shared, q, k, v, sink, o, lse, do, dlse)
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where, wanted)
+        dq, dk, dv, d_sink, *of_biases = gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
     last = [d_sink] if d_sink is not None and wanted[-1] else []
     return [dq, dk, dv, *[t for t in of_biases if t is not None], *last]  # type: ignore[list-item]
 

@@ -147,9 +147,9 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        q, k, v, sink, o, lse, *_ = ctx.saved_tensors
+        (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        return None, None, None, *gradients(*ctx.given, q, k, v, sink, o, lse, do, dlse)
+        return None, None, None, *gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
 
 
 def results(
