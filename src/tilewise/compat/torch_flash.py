@@ -137,8 +137,7 @@ class Handle:
         mask = Full() if left is None and right is None else Window(left, right)
         options = {"mask": Causal() & mask if is_causal else mask, "scale": scale}
         try:
-            if seqused_k is None:
-                assert cum_seq_k is not None  # else block_table would be alone
+            if seqused_k is None and cum_seq_k is not None:
                 options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
             else:
                 k, v, layout = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)

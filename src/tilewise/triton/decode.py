@@ -55,7 +55,7 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
 @triton.jit
 def load_values(V, h, keys, t, TYPE: tl.constexpr, split: tl.constexpr, MASKED: tl.constexpr):
     """Load the values of key tile t. With PAIRS two neighbours in 8 bits are loaded as one integer, and returned in two
-    blocks: matrix units read values of two keys at a time, for which 16-bit integers can be loaded and bytes cannot."""
+    blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16 bits alone."""
     P_SIZE: tl.constexpr = split.P
     D_V: tl.constexpr = split.d_v
     B_C: tl.constexpr = split.B_C
@@ -100,8 +100,8 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
 
 @triton.jit
 def in_fp16(q):
-    """Return rows of q in fp16, which 8-bit keys become exactly, and the power of two that each is divided by. None
-    then overflows, and what is lost is below 2^-24 of the row's largest entry."""
+    """Return rows of q in fp16, in which 8-bit keys are exact, and the power of two that each is divided by. So none
+    overflows, and what is lost is below 2^-24 of the row's largest entry."""
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

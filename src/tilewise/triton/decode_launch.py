@@ -79,7 +79,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
 
 
 def paired(p: Problem) -> bool:
-    """Tell whether neighbours of 8-bit values are read together: of q in 16 bits, where rows begin at even bytes."""
+    """Tell whether neighbours of 8-bit values are read together: with q in 16 bits, and rows at even addresses."""
     even = p.v.aligned and not any(number % 2 for number in (p.D_v, *p.v.stride[:-1]))
     return p.v.dtype.itemsize == 1 and p.dtype.itemsize == 2 and even
 
