@@ -74,10 +74,11 @@ def check_arguments(
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     scales: tuple[Tensor, ...] = ()
     of_all: tuple[Tensor, ...] = ()  # the scales of q, k and v where all are in e4m3
-    if Quantized in (type(q), type(k), type(v)):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        if Quantized not in (type(q), type(k), type(v)):
+            _refuse_operands(q=q, k=k, v=v)
         q, k, v, of_all, scales = without_scales(q, k, v, layout, precision)
-    whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not whole or not q.layout is k.layout is v.layout is torch.strided:
+    if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
     precision, told = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
