@@ -23,6 +23,7 @@ MINUTES = {
     "host": 0.5,
     "variants": 1.5,
     "decode": 1,
+    "eight-bits": 1.5,
     "prefill": 1,
     "paper": 8,
     "classic": 1.5,
@@ -119,10 +120,12 @@ def steps(seen: Path) -> Iterator[Step]:
         yield of_suite(suite, seen, minutes)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
     yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
+    serve = ("benchmarks/serve.py", "--results", str(seen))
+    yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
+    trained = ("-m", "studies", "eight_bits", "--table", "training", "--model", "gpt2-124m", "--device", "cuda")
+    yield Step("GPT-2 124M in 8 bits", trained, HOPPER, 3, ("studies/eight_bits/*.py",), silence=10)
     fit = ("benchmarks/parallel.py", "--fit", "--results", str(seen))
     yield Step(
         "parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py")
     )
-    serve = ("benchmarks/serve.py", "--results", str(seen))
-    yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
     yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)

@@ -6,6 +6,7 @@ from .accumulation.command import accumulation
 from .accuracy.command import accuracy
 from .bench.command import bench
 from .demo.demo import demo
+from .eight_bits.command import eight_bits
 from .training.train import train
 from .tune.command import tune
 
@@ -18,3 +19,4 @@ app = typer.Typer(
 )
 for command in (accuracy, accumulation, train, demo, bench, tune):
     app.command()(command)
+app.command("eight_bits")(eight_bits)

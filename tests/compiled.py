@@ -17,10 +17,12 @@ RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = (
     "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/", "experimental.py",
-    "host/precompile.py", "host/rotary.py", "import_hook.py", "merge.py", "operator.py", "reference.py", "rotary.py",
-    "tile/rotary.py", "warm.py",
+    "host/precompile.py", "host/rotary.py", "import_hook.py", "merge.py", "operator.py", "parallel/", "reference.py",
+    "rotary.py", "tile/rotary.py", "warm.py",
 )  # fmt: skip
 """Files from which no kernel of attention is made: the scripts call `check.py`, `explain.py` and the back ends."""
+ONLY_HOPPER = "hopper/"
+"""Files from which the portable kernels, which tests/triton compiles, are not made."""
 SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
 """What the tests run to compile."""
 
@@ -28,7 +30,8 @@ SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
 def key(test: Path) -> str:
     """Hash what a test of compiled kernels reads: the package's kernels and launches, the test, the scripts and the
     record in its folder, and the versions of Triton."""
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _elsewhere(file)]
+    without = (*ELSEWHERE, ONLY_HOPPER) if test.parent.name == "triton" else ELSEWHERE
+    files = [f for f in sorted(PACKAGE.rglob("*.py")) if not f.relative_to(PACKAGE).as_posix().startswith(without)]
     scripts = [file for name in SCRIPTS if (file := test.parent / name).exists()]
     texts = [*_code([*files, test, *scripts]), (test.parent / "spills.json").read_text()]
     return hashlib.sha256("\n".join([*_tritons(), *texts]).encode()).hexdigest()[:12]
@@ -42,10 +45,6 @@ def read() -> dict[str, str]:
 def keep(passed: dict[str, str]) -> None:
     """Add tests that passed to the record."""
     RECORD.write_text(json.dumps(dict(sorted({**read(), **passed}.items())), indent=1) + "\n")
-
-
-def _elsewhere(file: Path) -> bool:
-    return file.relative_to(PACKAGE).as_posix().startswith(ELSEWHERE)
 
 
 def _tritons() -> Iterator[str]:

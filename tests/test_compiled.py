@@ -41,10 +41,18 @@ def test_what_does_not_count_exists():
     assert all((compiled.PACKAGE / name).exists() for name in compiled.ELSEWHERE)
 
 
-def test_commands_and_benchmarks_do_not_count(copy):
+@pytest.mark.parametrize("file", ["cli/info.py", "parallel/walk.py", "hopper/tiles.py"])
+def test_commands_ranks_and_other_kernels_do_not_count(copy, file):
     before = key(copy)
-    (copy / "tilewise" / "cli" / "info.py").write_text("")
+    (copy / "tilewise" / file).write_text("")
     assert key(copy) == before
+
+
+def test_hopper_kernels_count_where_they_are_compiled(copy):
+    shutil.copytree(TESTS.parent / "hopper", copy / "hopper", ignore=shutil.ignore_patterns("__pycache__"))
+    before = compiled.key(copy / "hopper" / "test_compile.py")
+    (copy / "tilewise" / "hopper" / "tiles.py").write_text("")
+    assert compiled.key(copy / "hopper" / "test_compile.py") != before
 
 
 def test_another_triton_counts(copy, monkeypatch, tmp_path):

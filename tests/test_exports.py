@@ -12,6 +12,7 @@ NAMES = [
     "Causal",
     "Dense",
     "Documents",
+    "EightBits",
     "Explanation",
     "Full",
     "Mask",

@@ -96,7 +96,7 @@ MORE = {
     "kv of three parts": lambda: flash_attn.flash_attn_kvpacked_func(X, torch.zeros(2, 5, 3, 4, 8)),
     "pages": lambda: flash_attn.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU, 5, 5, block_table=CU),
     "heads of a packed projection": lambda: flash_attn_interface.flash_attn_qkvpacked_func(X, num_heads_q=3),
-    "a descale": lambda: flash_attn_interface.flash_attn_func(X, X, X, q_descale=CU),
+    "a descale": lambda: flash_attn_interface.flash_attn_func(*[X.to(torch.float8_e4m3fn)] * 3, q_descale=CU.float()),
     "lengths in use": lambda: cute.flash_attn_varlen_func(X, X, X, seqused_q=CU),
     "a negative side": lambda: cute.flash_attn_func(X, X, X, window_size=(-1, 0)),
     "a layer's sizes": lambda: mha.MHA(12, 5),

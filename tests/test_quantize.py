@@ -177,6 +177,60 @@ def test_explain_says_approximate():
     q = torch.randn(1, 100, 1, 64, dtype=bf16)
     told = tw.explain(q, q, q, precision="fp8")
     assert "approximate: int8 Q K^T, e4m3 P V; not faster than 16 bits with 100 keys" in told.tiles
+    counted = 128 * 64 + 128 * 64 * 2 + 128 * 4 * 2 + 4 * 2 + 2 * 64 * 4  # q, k and v, their scales, mean and balance
+    assert f"; {counted} bytes of codes and scales" in told.tiles
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["padded", "packed"])
+def test_mean_and_balance_may_be_given(name, precision):
+    operands, options = case(name)
+    p, x = call(*operands, precision, **options)
+    own = quantize.quantize(p, x)
+    size = operands[0].shape[-1]
+    given = tw.EightBits(precision, own.mean[..., :size], own.balance[..., :size])
+    same = tw.attention(*operands, precision=given, **options)
+    assert torch.equal(same, tw.attention(*operands, precision=precision, **options))
+    of_layer = tw.EightBits(precision, *(t[0] * 1.0 for t in (given.mean, given.balance)))
+    o, lse = tw.attention(*operands, precision=of_layer, return_lse=True, **options)
+    exact, exact_lse = tw.attention(*operands, return_lse=True, **options)
+    seen = exact_lse.isfinite()
+    torch.testing.assert_close(lse[seen], exact_lse[seen], rtol=0, atol=0.2)
+    assert (o - exact).float().square().mean().sqrt() <= 0.05 * exact.float().square().mean().sqrt()
+
+
+def test_a_layers_own_mean_and_balance_serve_gradients_and_vmap():
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(3, 2, 40, 2, 32, generator=g, dtype=bf16) for _ in range(3))
+    k = k + 8 * torch.randn(32, generator=g).to(bf16)
+    given = tw.EightBits.of("int8", q[0], k[0])
+    assert given.mean.shape == given.balance.shape == (2, 32)
+    each = torch.stack([tw.attention(*(t[n] for t in (q, k, v)), precision=given) for n in range(3)])
+    assert torch.equal(torch.vmap(lambda *x: tw.attention(*x, precision=given))(q, k, v), each)
+    leaves = [t[0].detach().requires_grad_() for t in (q, k, v)]
+    do = torch.randn(2, 40, 2, 32, generator=g).to(bf16)
+    o, lse = tw.attention(*leaves, precision=given, return_lse=True)
+    grads = torch.autograd.grad(o, leaves, do)
+    again = tw.attention_backward(do, *(t[0] for t in (q, k, v)), o.detach(), lse.detach(), precision=given)
+    true = reference.gradients(*(t.double() for t in (*[t[0] for t in (q, k, v)], do)))[:3]
+    for a, b, c in zip(grads, again, true, strict=True):
+        assert torch.equal(a, b)
+        assert (a - c).norm() <= 0.05 * c.norm()
+
+
+def test_given_numbers_are_checked():
+    q = torch.randn(1, 8, 2, 64, dtype=bf16)
+    mean, ones = torch.zeros(2, 64), torch.ones(2, 64)
+    with pytest.raises(ValueError, match="name must be int8 or fp8, got 'fp4'"):
+        tw.EightBits("fp4", mean, ones)
+    with pytest.raises(TypeError, match="balance must be a tensor of fp32, got torch"):
+        tw.EightBits("fp8", mean, ones.to(bf16))
+    with pytest.raises(ValueError, match="balance must hold powers of two"):
+        tw.attention(q, q, q, precision=tw.EightBits("fp8", mean, 3 * ones))
+    with pytest.raises(ValueError, match=r"mean must have shape \(2, 64\) or \(1, 2, 64\), got \(1, 3, 64\)"):
+        tw.attention(q, q, q, precision=tw.EightBits("fp8", torch.zeros(3, 64), torch.ones(3, 64)))
+    with pytest.raises(ValueError, match="mean must have no gradient"):
+        tw.EightBits("fp8", mean.requires_grad_(), ones)
 
 
 def test_wrong_types_and_refusals():
@@ -201,3 +255,15 @@ def test_the_portable_kernel_multiplies_the_codes(name, score):
         tw.attention(*operands, backend="triton", **given), tw.attention(*operands, **given), strict=True
     ):
         torch.testing.assert_close(found, cpu, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+@BOTH
+def test_the_kernels_take_what_is_given(precision):
+    quantized = pytest.importorskip("tilewise.host.quantize").quantized
+    (q, k, v), options = case("padded")
+    given = tw.EightBits.of(precision, q, k)
+    p, x = call(q, k, v, given, **options)
+    for field, a, b in zip(quantize.Codes._fields, quantize.quantize(p, x), quantized(p, x, {}), strict=True):
+        if a is not None and field != "q_shift":
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field

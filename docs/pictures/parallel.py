@@ -87,9 +87,23 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def memory() -> str:
+    """Return what a rank holds beside what one GPU holds for its share of the work, by plan, as the model has it."""
+    lines = ["| plan | holds besides | GB |", "|---|---|---|"]
+    words = {
+        "ulysses": "q, k, v, o and do of its heads",
+        "ring": "two ranks' k and v; three times its rows of q in fp32",
+        "gather": "all k and v, twice their gradients in fp32; three times its rows of q in fp32",
+    }
+    for plan, what in words.items():
+        held = cost(plan, 1, Sizes(1 << 19, 8, HEADS, KEY_HEADS, HEAD_SIZE)).memory
+        lines.append(f'| "{plan}" | {what} | {held / 1e9:.1f} |')
+    return "\n".join(lines)
+
+
 def _short(tokens: int) -> str:
     return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}k"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), memory(), sep="\n\n")

@@ -10,7 +10,7 @@ from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Spans, 
 from .merge import merge
 from .place import Origin
 from .problem import Unsupported
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 from .rotary import rotary, rotary_qk
 from .score import Alibi, Bias, Score, SoftCap
 from .warm import Warmed, warm
@@ -25,6 +25,7 @@ __all__ = [
     "Causal",
     "Dense",
     "Documents",
+    "EightBits",
     "Explanation",
     "Full",
     "Mask",

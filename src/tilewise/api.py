@@ -15,7 +15,7 @@ from .operator import attend, attend_backward
 from .options import Everything, Options, refuse_unknown, spell_out
 from .place import Origin
 from .problem import KINDS, Saved, Unsupported
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 from .score import Score
 
 FULL = Full()
@@ -23,7 +23,7 @@ FULL = Full()
 
 @overload
 def attention(
-    q: Tensor,
+    q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     *,
@@ -32,7 +32,7 @@ def attention(
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
+    q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     *,
@@ -41,7 +41,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor,
+    q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     *,
@@ -49,7 +49,7 @@ def attention(
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
-    q: Tensor,
+    q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     *,
@@ -60,7 +60,7 @@ def attention(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     layout: Layout | None = None,
-    precision: str | None = None,
+    precision: str | EightBits | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -71,7 +71,8 @@ def attention(
     """Compute softmax(scale * Q K^T) V exactly, in memory linear in the length (Dao et al. 2022, 2023).
 
     Args:
-        q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D).
+        q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D). q, k and v may all
+            be Quantized, without gradients; o is then bf16.
         k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
         v: (B, N, H_k, D_v). Head sizes are 1 to 512, in fp32 on a GPU above 256 by name. With `layout`, (T', H_k, D_v).
         mask: a Mask; combine several with `&`. A row that sees no key has o = 0, lse = -inf and gradients of 0.
@@ -85,7 +86,8 @@ def attention(
             whose shapes it states, and which may be Quantized.
         precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             None follows torch.get_float32_matmul_precision(). For fp16 and bf16 "int8" (int8 Q K^T) and "fp8" (also
-            e4m3 P V), which are approximations; see docs/use/numerics.md.
+            e4m3 P V), which are approximations; see docs/use/numerics.md. An EightBits is one of these names with K's
+            mean and the balance.
         deterministic: make gradients bitwise repeatable, as o, dk and dv always are.
             torch.use_deterministic_algorithms(True) has the same effect.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.
@@ -211,6 +213,8 @@ def attention_backward(
     seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
     if isinstance(chosen["layout"], Cached):
         raise Unsupported("Cached is for inference and has no backward; gather the keys and pass them without a layout")
+    if isinstance(q, Quantized):
+        raise Unsupported("Quantized q, k and v are for inference and have no backward; pass 16-bit tensors")
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if recipe.dropout and seed is None:
         raise ValueError("attention_backward: seed must be the forward's where there is dropout, got None; pass it")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .backend import ORDER
-from .check_cache import check_cache, check_cache_contents, refuse_gradients, unquantized, with_scales
+from .check_cache import check_cache, check_cache_contents, refuse_gradients, with_scales
+from .check_quantized import check_scales, given_beforehand, refuse_gradients_of_e4m3, without_scales
 from .layout import Cached, Layout, Varlen
 from .mask import OPEN, Mask, TileList, Value, constant
 from .options import refuse_mask, refuse_score
@@ -31,7 +32,7 @@ from .problem import (
     matmul_setting,
     target_of,
 )
-from .quantized import Quantized
+from .quantized import EightBits, Quantized
 from .score import Score
 
 TRANSPOSE = (
@@ -55,7 +56,7 @@ def cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def check_arguments(
-    q: Tensor,
+    q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     mask: Mask,
@@ -64,7 +65,7 @@ def check_arguments(
     sink: Tensor | None,
     dropout: float,
     layout: Layout | None,
-    precision: str | None,
+    precision: str | EightBits | None,
     deterministic: bool,
     backend: str | None,
     out_dtype: torch.dtype | None = None,
@@ -72,11 +73,12 @@ def check_arguments(
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
     scales: tuple[Tensor, ...] = ()
-    if isinstance(k, Quantized) or isinstance(v, Quantized):
-        k, v, scales = unquantized(k, v, layout)
-    whole = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not whole or not q.layout is k.layout is v.layout is torch.strided:
+    of_all: tuple[Tensor, ...] = ()  # the scales of q, k and v where all are in e4m3
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
+    if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
+    precision, told = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -100,7 +102,7 @@ def check_arguments(
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
-    if (kind := autocast_type(q)) is not None:
+    if not of_all and (kind := autocast_type(q)) is not None:
         q = cast(q, kind)
         k, v = (k, v) if scales else (cast(k, kind), cast(v, kind))
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
@@ -112,10 +114,12 @@ def check_arguments(
         parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
     values = (*parts, *changes)
     extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [] if sink is None else [sink]
+    extra += [*([] if sink is None else [sink]), *of_all, *told]
     extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
+    if of_all:
+        refuse_gradients_of_e4m3(of_all, extra)
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),
@@ -126,8 +130,10 @@ def check_arguments(
         precision,
         bool(deterministic) or _asks_for_determinism(),
         backend,
-        out_dtype=_out_dtype(out_dtype, q.dtype),
+        out_dtype=_out_dtype(out_dtype, torch.bfloat16 if of_all else q.dtype),
         place=None if place is None or not dropout else _counters(place, q),
+        quantized=bool(of_all),
+        given=bool(told),
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
@@ -197,6 +203,12 @@ def _asks_for_determinism() -> bool:
 # Dynamo cannot trace this function, and compiles again when the setting changes. We set the attribute that
 # torch.compiler.assume_constant_result sets, because calling that would import all of torch._dynamo.
 _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _unwrap(q: Any, k: Any, v: Any, layout: Layout | None, precision: Any) -> tuple[Any, ...]:
+    if Quantized not in (type(q), type(k), type(v)):
+        _refuse_operands(q=q, k=k, v=v)
+    return without_scales(q, k, v, layout, precision)
 
 
 def _refuse_operands(**operands: Any) -> None:
@@ -330,7 +342,7 @@ def _check_shapes(p: Problem) -> None:
 
 def _check_types(p: Problem) -> None:
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-        quantized = name != "q" and p.in_layout(f"{name}_scale") is not None
+        quantized = p.recipe.quantized or (name != "q" and p.in_layout(f"{name}_scale") is not None)
         if not quantized and spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
         if not quantized and spec.dtype != p.q.dtype:
@@ -436,6 +448,15 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
+    for name in ("q", "k", "v") if p.recipe.quantized else ():
+        _same_device(p, f"{name}'s scale", next(specs))
+    for name in ("mean", "balance") if p.recipe.given else ():
+        spec, whole = next(specs), (p.B, p.H_k, p.D)
+        _same_device(p, f"EightBits: {name}", spec)
+        if tuple(spec.shape) != whole:
+            raise ValueError(
+                f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(spec.shape)}; make it fit k"
+            )
     for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
         _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
@@ -453,8 +474,10 @@ def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
 
 
 def check_contents(problem: Problem, x: Operands) -> None:
-    """Check the values in cu_seqlens and in lengths. This synchronises with a GPU."""
+    """Check the values in cu_seqlens, in lengths and in scales. This synchronises with a GPU."""
     N: Any = problem.N
+    if problem.recipe.quantized or problem.recipe.given:
+        check_scales(problem, x)
     if problem.recipe.varlen:
         cu_q, cu_k = x.extra[-2:]
         _check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)

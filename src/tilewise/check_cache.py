@@ -39,7 +39,8 @@ def unquantized(k: Any, v: Any, layout: Any) -> tuple[Tensor, Tensor, tuple[Tens
             raise TypeError(f"{name} must be a Quantized where the other is, got {type(t).__name__}; give both a scale")
     if not isinstance(layout, Cached):
         raise ValueError(
-            f"layout must be a Cached where k is a Quantized, got {layout!r}; pass one, or convert k and v"
+            f"layout must be a Cached where k is a Quantized and q is none, got {layout!r}; pass one, give q a scale, "
+            "too, or convert k and v"
         )
     return k.x, v.x, (k.scale, v.scale)
 

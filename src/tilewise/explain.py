@@ -11,7 +11,7 @@ from .backend import candidates, refusals, select
 from .check import check_arguments, describe, describe_fake
 from .options import Everything, spell_out
 from .problem import Operands, Problem, Recipe, matmul_setting, target_of
-from .quantize import eight_bits
+from .quantize import eight_bits, empty_codes
 from .quantized import Quantized
 
 SHORT = 2048
@@ -49,7 +49,12 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor | Quantized, v: Tensor | Quantized, *, device: str | None = None, **options: Unpack[Everything]
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    device: str | None = None,
+    **options: Unpack[Everything],
 ) -> Explanation:
     """Explain which kernels `attention` would run for these arguments, without running them.
 
@@ -74,9 +79,8 @@ def explain(
         return Explanation(None, "", against)
     of_backward = problem._replace(recipe=recipe._replace(precision=None)) if eight_bits(problem) else problem
     one, other = select(problem), select(of_backward, backward=True)
-    return Explanation(
-        one.name, one.tiles(problem) + approximate(problem), against, other.name, other.tiles(of_backward)
-    )
+    told = one.tiles(problem) + approximate(problem) + converted(q, x)
+    return Explanation(one.name, told, against, other.name, other.tiles(of_backward))
 
 
 spell_out(explain, SIGNATURE)
@@ -88,7 +92,16 @@ def approximate(p: Problem) -> str:
         return ""
     of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
     short = f"; not faster than 16 bits with {p.N} keys" if p.N < SHORT else ""
-    return f"; approximate: int8 Q K^T, {of_pv} P V{short}"
+    of_qk = "e4m3" if p.recipe.quantized else "int8"
+    count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
+    return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}; {count} bytes of codes and scales"
+
+
+def converted(q: Tensor | Quantized, x: Operands) -> str:
+    """Say that q, k and v of e4m3 were converted; nothing for other calls."""
+    if not isinstance(q, Quantized) or x.q.dtype.itemsize == 1:
+        return ""
+    return f"; q, k and v are converted to bf16 first, {sum(t.numel() * t.itemsize for t in x[:3])} bytes"
 
 
 def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:

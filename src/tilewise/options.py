@@ -11,6 +11,7 @@ from torch import Tensor
 from .layout import Layout
 from .mask import Mask
 from .place import Origin
+from .quantized import EightBits
 from .score import Score
 
 
@@ -23,7 +24,7 @@ class Unmasked(TypedDict, total=False):
     dropout: float
     seed: int | Tensor | None
     layout: Layout | None
-    precision: str | None
+    precision: str | EightBits | None
     deterministic: bool
     backend: str | None
     out_dtype: torch.dtype | None

@@ -106,6 +106,10 @@ class Recipe(NamedTuple):
     """"float32" for results of 16-bit inputs in fp32; None for results in the inputs' type."""
     place: tuple[int, int, int, int, int] | None = None
     """The whole's row, column, head, number of heads and batch entry, from which dropout counts; None without it."""
+    quantized: bool = False
+    """Whether q, k and v are in e4m3; then their three scales (B, H_k) follow the sink."""
+    given: bool = False
+    """Whether K's mean and the balance of 8-bit products, (B, H_k, D), follow these."""
 
     @property
     def varlen(self) -> bool:
@@ -119,8 +123,8 @@ class Recipe(NamedTuple):
 
     @property
     def of_layout(self) -> int:
-        """Return how many of the extra operands, the last ones, are the layout's."""
-        return len(self.layout[1]) if self.layout else 0
+        """Return how many of the extra operands, the last ones, are what 8-bit products are told, or the layout's."""
+        return 3 * self.quantized + 2 * self.given + (len(self.layout[1]) if self.layout else 0)
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -242,13 +246,13 @@ class Problem(Call):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of q, k and v."""
-        return self.q.dtype
+        """Return the type of q, k and v; where these are in e4m3, that of o."""
+        return torch.bfloat16 if self.recipe.quantized else self.q.dtype
 
     @property
     def out_dtype(self) -> torch.dtype:
         """Return the type of o, dq, dk and dv."""
-        return self.q.dtype if self.recipe.out_dtype is None else torch.float32
+        return self.dtype if self.recipe.out_dtype is None else torch.float32
 
     @property
     def scale(self) -> float:
@@ -283,6 +287,17 @@ class Problem(Call):
         return [kind.public_name() for kind in self.kinds if not kind.ran] + ["dropout at a place"] * bool(
             self.recipe.place
         )
+
+    @property
+    def off_counters(self) -> list[str]:
+        """Return why a GPU's dropout cannot begin at the place, whose counters are for 16 rows and 64 keys."""
+        row, column, *_ = self.place
+        if not self.recipe.place or not (row % 16 or column % 64):
+            return []
+        return [
+            f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
+            "choose multiples of these"
+        ]
 
     @property
     def few_rows(self) -> bool:
@@ -357,4 +372,5 @@ def target_of(device: torch.device) -> str:
 def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
     """Return for every extra operand of a padded batch its number of dimensions if the first is the batch."""
     ranks = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
-    return (*ranks, *[2] * recipe.sink)  # a sink (H,) has no batch
+    of_codes = [2] * 3 * recipe.quantized + [3] * 2 * recipe.given
+    return (*ranks, *[2] * recipe.sink, *of_codes)  # a sink (H,) has no batch

@@ -16,6 +16,8 @@ unit's accumulators of S then hold P as the next product wants it.
 Rows lie in blocks, of 64 queries and of 128 keys. A sequence begins with a block and ends in zeros, so no scale depends
 on another sequence; nor does it on keys outside the Padding of a mask.
 
+Where q, k and v are in e4m3 already (`Quantized`), they are codes as they are: nothing moves, and nothing is rounded.
+
 What is not finite: a row of Q gets a NaN scale, as does a block of K; an entry of V becomes NaN. So NaN reaches every
 row that it reaches in 16 bits, and from K also rows that see other keys of its block.
 """
@@ -26,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .check_quantized import of_rows
 from .mask import Mask, PaddingLengths, PaddingRange
 from .problem import EIGHT_BITS, Operands, Problem
 
@@ -46,9 +49,9 @@ class Codes(NamedTuple):
     """What an 8-bit forward multiplies. A head has `blocks_of` blocks; packed sequences share them (`first_block`)."""
 
     q: Tensor
-    """int8 (blocks, 64, size)."""
+    """int8 (blocks, 64, size); e4m3 where q, k and v are Quantized."""
     k: Tensor
-    """int8 (blocks, 128, size)."""
+    """int8 (blocks, 128, size), or e4m3 so too."""
     q_descale: Tensor
     """fp32 (blocks, 64): q times this, and k times k_descale, multiply to Q K^T; without the factor on the logits."""
     k_descale: Tensor
@@ -62,7 +65,7 @@ class Codes(NamedTuple):
     v: Tensor | None = None
     """e4m3 (blocks, size, 128), the columns in the order of `key_order`; None with "int8"."""
     v_descale: Tensor | None = None
-    """fp32 (blocks,), powers of two."""
+    """fp32 (blocks,), powers of two, or what the caller gave."""
 
     def present(self) -> tuple[Tensor, ...]:
         """Return the tensors that there are, which a forward saves for `Codes(*saved)`."""
@@ -165,6 +168,8 @@ def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
 
 def quantize(p: Problem, x: Operands) -> Codes:
     """Return the codes of a call. Blocks that no sequence owns are zeros."""
+    if p.recipe.quantized:
+        return in_blocks(p, x)
     codes = empty_codes(p, x.q.device)
     for t in codes:
         if t is not None:
@@ -174,7 +179,10 @@ def quantize(p: Problem, x: Operands) -> Codes:
         q, k, v = (_columns(t, size_of(p)) for t in (s.q, s.k, s.v))
         j = torch.arange(k.shape[2], device=k.device)
         inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
-        mean, balance = statistics(p, q, k, s)
+        if p.recipe.given:
+            mean, balance = (t[s.b] for t in given_statistics(p, x))
+        else:
+            mean, balance = statistics(p, q, k, s)
         codes.mean[s.b], codes.balance[s.b] = mean, balance
         of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
         q_int8, descale = int8_rows(rotated(q * of_q))
@@ -192,6 +200,42 @@ def quantize(p: Problem, x: Operands) -> Codes:
             _blocks(p, codes.v, own).copy_(v_e4m3[..., key_order(v.device), :].mT)
             _blocks(p, codes.v_descale, own).copy_(descale)
     return codes
+
+
+def in_blocks(p: Problem, x: Operands) -> Codes:
+    """Return q, k and v of e4m3 as codes, on any device and without reading it: rows in blocks, V transposed."""
+    size, first = size_of(p), len(x.extra) - p.recipe.of_layout
+    of_q, of_k, of_v = x.extra[first : first + 3]
+    ends = x.extra[-2:] if p.recipe.varlen else (None, None)
+
+    def blocks(t: Tensor, side: int) -> Tensor:
+        """Return bytes (blocks, rows, size)."""
+        whole = torch.nn.functional.pad(t.view(torch.int8), (0, size - t.shape[-1]))
+        return _to_blocks(p, whole, (BLOCK_Q, BLOCK_K)[side], x, side)
+
+    def scales(scale: Tensor, side: int) -> Tensor:
+        """Return those of rows in blocks, (blocks, rows)."""
+        t = (x.q, x.k)[side]
+        each = of_rows(scale, t.shape[-2], t.shape[0], ends[side]).expand(*t.shape[:-1], 1)
+        return _to_blocks(p, each, (BLOCK_Q, BLOCK_K)[side], x, side)[..., 0].contiguous()
+
+    e4m3, q_descale = torch.float8_e4m3fn, scales(of_q, 0)
+    v = blocks(x.v, 1)[:, key_order(x.v.device)].mT.contiguous()
+    return Codes(
+        blocks(x.q, 0).contiguous().view(e4m3), blocks(x.k, 1).contiguous().view(e4m3),
+        q_descale, scales(of_k, 1).amax(-1), torch.zeros_like(q_descale),
+        of_q.new_zeros(p.B, p.H_k, size), of_q.new_ones(p.B, p.H_k, size),
+        v.view(e4m3), scales(of_v, 1).amax(-1),
+    )  # fmt: skip
+
+
+def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+    """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size."""
+    first = len(x.extra) - p.recipe.of_layout
+    mean, balance = x.extra[first : first + 2]
+    wider = 0, size_of(p) - p.D
+    mean = mean if smooths(p) else torch.zeros_like(mean)
+    return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(balance, wider, value=1.0)
 
 
 def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
@@ -366,7 +410,7 @@ def mean_of_keys(p: Problem, x: Operands, codes: Codes) -> Tensor:
 
 
 def probabilities(p: Problem, P: Tensor) -> Tensor:
-    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3."""
+    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3. Without scores, its sum is lse's."""
     return P.mul(256.0).to(torch.float8_e4m3fn).to(P.dtype).div_(256.0) if p.recipe.precision == "fp8" else P
 
 
@@ -386,12 +430,29 @@ def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
     if not p.recipe.varlen:
         count = -(-length // rows)
         return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
+    at, stride = _places(p, rows, x, side)
+    return t.reshape(heads, stride * rows, t.shape[-1])[:, at].transpose(0, 1)
+
+
+def _to_blocks(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
+    """Return rows (B, length, heads, columns), packed (T, heads, columns), in blocks (blocks, rows, columns), zero
+    where there is none."""
+    if not p.recipe.varlen:
+        return _cut(t.transpose(1, 2), rows).flatten(0, 2)
+    at, stride = _places(p, rows, x, side)
+    owned = torch.arange(t.shape[0], device=t.device) < x.extra[side - 2][-1]
+    made = t.new_zeros(t.shape[1], stride * rows, t.shape[2])
+    made[:, at] = torch.where(owned[:, None, None], t, 0).transpose(0, 1)
+    return made.view(-1, rows, t.shape[2])
+
+
+def _places(p: Problem, rows: int, x: Operands, side: int) -> tuple[Tensor, int]:
+    """Return where in a head's blocks each packed row lies, and how many blocks a head has."""
     cu, total = x.extra[side - 2].long(), (x.q, x.k)[side].shape[0]
-    at = torch.arange(total, device=t.device)
+    at = torch.arange(total, device=cu.device)
     b = _sequence_of(p, at, cu)
-    in_blocks = (cu[b] // rows + b) * rows + at - cu[b]
     stride = total // rows + p.B
-    return t.reshape(heads, stride * rows, t.shape[-1])[:, in_blocks.clamp(0, stride * rows - 1)].transpose(0, 1)
+    return ((cu[b] // rows + b) * rows + at - cu[b]).clamp(0, stride * rows - 1), stride
 
 
 def _of_rows(p: Problem, t: Tensor, x: Operands, side: int) -> Tensor:

@@ -126,7 +126,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
         if MASK_IN_LOOP:  # noqa: SIM102, a constant of the compiler stands alone
             if is_partial(x, loop):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
-        P_new, m, l, alpha = online(S_new, m, l, c, y, tile)
+        P_new, m, l, alpha = online(S_new, m, l, c, y, False, tile)
         o = warpgroup_mma_wait(0, [o_next])
         triton_compat.barrier()
         fetch(K, keys, y + 1 + STAGES, loop, place, variant, shape)

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise as tw
 from tilewise.check import describe
 from tilewise.cpu import Cpu
-from tilewise.problem import PRECISIONS, Operands, Recipe, Saved, target_of
+from tilewise.problem import EIGHT_BITS, PRECISIONS, Operands, Recipe, Saved, target_of
 
 from .suites import Case
 from .variants import VARIANTS, Variant
@@ -49,8 +49,9 @@ class Peer:
 
 
 SEED = 1234
-SHARES = {"bf16x3": 2e-5, "tf32": 2e-3}
-"""Of the precisions that promise less than fp32."""
+SHARES = {"bf16x3": 2e-5, "tf32": 2e-3, "int8": 0.03, "fp8": 0.1, "e4m3": 0.1}
+"""Of the precisions that promise less than plain torch. Those of 8 bits are far above what they err, but below what a
+wrong tile would give."""
 
 
 def _tilewise(case: Case, device: torch.device, **options: Any) -> Attention:
@@ -87,6 +88,67 @@ def _precise(precision: str) -> Peer:
         return _tilewise(case, device, precision=precision)
 
     return Peer(f"tilewise {precision}", prepare, why_not, seeded=True, share=SHARES.get(precision, 0.0))
+
+
+def _eight_bits(precision: str) -> Peer:
+    """Make a peer of tilewise with 8-bit products."""
+    return Peer(
+        f"tilewise {precision}", lambda case, device: _tilewise(case, device, precision=precision),
+        _needs_hopper, share=SHARES[precision],
+    )  # fmt: skip
+
+
+def _of_e4m3() -> Peer:
+    """Make a peer of tilewise on tensors that are e4m3 already: those it is first called with, converted once."""
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        run, one, made = _tilewise(case, device, precision="fp8"), torch.ones((), device=device), {}
+
+        def call(*tensors: Tensor) -> Tensor:
+            at = tuple([t.data_ptr() for t in tensors])
+            if at not in made:
+                made[at] = [tw.Quantized(t.detach().to(torch.float8_e4m3fn), one) for t in tensors]
+            return run(*made[at])
+
+        return call
+
+    return Peer("tilewise e4m3", prepare, _needs_hopper, share=SHARES["e4m3"])
+
+
+def _of_codes(precision: str) -> Peer:
+    """Make a peer of that forward alone, on codes of the first tensors that it is called with; "e4m3" are these."""
+
+    def prepare(case: Case, device: torch.device) -> Attention:
+        from tilewise.hopper import launch
+        from tilewise.hopper.plan import plan
+        from tilewise.host.launch import current_stream, empty_saved
+        from tilewise.host.quantize import quantized
+
+        as_they_are, made = precision == "e4m3", {}
+        name = "fp8" if as_they_are else precision
+        recipe = Recipe(mask=(("Causal",),) if case.causal else (), precision=name, quantized=as_they_are)
+        scales = (torch.ones(case.batch, case.heads, device=device),) * 3 if as_they_are else ()
+
+        def call(*tensors: Tensor) -> Tensor:
+            at = tuple([t.data_ptr() for t in tensors])
+            if at not in made:
+                q, k, v = (t.detach().to(torch.float8_e4m3fn if as_they_are else t.dtype) for t in tensors)
+                x = Operands(q, k, v, scales)
+                p = describe(x, recipe, (0, 0))
+                made[at] = p, x, quantized(p, x, {}).present()
+            p, x, codes = made[at]
+            saved, stream = empty_saved(p, x, None)._replace(kept=codes), current_stream(device)
+            for one in launch.forward_launches(p, plan(p), x, saved, launch.counter(device, stream)):
+                one.run(stream)
+            return saved.o
+
+        return call
+
+    return Peer(f"tilewise {precision} kernel", prepare, _needs_hopper, share=SHARES[precision])
+
+
+def _needs_hopper(case: Case, device: torch.device) -> str | None:
+    return None if device.type == "cuda" and target_of(device) == "sm_90" else "needs an H100 or H200"
 
 
 class _Tiled(torch.autograd.Function):
@@ -236,6 +298,9 @@ PEERS = {
         Peer("tilewise triton", _portable, _needs_gpu, seeded=True),
         Peer("tilewise tiled", _tiled, _needs_cpu, seeded=True),
         *(_precise(name) for name in PRECISIONS),
+        *(_eight_bits(name) for name in EIGHT_BITS),
+        _of_e4m3(),
+        *(_of_codes(name) for name in (*EIGHT_BITS, "e4m3")),
         Peer("standard", _standard),
         Peer("standard tf32", _standard, _needs_gpu, tf32, share=SHARES["tf32"]),
         Peer("sdpa", _sdpa),

@@ -15,7 +15,7 @@ import torch
 
 from tilewise import explain
 from tilewise.cli.machine import device_name, versions
-from tilewise.problem import target_of
+from tilewise.problem import EIGHT_BITS, target_of
 
 from . import state
 from .peers import CHANGED
@@ -79,14 +79,15 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     size = next((size for size in state.SIZES if case.head_size <= size), max(state.SIZES))
     _, _, precision = (change or implementation).partition(" ")
     ours = "triton" if precision in ("triton", "ieee", "tf32x3", "bf16x3", "tf32") else "hopper"
-    kind = "fp32 " if case.dtype == "fp32" else ""
+    in_codes = precision.split(" ")[0] in (*EIGHT_BITS, "e4m3")
+    kind = "fp32 " if case.dtype == "fp32" else "8-bit " if in_codes else ""
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
     names = {f"{_run_by(case, name) if implementation == OURS else ours} {kind}{name} D{size}" for name in passes}
     names = {name if name in known else name.replace("hopper", "triton") for name in names}
     varied = VARIANTS.get(implementation, case.varied)
     names |= {f"mask {part.device}" for part in (*case.mask.parts, *varied.mask.parts)}
     names |= {f"score {score.device}" for score in varied.score(case.heads, torch.device("cpu"))}
-    return names | ({"ablation"} if change else set())
+    return names | ({"ablation"} if change else set()) | ({"quantize"} if in_codes else set())
 
 
 def _run_by(case: Case, pass_: str) -> str:

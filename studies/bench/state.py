@@ -53,6 +53,9 @@ KERNELS = {
     "hopper forward": Kernel(
         ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
     ),
+    "hopper 8-bit forward": Kernel(
+        ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:EIGHT_BITS",)
+    ),
     "hopper backward": Kernel(
         (
             "hopper/backward/kernel.py:attention_backward",

@@ -180,6 +180,15 @@ def _llmc() -> tuple[Case, ...]:
     return of_source + tuple(replace(case, head_size=128) for case in of_source if case.length >= 1024)
 
 
+def _eight_bits() -> tuple[Case, ...]:
+    sizes = ((head_size, causal) for head_size in (64, 128, 256) for causal in (False, True))
+    return tuple(
+        Case(16384 // length, 2048 // head_size, length, head_size, "bf16", causal)
+        for head_size, causal in sizes
+        for length in ((1024, 2048, 4096, 16384) if head_size == 128 else (16384,))
+    )
+
+
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
 PRECISE = tuple(f"tilewise {name}" for name in ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32"))
 PACKAGES = ("flash-attn 2", "flash-attn 3", "flash-attn 4")
@@ -225,6 +234,13 @@ SUITES = {
             "prefill", "the last 2048 queries of a prompt, 32 heads of 128 that share 8 key heads", _prefill(),
             (FORWARD,),
             ("tilewise", "tilewise triton", "sdpa cudnn", "sdpa flash"), 7, 8192, (8192,), tables=("time",),
+        ),
+        Suite(
+            "eight-bits", "8-bit products, with the launches that quantize q, k and v, and without: 16k tokens",
+            _eight_bits(), (FORWARD,),
+            ("tilewise", *(f"tilewise {name}{of}" for of in ("", " kernel") for name in ("int8", "fp8", "e4m3")),
+             "sdpa cudnn"),
+            9, 8192, (16384,), host=False, tables=("rate", "eight-bits", "error"),
         ),
         Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),

@@ -53,8 +53,9 @@ HOST = Metric("host cost of a call, microseconds", lambda row: row.host_microsec
 ERROR = Metric("largest error against fp64", lambda row: row.error, lambda x: f"{x:.1e}")
 SPEEDUP = TIME._replace(title="times as fast as standard attention", show=lambda x: f"{x:.2f}", over=STANDARD)
 OVER_EFFICIENT = SPEEDUP._replace(title="times as fast as PyTorch's memory-efficient kernel", over=EFFICIENT)
+OVER_BF16 = SPEEDUP._replace(title="times as fast as tilewise in 16 bits", over=OURS)
 METRICS = {"rate": RATE, "time": TIME, "matmul": OF_MATMUL, "spread": SPREAD, "memory": MEMORY, "host": HOST,
-           "error": ERROR, "speedup": SPEEDUP, "efficient": OVER_EFFICIENT}  # fmt: skip
+           "error": ERROR, "speedup": SPEEDUP, "efficient": OVER_EFFICIENT, "eight-bits": OVER_BF16}  # fmt: skip
 
 
 def in_its_unit(metric: Metric, rows: Sequence[Row]) -> Metric:
@@ -351,6 +352,22 @@ def _host(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def _eight_bits(rows: Sequence[Row]) -> list[str]:
+    """Say how fast 8 bits are at the longest length of each head size, without a mask."""
+    told = []
+    for row in rows:
+        longest = max(other.of.length for other in rows)
+        if row.of.length == longest and not row.of.causal and row.milliseconds and is_ours(row.implementation):
+            own = [r for r in rows if (r.of, r.implementation) == (row.of, OURS) and r.milliseconds]
+            if own and row.implementation != OURS:
+                times = own[0].milliseconds / row.milliseconds  # type: ignore[operator]
+                told.append(
+                    f"Head size {row.of.head_size}, {length_label(longest)} tokens, {row.implementation}: "
+                    f"{times:.2f} times as fast as 16 bits."
+                )
+    return told
+
+
 HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "paper": _paper,
     "classic": _classic,
@@ -363,6 +380,7 @@ HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "llmc": _llmc,
     "ablation": _ablation,
     "variants": _variants,
+    "eight-bits": _eight_bits,
     "host": _host,
 }
 

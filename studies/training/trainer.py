@@ -141,10 +141,11 @@ def train(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
     _set_torch(settings)
     name = attention.removesuffix(MOVED)
     with PEERS[name].context():
-        yield from _train(settings, attend_with(name, settings), moved=name != attention)
+        yield from train_with(settings, attend_with(name, settings), moved=name != attention)
 
 
-def _train(settings: Settings, attend: Attend, moved: bool) -> Iterator[dict[str, float]]:
+def train_with(settings: Settings, attend: Attend, moved: bool = False) -> Iterator[dict[str, float]]:
+    """Train in this process, and yield the same lines. `moved`: begin with every weight one rounding away."""
     device = torch.device(settings.device)
     text = text_of(settings, settings.tokens)
     _step_once(replace(settings, context=32, batch=1), attend, text, device)  # libraries load their own memory

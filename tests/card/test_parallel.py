@@ -56,7 +56,8 @@ def rank_main(rank, count, folder, backend):
     s, (*x, _) = tp.Zigzag(dist.group.WORLD), operands(device)
     dropped = tw.attention(*x, mask=tw.Causal(), dropout=0.2, seed=5)
     for plan in PLANS:
-        mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), dropout=0.2, seed=5, backend="triton")
+        given = {"dropout": 0.2, "seed": 5, "backend": backend or "triton"}
+        mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), **given)
         close(mine, s.shard(dropped), f"{plan} dropout")
     dist.destroy_process_group()
 
@@ -134,13 +135,25 @@ def test_places_and_spans_are_those_of_the_whole(backend):
     ends = ((0, N // 2), (N // 2, N))
     halves = [tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), place=tw.Origin(0, a), **given) for a, b in ends]
     close(tw.merge(halves)[0], whole, "alibi at a place")
-    given = {"dropout": 0.2, "seed": 5, "backend": "triton"}
-    dropped = tw.attention(*x, **given)
-    close(
-        tw.attention(*[t[:, :, 4:] for t in x[:3]], place=tw.Origin(head=4, heads=H), **given),
-        dropped[:, :, 4:],
-        "heads",
-    )
+    given = {"dropout": 0.2, "seed": 5, "backend": backend}
+    whole = [t.clone().requires_grad_() for t in x]
+    dropped = tw.attention(*whole, **given)
+    heads = [t[:, :, 4:].detach().requires_grad_() for t in whole]
+    mine = tw.attention(*heads, place=tw.Origin(head=4, heads=H), **given)
+    close(mine, dropped[:, :, 4:], "heads")
+    true = torch.autograd.grad(dropped, whole, do)
+    for grad, of_all in zip(torch.autograd.grad(mine, heads, do[:, :, 4:]), true, strict=True):
+        close(grad, of_all[:, :, 4:], "gradients of heads")
+    for a, b in ends:  # rows; their keys are all, so that nothing is merged
+        rows = x[0][:, a:b].clone().requires_grad_()
+        mine = tw.attention(rows, *x[1:3], place=tw.Origin(row=a), **given)
+        close(mine, dropped[:, a:b], "rows")
+        close(*torch.autograd.grad(mine, rows, do[:, a:b]), true[0][:, a:b], "dq of rows")
+    dropped_halves = [
+        tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), place=tw.Origin(0, a), return_lse=True, **given)
+        for a, b in ends
+    ]
+    close(tw.merge(dropped_halves)[0], dropped, "keys")
     ids = (torch.arange(N, device="cuda") // 700)[None]
     spans = tw.Spans((ids * 700).int(), ((ids + 1) * 700).clamp(max=N).int())
     own = [t.clone().requires_grad_() for t in x]

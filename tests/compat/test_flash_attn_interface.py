@@ -168,9 +168,8 @@ def test_the_functions_below(packed):
 
 def test_what_is_refused_says_why():
     q, cu = random(1, 5, H, D), starts((5,))
-    for name in ("qv", "q_descale", "k_descale", "v_descale"):
-        with pytest.raises(tw.Unsupported, match=f"flash_attn_func: {name} is not None, but no kernel here reads it"):
-            flash_attn_func(q, q, q, **{name: q})
+    with pytest.raises(tw.Unsupported, match="flash_attn_func: qv is not None, but no kernel here reads it"):
+        flash_attn_func(q, q, q, qv=q)
     for name in ("seqused_q",):
         with pytest.raises(tw.Unsupported, match=f"{name} is not None, but parts of sequences"):
             flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 5, 5, **{name: cu[1:]})
@@ -178,3 +177,64 @@ def test_what_is_refused_says_why():
         interface._flash_attn_forward(q, q, q, page_table=cu)
     with pytest.raises(tw.Unsupported, match="flash_attn_with_kvcache: qv is not None"):
         flash_attn_with_kvcache(q, q, q, cache_seqlens=5, qv=q)
+
+
+def in_e4m3(*shape: int, scales: tuple[int, ...] = (2, H_K)) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor in e4m3, its descale, and what they stand for in bf16."""
+    x, scale = random(*shape).to(torch.float8_e4m3fn), torch.rand(scales, device=DEVICE) + 0.5
+    each = scale.repeat_interleave(shape[-2] // H_K, 1)[:, None, :, None]
+    return x, scale, (x.float() * each).bfloat16()
+
+
+def test_descales_are_the_scales_of_quantized_tensors():
+    (q, q_descale, q_16), (k, k_descale, k_16), (v, v_descale, v_16) = (
+        in_e4m3(2, n, h, 16) for n, h in ((20, H), (30, H_K), (30, H_K))
+    )
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **descales)
+    eight = [tw.Quantized(*pair) for pair in ((q, q_descale), (k, k_descale), (v, v_descale))]
+    o, expected = tw.attention(*eight, mask=tw.Causal(), precision="fp8", return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, o)
+    assert torch.equal(lse, expected)
+    near = flash_attn_func(q_16, k_16, v_16, causal=True)
+    assert (out - near).float().square().mean().sqrt() <= 0.04 * near.float().square().mean().sqrt()
+    cu_q, cu_k = starts((20, 20)), starts((30, 30))
+    packed = flash_attn_varlen_func(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k, 20, 30, causal=True, **descales
+    )
+    assert torch.equal(packed.view_as(out), out)
+    assert torch.equal(interface._flash_attn_forward(q, k, v, causal=True, **descales)[0], out)
+    ones = {name: torch.ones_like(scale) for name, scale in descales.items()}
+    assert torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v, **ones))
+    joint = torch.stack([k, k, v], 2)
+    assert torch.equal(flash_attn_qkvpacked_func(joint), flash_attn_func(k, k, v))
+    with pytest.raises(tw.Unsupported, match="attention_chunk is > 0, but q is in e4m3"):
+        flash_attn_func(q, k, v, attention_chunk=4)
+
+
+def test_descales_of_a_cache():
+    q, q_descale, q_16 = in_e4m3(2, 3, H, 16)
+    k, k_descale, k_16 = in_e4m3(2, 30, H_K, 16)
+    v, v_descale, v_16 = in_e4m3(2, 30, H_K, 16)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    lengths = torch.tensor([20, 7], dtype=torch.int32, device=DEVICE)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **descales)
+    near = flash_attn_with_kvcache(q_16, k_16, v_16, cache_seqlens=lengths, causal=True)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, near, rtol=2e-2, atol=2e-2)
+    new = random(2, 3, H_K, 16).to(torch.float8_e4m3fn)
+    flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, causal=True, **descales)
+    for b, length in enumerate(lengths.tolist()):
+        assert torch.equal(k[b, length : length + 3].view(torch.uint8), new[b].view(torch.uint8))
+    used = flash_attn_varlen_func(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts((3, 3)), starts((30, 30)), 3, 30,
+        seqused_k=lengths + 3, causal=True, **descales,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        used.view(2, 3, H, 16),
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths + 3, causal=True, **descales),
+    )
+    angles = {"rotary_cos": random(40, 8), "rotary_sin": random(40, 8)}
+    with pytest.raises(tw.Unsupported, match="rotary_cos is not None, but q is in e4m3"):
+        flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, **angles, **descales)

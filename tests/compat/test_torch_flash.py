@@ -1,5 +1,6 @@
 """tilewise.compat.torch_flash: torch.nn.attention.varlen.varlen_attn on tilewise, sequence by sequence as SDPA."""
 
+import inspect
 from itertools import pairwise
 
 import pytest
@@ -78,11 +79,87 @@ def test_lse_and_scale_are_tilewises(active):
     assert torch.equal(lse.reshape(expected.shape), expected)
 
 
+USED = torch.tensor([3, 0, 7], dtype=torch.int32)
+KNOWN = inspect.signature(varlen.varlen_attn).parameters
+needs_used = pytest.mark.skipif("seqused_k" not in KNOWN, reason="this varlen_attn has no seqused_k")
+needs_pages = pytest.mark.skipif("block_table" not in KNOWN, reason="this varlen_attn has no block_table")
+
+
+def of_used_keys(q, k, v, window):
+    """Compute each sequence over the first USED of its keys, to whose last its last query is aligned."""
+    outs = []
+    for (start, end), n in zip(pairwise(ENDS), USED.tolist(), strict=True):
+        M = end - start
+        i, j = torch.arange(M)[:, None] + n - M, torch.arange(n)
+        left, right = window
+        mask = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+        parts = [t[start : start + rows].transpose(0, 1)[None] for t, rows in ((q, M), (k, n), (v, n))]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1).nan_to_num(0.0))
+    return torch.cat(outs)
+
+
+@needs_used
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_used_keys_are_seen(active, window, compiled):
+    torch._dynamo.reset()
+    q, k, v = (t.detach() for t in operands())
+    expected = of_used_keys(q, k, v, window)
+    for (start, end), n in zip(pairwise(ENDS), USED.tolist(), strict=True):
+        k[start + n : end], v[start + n : end] = torch.nan, torch.nan
+    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    with tw.count_calls() as calls:
+        found = call(q, k, v, window, seqused_k=USED)
+    torch.testing.assert_close(found, expected)
+    assert calls.ran == {"cpu": 1}
+
+
+@needs_pages
+@pytest.mark.parametrize("num_splits", [None, 1])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_keys_come_from_pages(active, window, num_splits):
+    q, k, v = (t.detach() for t in operands())
+    expected = of_used_keys(q, k, v, window)
+    page, table = 4, torch.tensor([[5, 0, 7], [1, 6, 2], [4, 3, 8]], dtype=torch.int32)
+    pools = [torch.full((9, page, 2, 8), torch.nan) for _ in range(2)]
+    for b, n in enumerate(USED.tolist()):
+        for r in range(n):
+            for pool, t in zip(pools, (k, v), strict=True):
+                pool[table[b, r // page], r % page] = t[ENDS[b] + r]
+    found, lse = varlen.varlen_attn(
+        q, *pools, CU, None, 11, 12, window_size=window, enable_gqa=True, seqused_k=USED, block_table=table,
+        num_splits=num_splits, return_aux=varlen.AuxRequest(lse=True),
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
+    assert lse.numel() == 16 * 4
+
+
+@needs_pages
+def test_one_split_gives_the_same_bits_in_any_batch(active):
+    torch.manual_seed(0)
+    pools = [torch.randn(40, 64, 2, 8) for _ in range(2)]
+    table, used = torch.randperm(40).view(2, 20).int(), torch.tensor([1250, 1000], dtype=torch.int32)
+    q = torch.randn(2, 4, 8)
+
+    def call(first, end):
+        cu = torch.arange(end - first + 1, dtype=torch.int32)
+        return varlen.varlen_attn(
+            q[first:end], *pools, cu, None, 1, 1280, enable_gqa=True, seqused_k=used[first:end],
+            block_table=table[first:end], num_splits=1,
+        )  # fmt: skip
+
+    assert torch.equal(call(0, 2)[1:], call(1, 2))
+
+
+@needs_pages
 def test_what_it_has_no_name_for_is_handed_back(active):
-    x = operands()
+    x = [t.detach() for t in operands()]
+    table = torch.zeros(3, 1, dtype=torch.int32)
     with tw.count_calls() as calls, pytest.raises(NotImplementedError):  # PyTorch brings no such kernel for CPUs
-        attend(*x, (-1, -1), seqused_k=torch.tensor([5, 0, 11], dtype=torch.int32))
-    assert calls.handed_back == {"seqused_k": 1}
+        torch.ops.aten._flash_attention_forward(*x, CU, CU, 11, 11, 0.0, False, False, block_table=table)
+    assert calls.handed_back == {"block_table without seqused_k": 1}
 
 
 def test_restoring_leaves_nothing_behind():

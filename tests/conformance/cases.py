@@ -672,6 +672,33 @@ def _fp16_sums() -> Iterator[Case]:
     yield replace(a, name="large fp16 many heads", H=64, H_k=1, mask=causal)
 
 
+def _eight_bits() -> Iterator[Case]:
+    """In 8 bits; "large" has several blocks of queries and keys."""
+    for precision in ("int8", "fp8"):
+        of = {"dtype": bf16, "precision": precision}
+        yield Case(f"{precision} full", **of)
+        yield Case(f"{precision} fp16", **of | {"dtype": fp16}, mask=causal, D=64)
+        for name in ("causal", "window", "padding", "documents", "dense"):
+            yield Case(f"{precision} {name}", mask=MASKS[name], **of)
+        for name, build in SCORES.items():
+            yield Case(f"{precision} {name}", score=(build,), mask=causal, **of)
+        yield Case(f"{precision} sink", sink=fp32, mask=causal, **of)
+        yield Case(f"{precision} GQA", H=4, D=40, D_v=64, **of)
+        yield Case(f"{precision} through lse", loss="lse", **of)
+        yield Case(f"{precision} shifted", values="shifted", **of)
+        yield Case(f"{precision} zero", values="zero", **of)
+        yield Case(f"{precision} qkvpacked", N=33, strides="qkvpacked", **of)
+        yield Case(f"{precision} varlen", lengths=PACKED_ZERO, unowned=(3, 2), **of)
+        for D in (64, 128, 256):
+            large = {"M": 300, "N": 700, "H": 4, "D": D, "size": "large", **of}
+            yield Case(f"{precision} large {D}", **large)
+            yield Case(f"{precision} large {D} causal", mask=causal, **large)
+            yield Case(f"{precision} large {D} window", mask=window(90, 30), sink=fp32, **large)
+            yield Case(f"{precision} large {D} softcap", mask=causal, score=(softcap(20.0),), **large)
+            yield Case(f"{precision} large {D} varlen", mask=causal, lengths=PACKED_LONG, **large)
+    yield Case("int8 dropout", dropout=0.3, mask=causal, dtype=bf16, precision="int8")
+
+
 def _short() -> Iterator[Case]:
     """More short batch entries and packed sequences than the CPU computes together."""
     short = Case("", size="large", B=150, M=5, N=7, H=4, D=8)
@@ -713,5 +740,6 @@ CASES = [
     *_numbers(),
     *_large(),
     *_fp16_sums(),
+    *_eight_bits(),
     *_short(),
 ]

@@ -13,7 +13,8 @@ and subtracts delta = rowsum(dO * O). Where L = m + log l is so large that log l
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ import tilewise as tw
 from tilewise import reference
 from tilewise.dropout import dropout_keep, dropout_rescale
 from tilewise.mask import intersect
+from tilewise.problem import EIGHT_BITS
 
+from .approximate import TURNS, emulated
 from .cases import Call, Case
 
 Results = dict[str, Tensor]
@@ -36,6 +39,9 @@ UNITS = 2
 
 ORDERS = {"tiny": 32, "large": 4}
 """In which plain torch sums; among many numbers the worst is less a matter of luck."""
+
+APPROXIMATE = 1.1
+"""Times the error of 8-bit products in plain torch (`approximate.py`)."""
 
 OF_LARGEST = {"bf16x3": 2e-5, "tf32": 2e-3}
 """On a GPU these precisions are measured by the tensor's largest entry."""
@@ -70,9 +76,14 @@ def options(case: Case, call: Call, backend: str | None) -> dict[str, Any]:
 
 def truth(case: Case, call: Call) -> Results:
     """The reference in fp64."""
+    return _of_sequences(call, lambda dense: _true_results(case, dense))
+
+
+def _of_sequences(call: Call, results: Callable[[Call], Results]) -> Results:
+    """The results of a padded call, or of each packed sequence, joined."""
     if call.layout is None:
-        return _true_results(case, call)
-    parts = [{n: t if n == "dsink" else t[b] for n, t in _true_results(case, c).items()} for b, c in _sequences(call)]
+        return results(call)
+    parts = [{n: t if n == "dsink" else t[b] for n, t in results(c).items()} for b, c in _sequences(call)]
     behind = {name: t.double() for name, t in _unowned(call).items()}
     joined = {n: torch.cat([*(part[n] for part in parts), t], -1 if n == "lse" else 0) for n, t in behind.items()}
     if call.sink is None:
@@ -128,13 +139,20 @@ def rival(case: Case, call: Call, kernel: SDPBackend = SDPBackend.EFFICIENT_ATTE
     return {"o": o.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def errors(got: Results, true: Results) -> dict[str, float]:
-    """The largest error of each result where the truth is finite."""
-    return {name: _largest((got[name].double() - t)[t.isfinite()]) for name, t in true.items() if name in got}
+def errors(got: Results, true: Results, precision: str | None = None) -> dict[str, float]:
+    """The largest error of each result where the truth is finite; in 8 bits the root mean square."""
+    size = _root_mean_square if precision in EIGHT_BITS else _largest
+    return {name: size((got[name].double() - t)[t.isfinite()]) for name, t in true.items() if name in got}
 
 
 def bounds(case: Case, call: Call, true: Results) -> dict[str, float]:
-    """The largest error that the rule allows in each result."""
+    """The error that the rule allows in each result."""
+    types = result_types(call)
+    if case.precision in EIGHT_BITS:
+        ways = product(TURNS, (False, True) if call.q.is_cuda else (False,))
+        found = [_of_sequences(call, lambda dense, way=way: emulated(case, dense, *way)) for way in ways]
+        worst = [errors(each, true, case.precision) for each in found]
+        return {n: APPROXIMATE * max(e[n] for e in worst) + UNITS * unit(t, types[n]) for n, t in true.items()}
     if call.q.is_cuda and case.precision in OF_LARGEST:
         return {name: OF_LARGEST[case.precision] * _largest(t[t.isfinite()]) for name, t in true.items()}
     if case.dtype == torch.float64:  # the truth is as rounded as the result: scale what fp32 does to the same numbers
@@ -147,11 +165,12 @@ def bounds(case: Case, call: Call, true: Results) -> dict[str, float]:
         factor = 2.0
     else:
         factor = 1.5 if case.dtype == torch.float32 else 2.0
-    types = result_types(call)
     return {name: factor * plain[name] + UNITS * unit(t, types[name]) for name, t in true.items()}
 
 
-def assert_as_accurate_as_torch(got: Results, true: Results, allowed: dict[str, float]) -> None:
+def assert_as_accurate_as_torch(
+    got: Results, true: Results, allowed: dict[str, float], precision: str | None = None
+) -> None:
     """Every result has the truth's shape and non-finite entries, and no error above what is allowed."""
     assert got.keys() == true.keys()
     for name, t in true.items():
@@ -161,7 +180,7 @@ def assert_as_accurate_as_torch(got: Results, true: Results, allowed: dict[str, 
         assert not wrong.any(), (
             f"{name} is {x[wrong][:4].tolist()} where the truth is {t[wrong][:4].tolist()}, {int(wrong.sum())} entries"
         )
-    found = errors(got, true)
+    found = errors(got, true, precision)
     misses = {name: (error, allowed[name]) for name, error in found.items() if not error <= allowed[name]}
     told = "; ".join(f"{name} is off by {error:.3g}, allowed {bound:.3g}" for name, (error, bound) in misses.items())
     assert not misses, told
@@ -318,6 +337,10 @@ def _narrowed(call: Call) -> Call:
 
 def _largest(t: Tensor) -> float:
     return t.double().abs().max().item() if t.numel() else 0.0
+
+
+def _root_mean_square(t: Tensor) -> float:
+    return t.double().square().mean().sqrt().item() if t.numel() else 0.0
 
 
 def _kind(t: Tensor) -> Tensor:

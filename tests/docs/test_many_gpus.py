@@ -1,5 +1,6 @@
 """docs/use/many-gpus.md: its table is what the model says, and its picture's numbers follow from masks."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,11 +14,25 @@ parallel = pytest.importorskip("parallel")
 PAGE = (DOCS / "use" / "many-gpus.md").read_text()
 
 
-def test_the_table_is_the_models():
-    found = re.search(r"<!-- table -->\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)
+@pytest.mark.parametrize("name", ["table", "memory"])
+def test_the_tables_are_the_models(name):
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)
     assert found, "the page has lost its markers"
-    assert found[1] == parallel.table(), "run python docs/pictures/parallel.py and put its lines there"
+    assert found[1] == getattr(parallel, name)(), "run python docs/pictures/parallel.py and put its lines there"
     assert "No machine has measured these numbers." in PAGE
+
+
+SEEN = DOCS.parent / "benchmarks" / "seen"
+
+
+@pytest.mark.parametrize("file", sorted(SEEN.glob("parallel-*-x[2-8].json")), ids=lambda file: file.name)
+def test_ranks_hold_what_the_page_says(file):
+    """Memory of rows that were measured, beside the share's, is at most the model's."""
+    rows = [row for row in json.loads(file.read_text()) if row["gpus"] > 1]
+    assert rows
+    for row in rows:
+        sizes = parallel.Sizes(row["tokens"], row["gpus"], *row["heads"], 128)
+        assert row["peak_bytes"] - row["peak_bytes_of_share"] <= 1.01 * parallel.cost(row["plan"], 1, sizes).memory, row
 
 
 def test_the_picture_shows_three_quarters_neighbours_and_everyone():

@@ -8,9 +8,9 @@ from tilewise.explain import problem_on
 from tilewise.problem import Operands, Problem
 
 
-def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), **given) -> tuple[Problem, Operands]:
-    """The problem of a call on an H200, and its tensors; packed sequences are no `batch`, ()."""
-    q, k = (torch.empty(*batch, length, heads, D, dtype=dtype) for length, heads in ((M, H), (N, H_k)))
+def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), keys=None, **given) -> tuple[Problem, Operands]:
+    """The problem of a call on an H200, and its tensors; packed sequences are no `batch`, (). A cache has `keys`."""
+    q, k = (torch.empty(*rows, heads, D, dtype=dtype) for rows, heads in (((*batch, M), H), (keys or (*batch, N), H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
     x, *rest = check_arguments(q, k, k, **options)

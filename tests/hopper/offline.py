@@ -31,13 +31,14 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "medium", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "wide",
+        "fp16x3 varlen", "biased", "wide", "pages of 16",
     ),
     128: (
-        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "combined", "ordered",
-        "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed", "prefix placed",
+        "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
+        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed",
+        "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
     ),
-    256: ("causal", "dropout", "grouped", "listed", "biased", "wide"),
+    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -60,6 +61,23 @@ def calls() -> dict[str, dict[str, Any]]:
         "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
         "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
         "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
+        **{
+            f"pages of {page}": {
+                "mask": tw.Causal(),
+                "H_k": 1,
+                "page": page,
+                "layout": tw.Cached(
+                    meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32), cu_q=ends, max_q=S
+                ),
+            }
+            for page in (8, 16, 128)
+        },
+        "cache, window": {
+            "mask": tw.Causal() & tw.Window(300, 0),
+            "H_k": 1,
+            "page": S,
+            "layout": tw.Cached(meta(B, dtype=torch.int32)),
+        },
         "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "wide varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S), "out_dtype": torch.float32},
         "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
@@ -73,6 +91,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
+        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)},
         "combined": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
@@ -87,8 +106,10 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     """Forward and backward of a call with meta tensors."""
     options = dict(options)
     batch, length, heads = options.pop("B", B), options.pop("S", S), options.pop("H", H)
-    shape, dtype = (batch * length,) if "layout" in options else (batch, length), DTYPES["precision" in options]
-    q, k = (meta(*shape, n, D, dtype=dtype) for n in (heads, options.pop("H_k", heads)))
+    dtype, packed = DTYPES["precision" in options], getattr(options.get("layout"), "cu_q", None) is not None
+    shape, page = (batch * length,) if packed else (batch, length), options.pop("page", None)
+    q = meta(*shape, heads, D, dtype=dtype)
+    k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
         "deterministic": False, "backend": "hopper", "out_dtype": None, "place": None,
@@ -97,7 +118,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     p = problem_on(x, recipe, longest, "sm_90")
     assert not backend.why_not(p), backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
-    lse = meta(*((heads, batch * length) if recipe.varlen else (batch, heads, length)), dtype=torch.float32)
+    lse = meta(*((heads, batch * length) if packed else (batch, heads, length)), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))
     of_q, of_k = (torch.empty_like(t, dtype=p.out_dtype) for t in (q, k))
@@ -107,6 +128,8 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         keys = fp32_backward_launch.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
     pl = plan.plan(p)
+    if recipe.cached:
+        return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl, q.device), torch.empty_like(q)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter)

@@ -16,7 +16,7 @@ import torch
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import eight_bits_launch, launch, plan
+from tilewise.hopper import launch, plan
 from tilewise.problem import Saved
 from tilewise.quantize import empty_codes
 
@@ -27,15 +27,17 @@ B, S, H = 2, 1024, 16
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 CALLS: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"mask": tw.Causal()}, "window": {"mask": tw.Window(100, 0)},
-    "softcap": {"score": tw.SoftCap(50.0)},
+    "softcap": {"score": tw.SoftCap(50.0)}, "bias": {"score": tw.Bias(meta(H, S, S, dtype=torch.float32))},
+    "sink": {"sink": meta(H, dtype=torch.float32)},
     "varlen": {"layout": tw.Varlen(*[meta(B + 1, dtype=torch.int32)] * 2, S, S)},
 }  # fmt: skip
 
 
-def compiled(D: int, precision: str | None, options: dict[str, Any]) -> Any:
-    """A forward of 16-bit tensors, compiled for sm_90a."""
+def compiled(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bool = False) -> Any:
+    """A forward of 16-bit tensors, or of e4m3 ones as they are, compiled for sm_90a."""
     shape = (B * S,) if "layout" in options else (B, S)
-    q = meta(*shape, H, D, dtype=torch.bfloat16)
+    o = meta(*shape, H, D, dtype=torch.bfloat16)
+    q = tw.Quantized(meta(*shape, H, D, dtype=torch.float8_e4m3fn), meta(H, dtype=torch.float32)) if of_e4m3 else o
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
         "precision": precision, "deterministic": False, "backend": "hopper",
@@ -43,11 +45,13 @@ def compiled(D: int, precision: str | None, options: dict[str, Any]) -> Any:
     x, recipe, longest = check_arguments(q, q, q, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")
     lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
-    saved, counter = Saved(torch.empty_like(q), lse), meta(2, dtype=torch.int32)
-    if precision is None:
-        return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
-    codes = empty_codes(p, q.device)
-    return eight_bits_launch.forward_launches(p, plan.plan(p), x, codes, saved, counter)[-1].compile()
+    saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
+    if precision:
+        codes = empty_codes(p, o.device)
+        if of_e4m3:
+            codes = codes._replace(q=codes.q.view(torch.float8_e4m3fn), k=codes.k.view(torch.float8_e4m3fn))
+        saved = saved._replace(kept=codes.present())
+    return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
 
 
 def loop(kernel: Any) -> dict[str, int]:
@@ -57,7 +61,8 @@ def loop(kernel: Any) -> dict[str, int]:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Every row of the table without a mask, and at head size 128 every call; 16 bits for comparison."""
+    """Every row of the table without a mask, and at head size 128 every call; 16 bits for comparison. Inputs that are
+    e4m3 already count as a precision "e4m3"."""
     use_target("sm_90")
     for D in (64, 128, 256):
         for precision in (None, "int8", "fp8"):
@@ -65,6 +70,9 @@ def main() -> Iterator[dict[str, Any]]:
                 kernel = compiled(D, precision, CALLS[name])
                 counts = loop(kernel)
                 yield {"D": D, "precision": precision, "call": name, "counts": counts} | read_hopper(kernel)
+        for name in ("full", "varlen") if D == 128 else ("full",):
+            kernel = compiled(D, "fp8", CALLS[name], of_e4m3=True)
+            yield {"D": D, "precision": "e4m3", "call": name, "counts": loop(kernel)} | read_hopper(kernel)
 
 
 if __name__ == "__main__":

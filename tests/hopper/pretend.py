@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from triton import knobs
+
 STEPS = 20_000_000
 """Operations on integers, all roles together, after which a kernel counts as endless."""
 Role = tuple[int, ...]
@@ -232,6 +234,35 @@ class Memory:
         return self.cell.content if isinstance(self.cell.content, Numbers) else Numbers()
 
 
+class Panels:
+    """The stages of a tile seen as panels of its columns, `count` of each stage, whose rows TMA fills part by part."""
+
+    def __init__(self, memory: Memory, shape: Sequence[int]) -> None:
+        self.memory, self.shape, self.count = memory, list(shape), shape[0] // memory.shape[0]
+
+    def index(self, i: Any) -> "Panel":
+        stage = self.memory.index(int(i) // self.count)
+        return Panel(stage.cell, int(i) % self.count, self.shape[1:])
+
+
+class Panel:
+    """A stage's panel, or `length` of its rows."""
+
+    def __init__(self, cell: Any, panel: int, shape: Sequence[int], row: int = 0) -> None:
+        self.cell, self.panel, self.shape, self.row = cell, panel, list(shape), row
+
+    def slice(self, start: int, length: int, dim: int) -> "Panel":
+        assert start + length <= self.shape[dim], "no such rows"
+        shape = [*self.shape[:dim], length, *self.shape[dim + 1 :]]
+        return Panel(self.cell, self.panel, shape, start)
+
+    def store(self, x: tuple[Any, ...]) -> None:
+        """Replace what the part held."""
+        parts = dict(self.cell.content[1:]) if isinstance(self.cell.content, tuple) else {}
+        parts[self.row, self.panel] = x
+        self.cell.content = ("parts", *parts.items())
+
+
 class Barrier:
     """Completes a phase once `count` arrivals and all bytes that they expect are there."""
 
@@ -252,10 +283,10 @@ class Barrier:
 
 
 class Box(SimpleNamespace):
-    """A tensor as TMA sees it: a name, and the bytes of a box."""
+    """A tensor as TMA sees it: a name, the bytes of a box, and its shape."""
 
-    def __init__(self, name: str, size: int = 0) -> None:
-        block = SimpleNamespace(nbytes=size)
+    def __init__(self, name: str, size: int = 0, shape: Sequence[int] = ()) -> None:
+        block = SimpleNamespace(nbytes=size, shape=shape)
         super().__init__(name=name, block_type=block, layout=Numbers(), dtype=Numbers(), block_shape=[1])
 
 
@@ -304,6 +335,19 @@ def named_barrier(op: str, who: int) -> None:
         world.wait(lambda: barrier.phase > phase, "a named barrier")
 
 
+def load_number(at: Any, *_: Any, mask: Any = True, other: Any = None, **__: Any) -> Any:
+    """What an address holds, where it is asked for."""
+    if not isinstance(at, Pointer):
+        return Numbers()
+    return Scalar(at.get() if isinstance(mask, Numbers) or mask else other)
+
+
+def reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    """The same memory in another type, or in panels of its columns."""
+    same_size = shape[0] * shape[-1] == memory.shape[0] * memory.shape[-1]
+    return Panels(memory, shape) if same_size else Memory(shape)
+
+
 class Language:
     """Both `gl` and `tl`."""
 
@@ -316,7 +360,7 @@ class Language:
     full = staticmethod(lambda shape, value, *_: Numbers(value))
     split = staticmethod(lambda _: (Numbers(), Numbers()))
     max = staticmethod(lambda x, _: x.value)
-    load = staticmethod(lambda at, *_, **__: Scalar(at.get()) if isinstance(at, Pointer) else Numbers())
+    load = staticmethod(load_number)
     store = staticmethod(lambda at, x, **_: at.put(lambda _: x) if isinstance(at, Pointer) else None)
     atomic_add = staticmethod(lambda at, x, **_: at.put(lambda old: old + int(x)))
     atomic_max = staticmethod(lambda at, x, **_: at.put(lambda old: max(old, int(x))))
@@ -336,7 +380,7 @@ class Language:
 
 language = Language()
 NAMES = {
-    "gluon": None, "triton": None, "gl": language, "tl": language,
+    "gluon": None, "triton": SimpleNamespace(knobs=knobs), "gl": language, "tl": language,
     "mbarrier": SimpleNamespace(
         init=init, wait=wait, MBarrierLayout=Numbers, arrive=lambda bar: world.change(bar.cell.barrier.arrive),
         expect=lambda bar, size: world.change(lambda: bar.cell.barrier.arrive(size)),
@@ -344,7 +388,7 @@ NAMES = {
     "tma": SimpleNamespace(store_wait=lambda _: None), "fence_async_shared": lambda: None,
     "warpgroup_mma": multiply, "warpgroup_mma_wait": lambda _, x: x if len(x) > 1 else x[0],
     "triton_compat": SimpleNamespace(
-        load=load, barrier=lambda: None, reinterpret=lambda memory, dtype, shape, layout: Memory(shape),
+        load=load, barrier=lambda: None, reinterpret=reinterpret,
         store=lambda box, at, _: world.record("stored", box.name, *map(int, at[:3])),
         reduce_add=lambda box, at, _: world.record("added", int(at[0])),
     ),

@@ -1,6 +1,7 @@
 """Hopper's forward and the backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and
 without numbers."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import plan
-from tilewise.host.launch import device_values
+from tilewise.host.launch import batch_of, device_values, packed
 from tilewise.problem import Grads, Operands, Problem
+from tilewise.tile.cache import Batch
+from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part
 from tilewise.tile.ranges import TileLists, Variant
 from tilewise.tile.rows import Packed, Unused
@@ -48,6 +51,11 @@ def store_gradient(G, x, keys, row, *_):
     pretend.world.record("stored", G.name, 0, int(keys.h_k), int(keys.k0 + row))
 
 
+def zero_outside(memory, first, end):
+    """In place of zeroing rows of a tile."""
+    pretend.world.record("zeroed", memory.cell.content, int(first), int(end))
+
+
 def store_inside(G, x, b, h, row, count, *_):
     """In place of storing rows one by one."""
     if count > 0:
@@ -56,7 +64,9 @@ def store_inside(G, x, b, h, row, count, *_):
 
 INSTEAD["tilewise.hopper.forward.kernel"] = {"finalize": pair}
 INSTEAD["tilewise.hopper.forward.softmax"] = {"masked": masked, "row_max": pair}
-INSTEAD["tilewise.hopper.parts.ragged"] = {"zero_from": lambda *_: None, "store_inside": store_inside}
+INSTEAD["tilewise.hopper.parts.ragged"] = {
+    "zero_from": lambda *_: None, "zero_outside": zero_outside, "store_inside": store_inside,
+}  # fmt: skip
 INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"dropout_words": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.backward.gradients"] = {
     "tile_probabilities": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
@@ -91,11 +101,14 @@ def rehearse_forward(
     variant = variant_of(p, x, lists)
     counted = made._replace(section=section, order=0)
     shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
-    q, k, v, o = (Box(name, 2 * tile.D * size) for name, size in zip("qkvo", (64, tile.B_C, tile.B_C, 64), strict=True))
+    of_pages = pl.boxes[1].block_shape if tile.PAGE else [1, 1, tile.B_C, tile.D]
+    sizes = [1, 1, 64, tile.D], of_pages, of_pages, [1, 1, 64, tile.D]
+    q, k, v, o = (Box(name, 2 * size[2] * size[3], size) for name, size in zip("qkvo", sizes, strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
     end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, tile, 0
-    perform(kernel, (q, k, v, codes, o, rows_of(p, o), Numbers(), counter, packed_of(p, x), *end), counter)
+    where = packed_of(p, x), cache_of(p, x)
+    perform(kernel, (q, k, v, codes, o, rows_of(p, o), Numbers(), counter, *where, *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
 
 
@@ -131,7 +144,7 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
 def rows_of(p: Problem, box: Box) -> Any:
     """Where an output is stored row by row; None if it never is. The box gets the type of q."""
     box.dtype = p.dtype
-    if not p.recipe.varlen and p.out_dtype == p.dtype:
+    if not p.rows_packed and p.out_dtype == p.dtype:
         return None
     return SimpleNamespace(name=box.name, ptr=SimpleNamespace(dtype=SimpleNamespace(element_ty=p.out_dtype)))
 
@@ -147,14 +160,25 @@ def perform(kernel: Any, arguments: tuple[Any, ...], counter: Pointer) -> None:
 
 def packed_of(p: Problem, x: Operands) -> Packed | None:
     """Where packed sequences end."""
-    if not p.recipe.varlen:
+    given = packed(p, x)
+    return None if given is None else Packed(*map(memory_of, given))
+
+
+def cache_of(p: Problem, x: Operands) -> Batch | None:
+    """Where keys lie in a cache."""
+    return Batch(*map(memory_of, batch_of(p, x))) if p.recipe.cached else None
+
+
+def memory_of(given: Any) -> Any:
+    """A tensor of integers as memory, or an integer."""
+    if given is None:
         return None
-    return Packed(*(Pointer(ends.tolist()) for ends in x.extra[-2:]), Scalar(2 * p.max_q + 1), Scalar(2 * p.max_k + 1))
+    return Pointer(given.flatten().tolist()) if isinstance(given, torch.Tensor) else Scalar(given)
 
 
 def variant_of(p: Problem, x: Operands, lists: TileLists | None) -> Variant:
     """What the call asks for."""
-    dropout = SimpleNamespace(seed=Numbers(), threshold=Numbers(), rescale=Numbers()) if p.recipe.dropout else None
+    dropout = Dropout(Numbers(), Numbers(), Numbers()) if p.recipe.dropout else None
     return Variant(() if p.listed else intervals(p, x), (), dropout, lists)
 
 
@@ -174,12 +198,10 @@ def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
 def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
     """The mask's parts."""
 
-    def captured(given: Any) -> Any:
-        return Pointer(given.flatten().tolist()) if isinstance(given, torch.Tensor) else Scalar(given)
-
     masks = functions("tilewise.tile.masks")
     parts, _, _ = device_values(p, x.extra)
-    return tuple(Part(*(masks[f.fn.__name__] for f in part[:3]), tuple(map(captured, part.captured))) for part in parts)
+    found = ((*(masks[f.fn.__name__] for f in part[:3]), tuple(map(memory_of, part.captured))) for part in parts)
+    return tuple(itertools.starmap(Part, found))
 
 
 def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:

@@ -1,5 +1,6 @@
 """Dropout's bits on Hopper, held against the reference: the role that rolls them runs in numpy here, without a GPU."""
 
+import importlib
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from tilewise.dropout import dropout_keep, dropout_threshold
 
 dropout_bits = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
 
+Counters = importlib.import_module("tilewise.tile.dropout").Counters
 SEED = 0x123456789ABCDEF
 
 
@@ -40,8 +42,17 @@ GLUON = SimpleNamespace(
 
 def in_numpy():
     """The functions of dropout_bits.py, with numpy in Gluon's place."""
-    names: dict = {"gl": GLUON, "min": min, "range": range}
-    for name in ("philox", "add", "dropout_words", "words_by_query", "words_by_key", "keep_bits", "at_least"):
+    names: dict = {"gl": GLUON, "min": min, "range": range, "len": len}
+    for name in (
+        "in_whole",
+        "philox",
+        "add",
+        "dropout_words",
+        "words_by_query",
+        "words_by_key",
+        "keep_bits",
+        "at_least",
+    ):
         names[name] = FunctionType(getattr(dropout_bits, name).fn.__code__, names)
     return SimpleNamespace(**names)
 
@@ -76,3 +87,10 @@ def test_the_bits_are_the_decisions_of_the_reference(rows, columns, transposed, 
     assert torch.equal(found.T if transposed else found, keep)
     assert bool(keep.any())
     assert not bool(keep.all())
+
+
+def test_a_call_counts_from_its_place_in_the_whole():
+    place, in_whole = SimpleNamespace(b=1, h=2, matrix=7), in_numpy().in_whole
+    assert in_whole((), place, 64, 128) == (7, 64, 128)
+    counters = Counters(*(2 * n + 1 for n in (48, 192, 9, 5 * 9 + 3)))  # row, column, heads of the whole, first matrix
+    assert in_whole(counters, place, 64, 128) == ((5 + 1) * 9 + 3 + 2, 112, 320)

@@ -21,9 +21,9 @@ def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
     return found.tile, list(faults(found, H_k, [(0, 0, seen)]))
 
 
-def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
+def faults(found: Rehearsal, H_k, sequences, reader=None) -> Iterator[str]:
     """What goes wrong. `sequences`: the first query, the first key and the mask of each."""
-    read, B_C = Reader(sequences, found.tile), found.tile.B_C
+    read, B_C = reader or Reader(sequences, found.tile), found.tile.B_C
     for what, role, *event in found.events:
         getattr(read, what)(role, *event)
     yield from read.wrong

@@ -60,6 +60,42 @@ def test_head_sizes_above_256_are_refused_also_by_name(given, words):
         assert words in "; ".join(reasons)
 
 
+def ask_cache(page=64, dtype=None, **layout):
+    """What would run queries on keys in pages, or in one piece, and what Hopper says."""
+    q = torch.empty(2, 256, 16, 128, dtype=torch.bfloat16)
+    k = torch.empty(8, page or 512, 4, 128, dtype=dtype or q.dtype)
+    ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((2,), (2, 4))]
+    given = dict.fromkeys(layout.pop("tensors", ()), ints[0])
+    where = tw.Cached(ints[0], ints[1] if page else None, **given, **layout)
+    keys = (k, k) if k.dtype == q.dtype else [tw.Quantized(k, torch.ones(()))] * 2
+    for backend in (None, "hopper"):
+        found = tw.explain(q, *keys, mask=tw.Causal(), layout=where, device="sm_90", backend=backend)
+        yield found.backend, "; ".join(found.refusals.get("hopper", ())), found.tiles
+
+
+@pytest.mark.parametrize(("given", "tiles"), [
+    ({}, "pages of 64, 2 look-ups a tile"), ({"page": 8}, "pages of 8, 16 look-ups a tile"), ({"page": 0}, "programs"),
+    ({"page": 256}, "pages of 256, 1 look-up a tile"), ({"page": 0, "tensors": ("starts", "index")}, "keys not split"),
+])  # fmt: skip
+def test_it_reads_caches_by_name(given, tiles):
+    (chosen, why, _), (named, none, told) = ask_cache(**given)
+    assert (chosen, named) == ("triton", "hopper")
+    assert "its reading of a cache never ran on a GPU; pass backend='hopper'" in why
+    assert not none
+    assert tiles in told
+    assert "never run on a GPU" in told
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"page": 12}, "a multiple of 8 rows, got 12"), ({"tensors": ("starts",)}, "not from starts"),
+    ({"invariant": 64}, "as invariant asks"), ({"dtype": torch.float8_e4m3fn}, "in q's type, got float8_e4m3fn"),
+])  # fmt: skip
+def test_caches_that_it_does_not_read_are_refused_also_by_name(given, words):
+    (chosen, _, _), (named, why, _) = ask_cache(**given)
+    assert (chosen, named) == ("triton", None)
+    assert words in why
+
+
 @pytest.mark.parametrize("given", [{"S": 72}, {"deterministic": True, "mask": tw.Causal()}])
 def test_it_takes_small_and_deterministic_calls(given):
     assert ask(**given)[0] == "hopper"

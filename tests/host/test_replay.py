@@ -14,9 +14,11 @@ from tilewise import append, check, operator
 pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 
-from tilewise.host import append as host_append
+from tilewise.host import kept as host_kept
 from tilewise.host import launch as host
 from tilewise.host.replay import Replay
+from tilewise.tile.append import cache_append
+from tilewise.tile.merge import attention_merge
 from tilewise.triton import decode_launch
 
 pytestmark = pytest.mark.skipif(
@@ -50,14 +52,14 @@ def launched(monkeypatch):
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_append):
+    for module in (host, decode_launch, host_kept):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
-    kernels = decode_launch.attention_decode, decode_launch.attention_combine, host_append.cache_append
+    kernels = decode_launch.attention_decode, decode_launch.attention_combine, cache_append, attention_merge
     for kernel in kernels:
         monkeypatch.setattr(kernel, "arg_names", list(inspect.signature(kernel.fn).parameters), raising=False)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
-    cached = check._described, decode_launch.plan, host_append.kept
+    cached = check._described, decode_launch.plan, host_kept.kept
     for each in cached:
         each.cache_clear()
     yield given
@@ -88,6 +90,13 @@ def appended(B=3):
     return lambda: tw.append_(k, v, k_new, v_new, layout=layout, cos=cos, sin=sin, q=q), tensors
 
 
+def merged(packed=False):
+    rows, of_lse = ((64, 4), (4, 64)) if packed else ((2, 64, 4), (2, 4, 64))
+    o, part = torch.randn(2, *rows, 128).unbind()
+    lse, of_part = torch.randn(2, *of_lse).unbind()
+    return lambda: tw.merge([(part, of_part)], into=(o, lse), backend="triton"), (o, lse, part, of_part)
+
+
 def flat(value, names):
     """Return arguments with the name of a tensor in place of its address, and of others' a word."""
     if isinstance(value, tuple):
@@ -97,6 +106,7 @@ def flat(value, names):
 
 
 CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "append": appended}
+CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -111,7 +121,7 @@ def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, nam
             call()
             names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
             found.append([flat(given, names) for given in launched])
-    assert len(found[0]) == (1 if name == "append" else 2)
+    assert len(found[0]) == (2 if name in ("plain", "alibi", "cached") else 1)
     assert found[0] == found[1]
     assert {n for given in found[0] for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
 

@@ -1,17 +1,21 @@
-"""What every rank of four processes runs, case by case; test_parallel.py reads what they wrote.
+"""What every rank of four processes runs, and of six, case by case; test_parallel.py reads what they wrote.
 
 A case is a function of the rank. It raises on what is wrong, after its last message, so that the others go on.
+
+python -m tests.parallel.ranks 4 FOLDER            the cases of four ranks
+python -m tests.parallel.ranks 4 FOLDER --every    so too, but every plan x sharding x mask x heads x type: minutes
 """
 
 import io
 import json
+import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,18 +30,22 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 import tilewise.parallel as tp
 from tilewise import reference
+from tilewise.parallel.check import same_seed
+from tilewise.parallel.exchange import told
 
 RANKS = 4
 B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
-CASES: dict[str, Callable[[int], None]] = {}
+CASES: dict[int, dict[str, Callable[[int], None]]] = {RANKS: {}, 6: {}}
+"""By the number of ranks, and by name."""
+EVERY = "--every" in sys.argv
 GROUPS: dict[int, object] = {}
 MESH: list[DeviceMesh] = []
 
 
-def case(run):
+def case(run, ranks=RANKS):
     """Add a case under the function's name."""
-    CASES[run.__name__] = run
+    CASES[ranks][run.__name__] = run
     return run
 
 
@@ -83,17 +91,11 @@ def masks(length=N):
 
 
 def plans():
-    """Every plan with its shardings."""
-    group, causal = everyone(), tw.Causal()
-    yield "ring", tp.Zigzag(group)
-    yield "ring", tp.Contiguous(group)
-    yield "ring", tp.Striped(group, 4)
-    yield "ring", tp.Balanced(group, causal & tw.Documents(ids(), ids()), N, 8)
-    yield "gather", tp.Zigzag(group)
-    yield "gather", tp.Balanced(group, causal, N, 4)
-    yield "ulysses", tp.Contiguous(group)
-    yield "ulysses", tp.Zigzag(group)
-    yield tp.Grid(2, 2), tp.Zigzag(MESH[0])
+    """Every plan with every sharding."""
+    group, packed = everyone(), tw.Causal() & tw.Documents(ids(), ids())
+    for plan, on in (("ring", group), ("gather", group), ("ulysses", group), (tp.Grid(2, 2), MESH[0])):
+        for s in (tp.Zigzag(on), tp.Contiguous(on), tp.Striped(on, 8), tp.Balanced(on, packed, N, 8)):
+            yield plan, s
 
 
 def close(found, expected, bound, what):
@@ -141,16 +143,19 @@ def check_all(rows):
             close(mine, theirs, bound, f"{label} result {n}")
 
 
+KINDS = [(heads, dtype) for heads in HEADS for dtype in (torch.float64, torch.float32)]
+
+
 @case
 def every_plan_and_sharding_with_every_mask_heads_and_types_in_turn(rank):
-    kinds = [(h, dtype) for h in HEADS for dtype in (torch.float64, torch.float32)]
     met = set()
     for n, (plan, s) in enumerate(plans()):
         for m, name in enumerate(masks()):
-            heads, dtype = kinds[(n + m) % len(kinds)]  # every plan and every mask meets all of them
-            met |= {(n, heads), (n, dtype), (name, heads), (name, dtype)}
-            check_all([check_one(plan, s, name, *heads, dtype)])
-    assert len(met) == (n + 1 + len(masks())) * (len(HEADS) + 2)
+            # every plan with its sharding, and every mask, meets all kinds; with --every, so does each pair of them
+            for heads, dtype in KINDS if EVERY else [KINDS[(n + m) % len(KINDS)]]:
+                met |= {(n, heads, dtype), (name, heads, dtype)}
+                check_all([check_one(plan, s, name, *heads, dtype)])
+    assert len(met) == (n + 1 + len(masks())) * len(KINDS)
 
 
 @case
@@ -160,29 +165,45 @@ def dropout_alibi_and_caps_draw_and_see_what_one_device_does(rank):
         check_all(check_one(plan, s, names[(n + m) % 4], 4, 2, torch.float64, True) for m in range(2))
 
 
+def check_uneven(plan, s):
+    """Compare o, lse and gradients of a length that does not divide with the reference."""
+    q, k, v, do, *_ = tensors(6, 2, s.length)
+    mask = tw.Causal() & tw.Window(30, 0)
+    o_t, lse_t = reference.attention(q, k, v, mask=mask)
+    g = reference.gradients(q, k, v, do, mask=mask)
+    own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
+    o, lse = tp.attention(*own, sharding=s, plan=plan, mask=mask, return_lse=True)
+    o.backward(s.shard(do))
+    close(o, s.shard(o_t), 1e-12, plan)
+    close(lse, s.shard(lse_t, 2), 1e-12, plan)
+    for t, x in zip(own, g[:3], strict=True):
+        close(t.grad, s.shard(x), 1e-12, plan)
+    assert torch.equal(s.unshard(s.shard(q)), q)
+
+
+def uneven(on, length=61):
+    """Shardings with pieces of several sizes."""
+    return tp.Contiguous(on, length), tp.Zigzag(on, length), tp.Striped(on, 5, length)
+
+
 @case
-def pieces_of_several_sizes_and_other_numbers_of_ranks(rank):
+def pieces_of_several_sizes_on_two_and_three_ranks(rank):
     checked = 0
     for size in (2, 3):
-        if rank >= size:
-            continue
-        length, group = 61, GROUPS[size]
-        q, k, v, do, *_ = tensors(6, 2, length)
-        mask = tw.Causal() & tw.Window(30, 0)
-        o_t, lse_t = reference.attention(q, k, v, mask=mask)
-        g = reference.gradients(q, k, v, do, mask=mask)
-        for plan in ("ring", "gather", "ulysses"):
-            for s in (tp.Contiguous(group, length), tp.Zigzag(group, length), tp.Striped(group, 5, length)):
-                own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
-                o, lse = tp.attention(*own, sharding=s, plan=plan, mask=mask, return_lse=True)
-                o.backward(s.shard(do))
-                close(o, s.shard(o_t), 1e-12, plan)
-                close(lse, s.shard(lse_t, 2), 1e-12, plan)
-                for t, x in zip(own, g[:3], strict=True):
-                    close(t.grad, s.shard(x), 1e-12, plan)
-                assert torch.equal(s.unshard(s.shard(q)), q)
+        for plan in ("ring", "gather", "ulysses") if rank < size else ():
+            for s in uneven(GROUPS[size]):
+                check_uneven(plan, s)
                 checked += 1
     assert checked == 9 * ((rank < 2) + (rank < 3))
+
+
+@partial(case, ranks=6)
+def pieces_of_several_sizes_on_six_ranks(rank):
+    whole = [(plan, everyone()) for plan in ("ring", "gather", "ulysses")]
+    grids = [(tp.Grid(u, r), init_device_mesh("cpu", (r, u))) for u, r in ((2, 3), (3, 2), (6, 1))]
+    for plan, on in whole + grids:
+        for s in uneven(on):
+            check_uneven(plan, s)
 
 
 @case
@@ -197,7 +218,7 @@ def rows_of_biases_and_dense_masks_are_the_ranks_own(rank):
     true = reference.gradients(q, k, v, do, mask=mask, score=scores)
     for plan, s in plans():
         if plan not in ("ring", "gather"):
-            continue
+            continue  # the others refuse rows of their own
         own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
         rows, same = s.shard(bias, 2).requires_grad_(), alike.clone().requires_grad_()
         local = tw.Causal() & tw.Dense(s.shard(seen, 2))
@@ -331,24 +352,24 @@ def wrong_use_raises_before_anything_is_sent(rank):
 
 
 @case
-def checkpoints_agree_and_ulysses_compiles_in_one_graph(rank):
-    for plan, group in (("ulysses", GROUPS[2]), ("gather", everyone()), ("ring", everyone())):
-        if group is not everyone() and rank > 1:
-            continue
-        s = tp.Zigzag(group)
-        own = [t.float().requires_grad_() for t in s.shard(tuple(tensors(4, 2)[:3]))]
+def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
+    packed, g = ids().clone(), generator(6)
+    alike, sink = torch.randn(4, 1, N, generator=g), torch.randn(4, generator=g)
+    options = {"mask": tw.Causal() & tw.Documents(packed, packed), "dropout": 0.2, "seed": 3}
+    zigzag = tp.Zigzag(everyone())
+    for plan, s in (("ulysses", zigzag), ("gather", zigzag), (tp.Grid(2, 2), tp.Contiguous(MESH[0]))):  # has a ring
+        own = [t.float().requires_grad_() for t in (*s.shard(tuple(tensors(4, 2)[:3])), sink, alike)]
 
-        def call(q, k, v, plan=plan, s=s):
-            return tp.attention(q, k * 1.0, v, sharding=s, mask=tw.Causal(), plan=plan)
+        def call(q, k, v, sink, bias, plan=plan, s=s):
+            score = tw.SoftCap(4.0), tw.Bias(bias)
+            return tp.attention(q, k * 1.0, v, sharding=s, plan=plan, sink=sink, score=score, **options) * 2.0
 
-        plain = call(*own)
-        others = [checkpoint(call, *own, use_reentrant=False)]
-        if plan == "ulysses":
-            others.append(torch.compile(call, backend="aot_eager", fullgraph=True)(*own))
-        expected = torch.autograd.grad(plain.sum(), own)
-        for other in others:
-            assert torch.equal(plain, other), plan
-            assert all(map(torch.equal, expected, torch.autograd.grad(other.sum(), own))), plan
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = [compiled(*own), call(*own), checkpoint(call, *own, use_reentrant=False)]
+        grads = [torch.autograd.grad(o.sum(), own) for o in found]
+        for o, grad in zip(found[1:], grads[1:], strict=True):
+            assert torch.equal(found[0], o), plan
+            assert all(map(torch.equal, grads[0], grad)), plan
 
 
 @case
@@ -359,7 +380,10 @@ def two_models_at_once_and_a_seed_that_is_drawn(rank):
     second = tp.attention(*two.shard((q, k, v)), sharding=two, plan="gather", mask=tw.Window(5, 5))
     close(one.unshard(first), reference.attention(q, k, v, mask=tw.Causal())[0], 1e-12, "one")
     close(two.unshard(second), reference.attention(q, k, v, mask=tw.Window(5, 5))[0], 1e-12, "two")
-    dropped = tp.attention(*one.shard((q, k, v)), sharding=one, plan="ulysses", dropout=0.5)
+    seeds = told([int(same_seed(None, q.device, one)) for _ in range(2)], one.axes)
+    assert seeds == [seeds[0]] * RANKS
+    assert seeds[0][0] != seeds[0][1]
+    dropped = tp.attention(*one.shard((q, k, v)), sharding=one, plan="ring", dropout=0.5)
     assert not torch.equal(one.unshard(dropped), reference.attention(q, k, v)[0])
 
 
@@ -388,6 +412,9 @@ def explain_shows_costs_work_and_refusals(rank):
     assert any("do not divide" in reason for reason in found.refusals["ulysses"])
     assert found.work == [found.work[0]] * RANKS
     assert sum(found.work) == N * (N + 1) / 2
+    uneven = tp.explain(q, q, q, sharding=tp.Contiguous(everyone()), mask=tw.Causal())
+    assert max(uneven.work) / sum(uneven.work) == pytest.approx(0.4375, rel=0.01)
+    assert uneven.costs["gather"].seconds > found.costs["gather"].seconds
     assert "model" in str(found)
     assert "chosen" in str(found)
 
@@ -540,14 +567,15 @@ def a_model_of_transformers_trains_as_on_one_device(rank):
             close(share, whole, 1e-9, "gradient of a weight")
 
 
-def main(rank, folder):
+def main(rank, ranks, folder):
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    MESH.append(init_device_mesh("cpu", (2, 2)))
-    GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3)})
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    if ranks == RANKS:
+        MESH.append(init_device_mesh("cpu", (2, 2)))
+        GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3)})
     results = {}
-    for name, run in CASES.items():
+    for name, run in CASES[ranks].items():
         start, wrong = time.perf_counter(), ""
         try:
             run(rank)
@@ -559,5 +587,26 @@ def main(rank, folder):
     dist.destroy_process_group()
 
 
+def fork(ranks, folder):
+    """Run every rank in a process of its own that has imported all already; one waits for all."""
+    torch.set_num_threads(1)  # a process that forks must have no threads
+    if ranks == RANKS:
+        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # which imports the compiler, once for all
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                main(rank, ranks, folder)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    sys.exit(fork(int(sys.argv[1]), sys.argv[2]))

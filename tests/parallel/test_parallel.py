@@ -1,9 +1,14 @@
-"""One sequence over four processes on gloo: one spawn runs every case of ranks.py, and each is a test here."""
+"""One sequence over four processes on gloo: one spawn runs every case of ranks.py, and each is a test here.
+
+A second, short spawn runs the cases of six ranks.
+"""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,28 +27,31 @@ SECONDS = 240
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """What every rank wrote about every case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.parallel.ranks"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    """Return what every rank of so many wrote about every case; each number of ranks runs once."""
+
+    @cache
+    def run(count):
+        folder = tmp_path_factory.mktemp(f"ranks-{count}")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "tests.parallel.ranks", str(count), str(folder)]
+        started = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-        for rank in range(ranks.RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=SECONDS)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    files = [folder / f"{rank}.json" for rank in range(ranks.RANKS)]
-    assert all(file.exists() for file in files), errors
-    return [json.loads(file.read_text()) for file in files]
+        try:
+            errors = started.communicate(timeout=SECONDS)[1]
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+        files = [folder / f"{rank}.json" for rank in range(count)]
+        assert all(file.exists() for file in files), errors
+        return [json.loads(file.read_text()) for file in files]
+
+    return run
 
 
-@pytest.mark.parametrize("name", ranks.CASES)
-def test_on_four_ranks(name, results):
-    wrong = {rank: found.get(name, {"wrong": "it did not run"})["wrong"] for rank, found in enumerate(results)}
+@pytest.mark.parametrize(("count", "name"), [(count, name) for count, cases in ranks.CASES.items() for name in cases])
+def test_on_ranks(count, name, results):
+    found = results(count)
+    wrong = {rank: of.get(name, {"wrong": "it did not run"})["wrong"] for rank, of in enumerate(found)}
     assert not any(wrong.values()), "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items() if text)
-    assert torch.isfinite(torch.tensor([found[name]["seconds"] for found in results])).all()
+    assert torch.isfinite(torch.tensor([of[name]["seconds"] for of in found])).all()

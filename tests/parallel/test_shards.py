@@ -96,15 +96,15 @@ def test_errors_of_bf16_do_not_grow_with_the_number_of_parts():
             for source in range(count):
                 parts = s.pair(r, source)
                 for x, y in parts.keys:
-                    keys = k[:, x:y], v[:, x:y]
-                    of_keys = (sums[0][:, a:b], sums[1][:, x:y], sums[2][:, x:y])
-                    backward_parts(s, own, q[:, a:b], keys, parts, of_keys, {})
+                    found = backward_parts(s, own, q[:, a:b], (k[:, x:y], v[:, x:y]), parts, sums[0][:, a:b], {})
+                    for total, part in zip(sums[1:], found, strict=True):
+                        total[:, x:y] += part
         errors[count] = [rms(t.bfloat16(), x) for t, x in zip((o, *sums), true, strict=True)]
     for one, many in zip(errors[1], errors[64], strict=True):
         assert many <= 1.05 * one, errors
 
 
-@pytest.mark.parametrize(("N", "ranks"), [(1 << 14, 8), (1 << 15, 16)])
+@pytest.mark.parametrize(("N", "ranks"), [(1 << 14, 8), (1 << 15, 16), (1 << 18, 8)])
 def test_the_solver_balances_packed_documents(N, ranks):
     g = torch.Generator().manual_seed(0)
     lengths = torch.exp(torch.randn(N // 128, generator=g) * 1.5 + 5.0).long().clamp(16, N // 4)
@@ -116,7 +116,7 @@ def test_the_solver_balances_packed_documents(N, ranks):
     assert sorted(i for own in pieces for a, b in own for i in range(a, b)) == list(range(N))
     assert {length(own) for own in pieces} == {N // ranks}
     work = [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
-    assert max(work) <= 1.02 * sum(work) / ranks
+    assert max(work) <= 1.01 * sum(work) / ranks
 
 
 def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():

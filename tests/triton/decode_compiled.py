@@ -28,7 +28,12 @@ CASES = {
     "D128 prefill": {"M": 512},
     "D256 prefill": {"M": 512, "D": 256},
     "D128 e4m3": {"eight": True},
+    "D128 e4m3 page 16": {"eight": True, "page": 16},
+    "D256 e4m3": {"eight": True, "D": 256},
+    "D128 e4m3 prefill": {"eight": True, "M": 512},
+    "D256 e4m3 prefill": {"eight": True, "M": 512, "D": 256},
     "D128 fp32": {"dtype": torch.float32},
+    "D256 fp32": {"dtype": torch.float32, "D": 256},
 }
 
 

@@ -55,6 +55,7 @@ def calls() -> dict[str, dict[str, Any]]:
             "score": tw.Alibi(meta(H, B, dtype=torch.float32).T),
             "place": tw.Origin(64, 128, 1, 8),
         },
+        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)},
         "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "varlen": {"mask": tw.Causal() & tw.Padding(meta(B, dtype=torch.int32)), "layout": tw.Varlen(ends, ends, S, S)},
     }
@@ -65,11 +66,6 @@ def of_portable(options: dict[str, Any]) -> list[Any]:
     shape = (B * S,) if "layout" in options else (B, S)
     q, k = (meta(*shape, heads, D, dtype=torch.bfloat16) for heads in (H, H_k))
     return launches("sm_90", q, k, k, **options, wanted=True)
-
-
-def at_a_place() -> dict[str, Any]:
-    """Options of dropout at a place, which is the portable kernels' alone."""
-    return {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)}
 
 
 def of_hopper(options: dict[str, Any]) -> Iterator[Any]:
@@ -106,8 +102,8 @@ def of_merge() -> Iterator[Any]:
     for kind in (torch.float32, torch.bfloat16):
         part = meta(B, S, H, D, dtype=kind), meta(B, H, S, dtype=torch.float32)
         into = meta(B, 2 * S, H, D, dtype=torch.float32)[:, :S], meta(B, H, 2 * S, dtype=torch.float32)[..., :S]
-        yield merge_launch(*into, [into, part])
-        yield merge_launch(*part, [part, part])
+        yield merge_launch(*into, [into, part], {})
+        yield merge_launch(*part, [part, part], {})
 
 
 # the text of a kernel
@@ -141,7 +137,7 @@ def main() -> Iterator[dict[str, Any]]:
     """Every kernel of every call."""
     use_target("sm_90")
     made = [("experiment", one) for one in of_experiment()]
-    made += [("portable", one) for given in (*calls().values(), at_a_place()) for one in of_portable(given)]
+    made += [("portable", one) for given in calls().values() for one in of_portable(given)]
     made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
     for backend, one in made:

@@ -8,8 +8,12 @@ ALiBi. Tensors and arguments are otherwise those of `tilewise.compat.flash_attn`
     s_aux               (H,) logits added to the softmax's denominator: attention sinks; differentiable
     return_attn_probs   return (out, softmax_lse) instead of out
 
+    q, k, v in e4m3     are `tilewise.Quantized` with q_descale, k_descale and v_descale, (B, H_k), and multiplied with
+                        precision="fp8"; out is bf16. They have no gradients. Caches in e4m3 are converted where they
+                        are read, and q to bf16 before
+
 num_splits, pack_gqa, sm_margin and scheduler_metadata are hints to that package's kernels, and ignored. Other arguments
-that are None by default raise Unsupported if they are given: qv, descales (fp8), pages, lengths in use, and a cache.
+that are None by default raise Unsupported if they are given: qv, pages, lengths in use, and a cache.
 Any head size up to 256 works, on the CPU up to 512; v may have another than q and k.
 """
 
@@ -21,6 +25,7 @@ from ..layout import Varlen
 from ..merge import merge
 from .flash_attn.cache import Angles, Cache, attend_cache, cached_parts
 from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse
+from .flash_attn.descale import of_a_cache, with_descales
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
 
 __all__ = [
@@ -55,8 +60,9 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v)."""
-    refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_func", qv=qv)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    q, k, v = with_descales(q, k, v, (q_descale, k_descale, v_descale))
     o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
     return (o, lse) if return_attn_probs else o
 
@@ -88,14 +94,17 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q)
-    refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv)
+    descales = q_descale, k_descale, v_descale
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
     if seqused_k is not None:
         refuse("flash_attn_varlen_func with seqused_k", attention_chunk=attention_chunk or None)
         k, v, used = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), seqused_k)
-        o, lse = attention(q, k, v, **chosen._asdict(), layout=used, return_lse=True)
+        cache = Cache(k, v, used.lengths, cu_q=cu_seqlens_q)
+        q, _, _, cache = of_a_cache(q, None, None, cache, Angles(None, None, False), descales)
+        o, lse = attention(q, cache.k, cache.v, **chosen._asdict(), layout=used, return_lse=True)
         return (o, lse) if return_attn_probs else o
+    q, k, v = with_descales(q, k, v, descales)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
     return (o, lse) if return_attn_probs else o
@@ -117,13 +126,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D), or (B, N, H + 2 H_k, D) with num_heads_q."""
-    refuse("flash_attn_qkvpacked_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
-    if qkv.ndim != 4 and attention_chunk == 0:
+    if qkv.ndim != 4 and attention_chunk == 0 and qkv.dtype != torch.float8_e4m3fn:
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
         q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else _split_heads(qkv, num_heads_q)
-        o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
+        parts = with_descales(q, k, v, (q_descale, k_descale, v_descale))
+        o, lse = attend_chunks(*parts, chosen, None, attention_chunk)
     return (o, lse) if return_attn_probs else o
 
 
@@ -164,11 +173,11 @@ def flash_attn_with_kvcache(
     With cu_seqlens_q, q is packed (T, H, D); with cu_seqlens_k_new, so are k and v. rotary_seqlens (B,) replace
     cache_seqlens as positions. What schedules its kernels is not read.
     """
-    refuse("flash_attn_with_kvcache", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse("flash_attn_with_kvcache", attention_chunk=attention_chunk or None)
+    refuse("flash_attn_with_kvcache", qv=qv, attention_chunk=attention_chunk or None)
     of_pages = page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, *of_pages)
     angles = Angles(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    q, k, v, cache = of_a_cache(q, k, v, cache, angles, (q_descale, k_descale, v_descale))
     o, lse = attend_cache(q, k, v, cache, angles, options(softmax_scale, causal, window_size, softcap))
     return (o, lse) if return_softmax_lse else o
 
@@ -227,12 +236,12 @@ def _flash_attn_forward(
     refuse("_flash_attn_forward", k_new=k_new, v_new=v_new, qv=qv, page_table=page_table, leftpad_k=leftpad_k)
     refuse("_flash_attn_forward", seqused_q=seqused_q, seqused_k=seqused_k, kv_batch_idx=kv_batch_idx)
     refuse("_flash_attn_forward", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    refuse("_flash_attn_forward", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     chosen = options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     layout = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         layout = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
+    parts = with_descales(q, k, v, (q_descale, k_descale, v_descale))
+    o, lse = attend_chunks(*parts, chosen, layout, attention_chunk)
     return o if out_ is None else out_.copy_(o), lse, lse.new_empty(0), lse.new_empty(0)
 
 

@@ -6,12 +6,14 @@
     torch_flash.register()
     activate_flash_attention_impl("tilewise")
 
-From then on packed sequences run on tilewise, with their gradients; restore_flash_attention_impl() ends it. What
-tilewise has no name for is handed back to the kernel that PyTorch brings: `seqused_k`, `block_table`, dropout, ALiBi,
-and calls that no back end takes. Rows that see no key have lse = -inf.
+From then on packed sequences run on tilewise, with their gradients, and for inference those that use `seqused_k` keys
+of their own, or of pages by `block_table`; restore_flash_attention_impl() ends it. What tilewise has no name for is
+handed back to the kernel that PyTorch brings: dropout, ALiBi, and calls that no back end takes. Rows that see no key
+have lse = -inf.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from ..layout import Varlen
 from ..mask import Causal, Full, Window
 from ..operator import attend, attend_backward
 from ..problem import Operands, Problem, Recipe, Saved
+from .flash_attn.cache import cached_parts
 from .sdpa import check_devices
 
 __all__ = ["register"]
@@ -33,6 +36,8 @@ FORWARD = torch.ops.aten._flash_attention_forward.default
 BACKWARD = torch.ops.aten._flash_attention_backward.default
 SELECT = torch._C.DispatchKey.BackendSelect
 """The key by which calls on all devices pass, and under which PyTorch has no kernel of these operators."""
+INVARIANT = 1024
+"""Keys of a piece where a call wants the same bits in any batch."""
 
 
 def register(name: str = "tilewise", devices: Sequence[str] = ("cuda",)) -> None:
@@ -113,21 +118,30 @@ class Handle:
         scale: float | None = None,
         window_size_left: int | None = None,
         window_size_right: int | None = None,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
         num_splits: int | None = None,
         **unknown: Any,
     ) -> Call | str:
-        """Return a call in tilewise's terms, or why it is handed back. num_splits is a hint, and ignored."""
+        """Return a call in tilewise's terms, or why it is handed back. num_splits is a hint, and ignored, but 1 with
+        `seqused_k` promises the same bits in any batch."""
         if q.device.type not in self.devices:
             return "another device"
         if named := [name for name, value in unknown.items() if value is not None]:
             return " and ".join(named)
-        if dropout_p or cum_seq_q is None or cum_seq_k is None:
+        if block_table is not None and seqused_k is None:
+            return "block_table without seqused_k"
+        if dropout_p or cum_seq_q is None or (cum_seq_k is None and block_table is None):
             return "dropout, or sequences that are not packed"
         left, right = (None if side is None or side < 0 else side for side in (window_size_left, window_size_right))
         mask = Full() if left is None and right is None else Window(left, right)
         options = {"mask": Causal() & mask if is_causal else mask, "scale": scale}
         try:
-            options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
+            if seqused_k is None and cum_seq_k is not None:
+                options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
+            else:
+                k, v, layout = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)
+                options["layout"] = replace(layout, invariant=INVARIANT if num_splits == 1 else 0)
             every = with_defaults("attention", options)
             del every["seed"], every["return_lse"]
             x, recipe, longest = check_arguments(q, k, v, **every)

@@ -85,11 +85,12 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)  # the row has seen no key yet: exp2(-inf - 0) = 0
         P = _exp_(p, S.sub_(m_safe))
         alpha = _exp_(p, m - m_safe)
-        l = l * alpha + P.sum(-1, keepdim=True)
+        rounded = probabilities(p, P)
+        l = l * alpha + (P if p.recipe.score else rounded).sum(-1, keepdim=True)
         m = m_new
         if seed is not None:
-            P = P.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
-        acc = acc.mul_(alpha).baddbmm_(probabilities(p, P), s.v[h_k, j])
+            rounded = rounded.mul_(_dropout_factor(p, s, tile, seed).view(P.shape))
+        acc = acc.mul_(alpha).baddbmm_(rounded, s.v[h_k, j])
     if sink is not None:
         s_sink = (sink[h].to(m.dtype) * _base(p)).repeat(count_of(s)).view(acc.shape[0], -1, 1, 1)
         s_sink = s_sink.expand(-1, -1, i1 - i0, 1).reshape(m.shape)

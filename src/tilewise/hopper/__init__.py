@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import quantize
 from ..host.launch import make_lists, on_device
+from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from ..quantize import eight_bits
 from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
@@ -31,15 +32,14 @@ class Hopper:
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
         if p.recipe.cached:
-            against.append("its kernels do not read caches or split keys")
+            against += _against_cache(p)
         if p.dtype == torch.float32:
             against += _against_fp32(p)
         elif p.dtype not in (torch.float16, torch.bfloat16):
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
-        if eight_bits(p):
-            against.append("its 8-bit forward is not connected yet; use backend='triton'")
+        against += quantize.against(p)
         if _never_ran(p) and p.recipe.backend != self.name:
             what = " and ".join(_never_ran(p))
             against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
@@ -48,10 +48,9 @@ class Hopper:
         if p.N < 2 or 0 in (p.B, p.M):
             against.append("it needs a query and two keys")
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-            if reason := _unaddressable(spec):
+            if not p.recipe.quantized and (reason := _unaddressable(spec)):
                 against.append(f"{name} {reason}; make it contiguous")
-        if p.recipe.place:
-            against.append("its dropout counts from the call's own first row and head, not from place")
+        against += p.off_counters
         if p.recipe.deterministic and p.listed:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against
@@ -74,10 +73,12 @@ class Hopper:
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
         row, back = current(problem)
         split = "gradient" if back.split_dkdv else "keys"
+        rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"backward {back.B_r}x{back.B_c}, split by {split}; "
-            f"{'never run on a GPU; ' * bool(_never_ran(problem))}{source_of_rows(problem.q.device)}"
+            f"{_told_of_cache(problem) if problem.recipe.cached else rest}"
+            f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized)}"
+            f"{source_of_rows(problem.q.device)}"
         )
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -86,6 +87,10 @@ class Hopper:
         of_backward = ((back, True),) if gradients else ()
         with on_device(x.extra[0]):
             return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
+
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        with on_device(x.q):
+            return quantized(problem, x, _launches(problem)[1].compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, planned = _launches(problem)
@@ -107,7 +112,31 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
 
 def _never_ran(p: Problem) -> list[str]:
     """Return what of a call these kernels have only been compiled for."""
-    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype)]
+    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype), *["reading of a cache"] * p.recipe.cached]
+
+
+def _told_of_cache(p: Problem) -> str:
+    """Describe programs and look-ups of a call whose keys are in a cache."""
+    page, pl = plan.page_of(p), plan.plan(p)
+    looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
+    of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
+    return f"{pl.programs} programs, keys not split; {of_pages}"
+
+
+def _against_cache(p: Problem) -> list[str]:
+    """Return what of a cache these kernels do not read."""
+    against, page = [], plan.page_of(p)
+    if p.dtype == torch.float32:
+        against.append("its fp32 kernels do not read caches")
+    if p.k.dtype != p.dtype:
+        against.append(f"it reads caches in q's type, got {str(p.k.dtype).removeprefix('torch.')}")
+    if page and page % 8:
+        against.append(f"pages must have a multiple of 8 rows, got {page}")
+    if page and p.in_layout("starts") is not None:
+        against.append("it reads pages from their first row, not from starts")
+    if p.recipe.layout[2]:
+        against.append("it does not sum keys in pieces, as invariant asks")
+    return against
 
 
 def _against_fp32(p: Problem) -> list[str]:

@@ -50,11 +50,16 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
 
     TMA reads zeros out of bounds, and drops writes there.
     """
-    if p.recipe.varlen:
+    if len(shape) == 3:
         shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
     order = 0, 2, 1, 3
     layout = layout_of(rows, columns, p.dtype)
     return Box([shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout)
+
+
+def blocks_box(shape: Sequence[int], rows: int, columns: int, dtype: torch.dtype) -> Box:
+    """Describe a contiguous tensor as of this shape, (batch, heads, length, size), in boxes of `rows` x `columns`."""
+    return Box([*shape], [*contiguous(shape)], [1, 1, rows, columns], layout_of(rows, columns, dtype))
 
 
 @lru_cache(64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..host.launch import (
     Launch,
     adjacent,
+    batch_of,
     bias_launches,
     cdiv,
     current_stream,
@@ -25,8 +26,10 @@ from ..host.launch import (
     unused,
     with_lse_shift,
 )
+from ..host.quantize import quantized
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
+from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues
@@ -37,6 +40,7 @@ from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
 from .descriptors import PIECE, Box, Descriptor, addressable, box, vector
 from .forward import kernel as kernels
+from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
 from .plan import Plan, empty_gqa_sums, main_programs, row_blocks
@@ -47,16 +51,21 @@ COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
-    """Return one launch, and one before it if tiles are listed."""
+    """Return one launch, and one before it if tiles are listed. With 8-bit products, `saved` holds the codes."""
     variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
-    q, k, v, o, *_ = pl.boxes
-    where, skipped = (packed(p, x), unused(p, saved)) if p.recipe.varlen else (None, None)
+    (q, k, v), scales = x[:3], None
+    if eight_bits(p):
+        codes = Codes(*saved.kept)
+        q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
+        scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
+    of_q, of_k, of_v, of_o, *_ = pl.boxes
+    cache = batch_of(p, x) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
-    of_rows = rows(p, saved.o) if wide or p.recipe.varlen else None
+    of_rows = rows(p, saved.o) if wide or p.rows_packed else None
     arguments = (
-        Descriptor(x.q, q), Descriptor(x.k, k), Descriptor(x.v, v), None, Descriptor(x.q if wide else saved.o, o),
-        of_rows, saved.lse,
-        counter, where, skipped, variant, pl.forward_c, pl.shape,
+        Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
+        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
+        variant, pl.forward_c, pl.shape,
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -183,6 +192,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved = empty_saved(p, x, seed)
     stream = current_stream(x.q.device)
+    if eight_bits(p):
+        saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
         launch.run(stream)
     return saved

@@ -5,6 +5,7 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 
 import os
 from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..host.launch import cdiv, device_values, lengths
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
+from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
 from ..score import SoftCap
 from ..tile.ranges import Variant
 from ..tile.schedule import assign
@@ -20,10 +22,10 @@ from ..tile.softmax import LOG2E
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
 from .backward.gqa_reduce import GqaSums
-from .descriptors import Box, box, contiguous
+from .descriptors import Box, blocks_box, box, contiguous
 from .forward import kernel as kernels
 from .parts import scores
-from .tiles import SHORT, Backward, EightBits, Forward, Rows, current, padded
+from .tiles import SHORT, Backward, Forward, Rows, current, of_codes, padded
 
 TINY = 2.0**-126
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
@@ -56,7 +58,7 @@ class Plan(NamedTuple):
     forward_c: float | None
     """Holds it for the forward; None with a bias, whose forward keeps m in base e (tile/softmax.py)."""
     boxes: tuple[Box, ...]
-    """Describe q, k, v and o to the forward's TMA, then q, k, v, dk and dv to the backward's."""
+    """Describe q, k, v (or their codes) and o to the forward's TMA, then q, k, v, dk and dv to the backward's."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
@@ -87,12 +89,13 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     c = natural * LOG2E.value
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
-        box(p.q.shape, p.q.stride, 64, D, p), box(p.k.shape, p.k.stride, row.B_c, D, p),
-        box(p.v.shape, p.v.stride, row.B_c, D, p), box(o, contiguous(o), 64, D, p),
+        *operand_boxes(p, row.B_c, D), box(o, contiguous(o), 64, D, p),
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
         box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
+    if p.recipe.cached and p.rows_packed:  # tiles of all sequences (see `sequence_of`), as nothing bounds one alone
+        tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
@@ -108,6 +111,21 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
 
 
+def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
+    """Describe q, k and v to the forward's TMA, or their codes. A box of pages lies in one of them."""
+    rows, columns = (gcd(page, B_c), 64) if (page := page_of(p)) else (B_c, D)
+    q = box(p.q.shape, p.q.stride, 64, D, p)
+    k, v = (box(t.shape, t.stride, rows, columns, p) for t in (p.k, p.v))
+    if eight_bits(p):
+        batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
+        kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
+        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), 64, D, kind)
+        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), B_c, D, kind)
+        if p.recipe.precision == "fp8":
+            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), D, B_c, torch.float8_e4m3fn)
+    return q, k, v
+
+
 def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
     """Describe dk and dv to TMA, with the strides that they will have."""
     q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
@@ -120,17 +138,22 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     masked_loop = needs_mask_in_loop(p, 64, row.B_c)
     half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     pingpong = row.pingpong and row.warpgroups > 1
-    return kernels.Tile(
+    tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p),
+        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), PAGE=page_of(p),
     )  # fmt: skip
+    return with_codes(p, tile) if eight_bits(p) else tile
 
 
-def eight_bits_tile(p: Problem, chosen: EightBits, warps: int) -> kernels.Tile:
+def page_of(p: Problem) -> int | None:
+    """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
+    return (p.k.shape[1] if p.in_layout("table") is not None else 0) if p.recipe.cached else None
+
+
+def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
     """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
     with scores every logit may be NaN by itself, which half of P's bits would not show."""
-    fp8 = p.recipe.precision == "fp8"
-    tile = forward_tile(p, chosen.row, warps)
+    fp8, chosen = p.recipe.precision == "fp8", of_codes(p)
     return tile._replace(
         BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh,
         SUMS=chosen.sums and not p.recipe.score,
@@ -196,7 +219,7 @@ def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
 def under_diagonal(p: Problem, size: int) -> bool:
     """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
     corners."""
-    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.varlen
+    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.layout
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 

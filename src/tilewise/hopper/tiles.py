@@ -10,6 +10,7 @@ import torch
 
 from ..host.tables import in_use
 from ..problem import Problem
+from ..quantize import eight_bits
 from ..score import SoftCap
 
 SINGLE = 64
@@ -38,7 +39,7 @@ class Forward(NamedTuple):
         return 64 * self.warpgroups
 
 
-FORWARD = {
+FORWARD: dict[Any, Forward] = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
@@ -54,22 +55,23 @@ FORWARD = {
 
 
 class EightBits(NamedTuple):
-    """Hold what the rows of 8-bit forwards have besides; fields are those of forward/kernel.py's `Tile`."""
+    """Hold one row of the table of 8-bit forwards: the tiles, and two more fields of forward/kernel.py's `Tile`."""
 
     row: Forward
     fresh: int = 0
     sums: bool = False
 
 
-EIGHT_BITS = {
+EIGHT_BITS: dict[Any, EightBits] = {
     (64, "int8"): EightBits(FORWARD[64]),
     (128, "int8"): EightBits(FORWARD[128]._replace(kv_stages=3, pingpong=True, wait_pv=1)),
     (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
-    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=0), 1, sums=True),
+    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (256, "fp8"): EightBits(FORWARD[256]._replace(kv_stages=4), 2),
 }
-"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift."""
+"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift. `studies
+tune` does not measure these."""
 
 
 class Backward(NamedTuple):
@@ -158,7 +160,13 @@ class Rows(NamedTuple):
 def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
-    return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+    rows = Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+    return rows._replace(forward=of_codes(p).row) if eight_bits(p) else rows
+
+
+def of_codes(p: Problem) -> EightBits:
+    """Return the row for the forward of a problem with 8-bit products."""
+    return EIGHT_BITS[padded(p), p.recipe.precision]
 
 
 def keys(p: Problem) -> dict[str, Any]:

@@ -1,50 +1,30 @@
 """Launch of the kernel that writes new keys and values into a cache."""
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from torch import Tensor
 
-from ..check import seen
 from ..tile.append import New, Turn, cache_append
 from ..tile.cache import Batch, Scales
 from ..tile.rows import Rows
-from .launch import Launch, adjacent, cdiv, current_stream, on_device
-from .replay import Replay
+from .kept import launch_kept
+from .launch import Launch, adjacent, cdiv
 
 power_of_2: Any = triton.next_power_of_2
 HEADS = 8
 """Heads of a program, at most."""
 
 
-class Kept(NamedTuple):
-    """What calls of one kind share: compiled kernels, and the launch."""
-
-    compiled: dict[Any, Any]
-    replay: Replay
-
-
-@lru_cache(4096)
-def kept(kind: Any) -> Kept:
-    """Return what calls of a kind share; at first nothing."""
-    return Kept({}, Replay())
-
-
 def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor | None, call: Any) -> None:
     """Write k_new and v_new into k and v, and q, turned, into y. `call` is an append.Append."""
-    named = {"k": k, "v": v, "k_new": k_new, "v_new": v_new, "q": q, "y": y, "cos": call.cos, "sin": call.sin}
-    named |= {f"layout {name}": t for name, t in call.layout.items()}
-    tensors = [t for t in named.values() if t is not None]
-    names = tuple([name for name, t in named.items() if t is not None])
-    known, stream = kept((names, call.interleaved, seen(tensors))), current_stream(k.device)
-    with on_device(k):
-        if known.replay.run(stream, tensors):
-            return
-        made = launches(k, v, k_new, v_new, q, y, call, known.compiled)
-        for each in made:
-            each.run(stream)
-        known.replay.keep(made, tensors)
+    given = k, v, k_new, v_new, q, y, call.cos, call.sin, *call.layout.values()
+    kind = cache_append, tuple(call.layout), q is None, call.cos is None, call.interleaved
+    launch_kept(
+        kind,
+        [t for t in given if t is not None],
+        lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled),
+    )
 
 
 def launches(

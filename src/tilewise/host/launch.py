@@ -16,6 +16,7 @@ from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
 from ..tile.bias import Broadcast, Kind, attention_backward_dbias
+from ..tile.cache import Batch
 from ..tile.dropout import Counters, Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
@@ -220,16 +221,37 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
 
 
 def packed(p: Problem, x: Operands) -> Packed | None:
-    """Return the layout's cu_seqlens as a kernel argument."""
-    if not p.recipe.varlen:
+    """Return the layout's cu_seqlens as a kernel argument; where keys are in a cache, those of queries."""
+    if not p.rows_packed:
         return None
+    if p.recipe.cached:  # whose max_q bounds nothing, and whose keys are not packed
+        cu, longest = p.in_layout("cu_q", x.extra).contiguous(), 2 * total_rows(p) + 1
+        return Packed(cu, cu, longest, longest)
     cu_q, cu_k = x.extra[-2:]
     return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
 
 
+def batch_of(p: Problem, x: Operands) -> Batch:
+    """Return the layout of keys in a cache as a kernel argument."""
+    names = ("cu_q", "lengths", "starts", "index")
+    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
+    table: Tensor | None = p.in_layout("table", x.extra)
+    if table is not None and table.stride(-1) != 1:
+        table = table.contiguous()
+    width = 0 if table is None else 2 * table.stride(0) + 1
+    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
+    cu_q, lengths, starts, index = tensors
+    return Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
+
+
+def total_rows(p: Problem) -> int:
+    """Return how many rows of queries there are in all."""
+    return p.q.shape[0] if p.rows_packed else p.B * p.M
+
+
 def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unused | None:
     """Return the tensors of which a kernel fills the rows outside all packed sequences: o and lse, or dq, dk and dv."""
-    if not p.recipe.varlen:
+    if not p.rows_packed:
         return None
     of_queries, of_keys, lse = (), (), None
     if saved:
@@ -259,12 +281,12 @@ def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
 
 def lengths(p: Problem) -> tuple[int, int]:
     """Return M and N as the kernels take them: for packed sequences, the total numbers of rows."""
-    return (p.q.shape[0], p.k.shape[0]) if p.recipe.varlen else (p.M, p.N)
+    return p.q.shape[0] if p.rows_packed else p.M, p.k.shape[0] if p.recipe.varlen else p.N
 
 
 def rows(p: Problem, t: Tensor) -> Rows:
     """Return an operand with its strides. The last one must be 1 (see `adjacent`)."""
-    if p.recipe.varlen:
+    if p.rows_packed:
         row, head, _ = t.stride()
         return Rows(t, 0, row, head)
     batch, row, head, _ = t.stride()

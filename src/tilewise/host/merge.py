@@ -1,6 +1,7 @@
 """Launch of the kernel that merges partial results."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import triton
@@ -8,38 +9,39 @@ from torch import Tensor
 
 from ..tile.merge import attention_merge
 from ..tile.rows import Rows
-from .launch import Launch, adjacent, cdiv, current_stream, on_device
+from .kept import launch_kept
+from .launch import Launch, adjacent, cdiv
 
 power_of_2: Any = triton.next_power_of_2
 ENTRIES = 4096
 """Of a tile: 32 rows of 128."""
 
 
-def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Launch:
+def merge_into(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the merged parts to o and lse, which may be the first part."""
+    among = parts[0][0] is o
+    tensors = [o, lse, *(t for part in parts[among:] for t in part)]
+    launch_kept((attention_merge, among), tensors, lambda compiled: [merge_launch(o, lse, parts, compiled)])
+
+
+def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], compiled: dict[Any, Any]) -> Launch:
     """Return the launch that writes the merged parts to o and lse, whose last strides are 1."""
-    if o.ndim == 3:  # packed rows are those of one batch entry
-        o, lse, parts = o[None], lse[None], [(x[None], x_lse[None]) for x, x_lse in parts]
-    B, M, H, D = o.shape
+    *outer, M, H, D = o.shape
     columns: int = power_of_2(max(16, D))
     B_r = max(1, ENTRIES // columns)
     tiles = cdiv(M, B_r)
     given = tuple((_rows(adjacent(x)), _of_lse(x_lse)) for x, x_lse in parts)
     constants = {"D": D, "B_R": B_r, "B_D": columns, "num_warps": 4}
-    programs = B * H * tiles
-    return Launch(attention_merge, programs, (_rows(o), _of_lse(lse), given, M, H, tiles), constants, {})
+    programs = prod(outer) * H * tiles
+    return Launch(attention_merge, programs, (_rows(o), _of_lse(lse), given, M, H, tiles), constants, compiled)
 
 
 def _rows(o: Tensor) -> Rows:
-    return Rows(o, *o.stride()[:3])
+    """Return o (B, M, H, D) with its strides; packed rows (M, H, D) are those of one batch entry."""
+    return Rows(o, *o.stride()[:-1]) if o.ndim == 4 else Rows(o, 0, *o.stride()[:-1])
 
 
 def _of_lse(lse: Tensor) -> Rows:
-    """Return lse (B, H, M) with its strides, by numbers that lie side by side."""
+    """Return lse (B, H, M) or (H, M) with its strides, by numbers that lie side by side."""
     lse = lse if lse.stride(-1) == 1 else lse.contiguous()
-    return Rows(lse, lse.stride(0), 1, lse.stride(1))
-
-
-def merge_into(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write the merged parts to o and lse."""
-    with on_device(o):
-        merge_launch(o, lse, parts).run(current_stream(o.device))
+    return Rows(lse, lse.stride(0) if lse.ndim == 3 else 0, 1, lse.stride(-2))

@@ -5,25 +5,33 @@ from typing import Any
 import torch
 
 from ..problem import Operands, Problem
-from ..quantize import Codes, blocks_of, key_bounds, size_of, smooths
+from ..quantize import Codes, blocks_of, empty_codes, given_statistics, in_blocks, key_bounds, size_of, smooths
 from ..tile import quantize as kernels
-from .launch import Launch, cdiv, lengths, packed, rows
+from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 
-def quantize_launches(
-    p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any], pdl: bool = False
-) -> list[Launch]:
-    """Return the launches that write the codes of a call, by `empty_codes`: statistics, then blocks.
+def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
+    """Return the codes of a call. `compiled` is the problem's cache of kernels."""
+    if p.recipe.quantized:
+        return in_blocks(p, x)
+    codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)
+    if p.recipe.given:
+        mean, balance = given_statistics(p, x)
+        codes = codes._replace(mean=mean.contiguous(), balance=balance.contiguous())
+    for launch in quantize_launches(p, with_adjacent_rows(x), codes, compiled):
+        launch.run(stream)
+    return codes
 
-    `compiled` is the problem's cache of kernels. With `pdl`, a kernel begins while the one before it ends.
-    """
+
+def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any]) -> list[Launch]:
+    """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks."""
     size = size_of(p)
     sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size)
     bounds = [None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0])]
     bits = codes._replace(v=None if codes.v is None else codes.v.view(torch.int8))
     given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), *bounds)
     where, (M, N), made = packed(p, x), lengths(p), kernels.Codes(*bits)
-    exact = {"enable_fp_fusion": False, "sizes": sizes, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(
         kernels.attention_quantize_statistics, p.B * p.H_k, (given, made, where, M, N, p.H_k),
         {**exact, "SMOOTH": smooths(p), "num_warps": 4}, compiled,
@@ -31,7 +39,6 @@ def quantize_launches(
     q_tiles, k_tiles = cdiv(p.M, kernels.BLOCK_Q.value), cdiv(p.N, kernels.BLOCK_K.value)
     of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 if codes.v is None else 2)
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
-    blocks = Launch(
-        kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": size // 16}, compiled
-    )  # fmt: skip
-    return [statistics, blocks]
+    warps = 8 if size == 64 else 16  # few registers a thread, else too few warps fit a multiprocessor
+    blocks = Launch(kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": warps}, compiled)
+    return [blocks] if p.recipe.given else [statistics, blocks]

@@ -13,7 +13,7 @@ from ..options import Everything, spell_out
 from ..problem import Unsupported
 from .check import agree, check_call, same_seed
 from .costs import VARIABLE, Cluster, Cost, current
-from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, refusals, run, work_of
+from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, refusals, run, works_of
 from .shardings import Sharding
 
 
@@ -59,7 +59,7 @@ def attention(
         "the sizes of q, k and v": str((*q.shape[::2], *k.shape[2:], v.shape[3], q.dtype)),
         "the length": w.N,
         "the sharding": w.pieces,
-        "the plan": plan,
+        "the plan": str(plan),
         "the options": str((plain, w.options, sink is not None)),
     }
     agree(sharding, fact)
@@ -128,7 +128,7 @@ def explain(
     source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
-    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work_of(w), source)
+    return Explanation(choose(costs, memory_limit(q.device)), costs, against, works_of(w.mask, w.pieces, w.N), source)
 
 
 def _prepared(

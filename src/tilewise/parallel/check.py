@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ..check import check_arguments, describe_fake
+from ..import_hook import when_imported
 from ..mask import Dense, Full, Mask
 from ..options import refuse_mask
 from ..problem import KINDS, Operands
 from ..score import Bias
-from .exchange import told
+from .exchange import gather, told
 from .pieces import length
 from .shardings import Sharding
 
@@ -94,9 +95,16 @@ def agree(sharding: Sharding, fact: dict[str, Any]) -> None:
 _DEFAULT: set[Any] = set()
 
 
+def _before_graphs(dynamo: Any) -> None:
+    """Have ranks compare what must be alike while a call is traced: its graph then holds no such message."""
+    dynamo.assume_constant_result(agree)
+
+
+when_imported("torch._dynamo", _before_graphs)
+
+
 def same_seed(seed: Any, device: torch.device, sharding: Sharding) -> Any:
     """Return dropout's seed, drawn by the first rank if it is None."""
     if seed is not None:
         return seed
-    drawn = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64))
-    return told(drawn, sharding.axes)[0]
+    return gather(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), sharding.axes)[0]

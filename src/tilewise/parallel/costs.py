@@ -47,12 +47,12 @@ class Sizes(NamedTuple):
     fetched: float = 0.75
     """The part of the others' keys that a rank needs, the mean over ranks."""
     balance: float = 1.0
-    """The most work of a rank, of the mean."""
+    """The most work of a rank, of the mean, where each computes its own rows."""
 
 
 class Cost(NamedTuple):
-    """Seconds of forward and backward, those in which nothing is computed, bytes that a rank receives, bytes it holds
-    beside its rows."""
+    """Seconds of forward and backward, those in which nothing is computed, bytes that a rank receives, and those it
+    holds beside what one device holds for its share of the work."""
 
     seconds: float
     exposed: float
@@ -66,17 +66,18 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     R = x.ranks // U
     h, h_k = x.H // U, max(1, x.H_k // U)
     rows = x.N // R
-    flops = 4.0 * x.seen * x.N * x.N * x.H * x.D / x.ranks * x.balance
+    flops = 4.0 * x.seen * x.N * x.N * x.H * x.D / x.ranks
     swap, swapped = _swap(x, U, h_k, c) if U > 1 else (0.0, 0.0)
+    held = rows * (3.0 * h + 2 * h_k) * x.D * x.itemsize if U > 1 else 0.0  # q, o and do, k and v by heads
     if R == 1:
         seconds = flops / _rate(c.forward, x.N) + 2.5 * flops / _rate(c.backward, x.N)
-        return Cost(seconds + swap, swap, swapped, rows * (2 * h + 2 * h_k) * x.D * x.itemsize)
+        return Cost(seconds + swap, swap, swapped, held)
     speed, start = (c.link, c.start) if x.ranks <= c.node else (c.network, c.network_start)
     keys = rows * 2.0 * h_k * x.D * x.itemsize
     sums = rows * 2.0 * h_k * x.D * 4
     seconds = exposed = swap
     for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
-        work = scale * flops / _rate(peak, rows / 2)
+        work = scale * flops * x.balance / _rate(peak, rows / 2)
         if plan == "ring":
             step = work / R + 2 * c.launch + 12 * rows / 2 * h * x.D / c.memory
             talk = x.fetched * size / speed + start
@@ -87,7 +88,7 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
             seconds, exposed = seconds + work + c.launch + talk, exposed + talk
     part = x.fetched if plan == "ring" else 1.0
     received = swapped + part * (R - 1) * (2 * keys + sums)
-    held = 4 * keys + 2 * sums + rows * h * x.D * 8.0 if plan == "ring" else R * (keys + sums)
+    held += (2 * keys if plan == "ring" else R * (keys + 2 * sums)) + 12.0 * rows * h * x.D  # o and dq, twice
     return Cost(seconds, exposed, received, held)
 
 

@@ -41,7 +41,9 @@ def count(to: int, tensor: Tensor) -> None:
 
 def axes_of(group: Any) -> Axes:
     """Return the groups of a ProcessGroup's or a DeviceMesh's dimensions."""
-    return tuple(group.get_all_groups()) if isinstance(group, DeviceMesh) else (group,)
+    if not isinstance(group, DeviceMesh):
+        return (group,)
+    return tuple([group.get_group(n) for n in range(group.ndim)])
 
 
 def size_of(axes: Axes) -> int:

@@ -9,16 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api import attention as attend
+from ..import_hook import when_imported
 from ..mask import Dense, Mask, intersect
 from ..place import Origin
 from ..score import Bias, Score
-from . import walk as walks
 from .costs import Cluster, Cost, Sizes, cost
-from .pieces import Pieces, length
-from .reach import Reach, reach_of
+from .graph import described, in_graph
+from .pieces import Pieces
+from .reach import reach_of
 from .shardings import Sharding, positive
-from .shards import Shards, together
+from .shards import shards_of, together
 from .ulysses import Swap, of_heads, spread_keys
+from .walk import walk
 
 
 @dataclass(frozen=True)
@@ -76,27 +78,32 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def sizes_of(w: Work, q: Tensor, k: Tensor) -> Sizes:
-    """Return what the cost model reads. Masks with tensors count as causal for it, unless they were read before."""
-    seen = _seen(intersect(tuple([part for part in w.mask.parts if not part.captures])), w.N)
-    return Sizes(
-        w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size(), seen, min(1.0, 1.5 * seen)
-    )
-
-
 @lru_cache(64)
-def _seen(band: Mask, N: int) -> float:
-    """Return the part of P that a mask without tensors shows."""
-    return float(reach_of(band, N).counts().sum()) / max(1, N) ** 2
+def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
+    """Return the part of P that a mask without tensors shows, and the most work of `inner` ranks, of the mean."""
+    works = [sum(part) for part in zip(*[iter(works_of(band, sharding.pieces(N), N))] * inner, strict=True)]
+    total = sum(works)
+    return total / max(1, N) ** 2, max(works) * len(works) / total if total else 1.0
+
+
+def _before_graphs(dynamo: Any) -> None:
+    """Have numbers of a mask found while a call is traced."""
+    dynamo.assume_constant_result(even.__wrapped__)
+
+
+when_imported("torch._dynamo", _before_graphs)
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
-    """Return what each plan costs that the call can have."""
-    x = sizes_of(w, q, k)
+    """Return what each plan costs that the call can have. Masks with tensors count as what their other parts show."""
+    band = intersect(tuple([part for part in w.mask.parts if not part.captures]))
+    sizes = Sizes(w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size())
     found: dict[Plan, Cost] = {}
     for plan in candidates(w):
-        if not refusals(plan, w, x.H):
+        if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
+            seen, balance = even(band, w.sharding, w.N, inner)
+            x = sizes._replace(seen=seen, fetched=min(1.0, 1.5 * seen), balance=balance)
             found[plan] = cost(name, inner, x, cluster)
     return found
 
@@ -114,34 +121,12 @@ def memory_limit(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 16e9
 
 
-def banded(mask: Mask, N: int) -> Reach:
-    """Return what rows see by the parts of a mask that hold no tensor; nothing is read."""
-    plain = tuple([part for part in mask.parts if not part.captures])
-    return reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
-
-
-@lru_cache(64)
-def _known(pieces: Any, mask: Mask, versions: Any, N: int, options: Any) -> dict[Any, Any]:
-    """Return the calls of each pair of ranks, as far as they are known."""
-    return {}
-
-
-def shards(w: Work, pieces: tuple[Pieces, ...], own: int, reach: Reach, **heads: Any) -> Shards:
-    """Return the problem in pieces."""
-    s = Shards(pieces, own, reach, w.mask, w.score, w.options, **heads)
-    versions = tuple([t._version for part in w.mask.parts for t in part.tensors])
-    s.known = _known(pieces, w.mask, versions, w.N, (s.joins, bool(w.options.get("dropout"))))
-    return s
-
-
 def run(
     plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
     if plan in ("ring", "gather"):
-        reach = reach_of(w.mask, w.N) if plan == "ring" else banded(w.mask, w.N)
-        s = shards(w, w.pieces, w.sharding.rank, reach)
-        return walks.walk(s, str(plan), w.sharding.axes[0], q, k, v, sink)
+        return walked(w, str(plan), w.pieces, w.sharding.rank, q, k, v, sink)
     axis = w.sharding.axes[-1]
     U, u = dist.get_world_size(axis), dist.get_rank(axis)
     H = q.shape[2]
@@ -154,9 +139,7 @@ def run(
     sink = None if sink is None else sink[heads]
     if isinstance(plan, Grid):
         own = w._replace(mask=mask, score=score)
-        joined = together(w.pieces, U)
-        s = shards(own, joined, r, reach_of(mask, w.N), head=heads.start, heads=H)
-        o, lse = walks.walk(s, "ring", w.sharding.axes[0], q, k, v, sink)
+        o, lse = walked(own, "ring", together(w.pieces, U), r, q, k, v, sink, (heads.start, H))
     else:
         place = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, place=place, return_lse=True, **w.options)
@@ -167,7 +150,19 @@ def run(
     return o, lse[..., 0].transpose(1, 2)
 
 
-def work_of(w: Work) -> list[float]:
+def walked(
+    w: Work, plan: str, pieces: tuple[Pieces, ...], own: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    heads: tuple[int, int | None] = (0, None),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse of rows to which keys come, by an operator in a graph, else at once."""
+    if torch.compiler.is_compiling():
+        where = described(plan, w.sharding, w.N, pieces, own, *heads)
+        return in_graph(where, w.mask, w.score, w.options, q, k, v, sink)
+    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads)
+    return walk(s, plan, w.sharding.axes[0], q, k, v, sink)
+
+
+def works_of(mask: Mask, pieces: tuple[Pieces, ...], N: int) -> list[float]:
     """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read, once."""
-    counts = reach_of(w.mask, w.N).counts()
-    return [float(sum(counts[a:b].sum() for a, b in own)) if length(own) else 0.0 for own in w.pieces]
+    counts = reach_of(mask, N).counts()
+    return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]

@@ -1,7 +1,7 @@
 """A problem as its ranks see it: for each pair of ranks, which keys travel and which calls compute them."""
 
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
+from functools import lru_cache, singledispatchmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ..merge import merge
 from ..place import Origin
 from ..score import Alibi, Bias, Score
 from .pieces import Box, Pieces, crop, join, length
-from .reach import Reach
+from .reach import Reach, reach_of
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
@@ -168,6 +168,28 @@ class Shards:
         return Bias(part.requires_grad_() if bias.bias.requires_grad else part)
 
 
+def shards_of(
+    plan: str, N: int, pieces: tuple[Pieces, ...], own: int, mask: Mask, score: tuple[Score, ...],
+    options: dict[str, Any], head: int = 0, heads: int | None = None,
+) -> Shards:  # fmt: skip
+    """Return the problem in pieces. Only for "ring" are tensors of a mask read."""
+    plain = tuple([part for part in mask.parts if not part.captures])
+    if plan == "ring":
+        reach = reach_of(mask, N)
+    else:
+        reach = reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
+    s = Shards(pieces, own, reach, mask, score, options, head, heads)
+    versions = tuple([t._version for part in mask.parts for t in part.tensors])
+    s.known = _known(pieces, mask, versions, plan, N, (s.joins, bool(options.get("dropout"))))
+    return s
+
+
+@lru_cache(64)
+def _known(pieces: Any, mask: Mask, versions: Any, plan: str, N: int, options: Any) -> dict[Any, Any]:
+    """Return the calls of each pair of ranks, as far as they are known."""
+    return {}
+
+
 def sliced(x: Tensor, v: Visit) -> Tensor:
     """Return a tensor's part, whose rows are the rank's and whose columns are the whole's, where it has more than 1."""
     rows = slice(v.r0, v.r1) if x.ndim > 1 and x.shape[-2] > 1 else slice(None)
@@ -211,11 +233,13 @@ class Given(NamedTuple):
 
 
 def backward_parts(
-    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, sums: tuple[Tensor, ...],
-    learned: dict[int, Tensor],
-) -> None:  # fmt: skip
-    """Add the gradients of a rank's calls over some keys to `sums` = (dq, dk, dv), and of biases to `learned`."""
-    dq, *of_keys = sums
+    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, dq: Tensor, learned: dict[int, Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of some keys, (dk, dv), in the type of sums, of a rank's calls over them; () without keys.
+
+    Those of queries are added to `dq`, and of biases to `learned`.
+    """
+    sums: tuple[Tensor, ...] = ()
     for v in parts.visits:
         rows, columns = slice(v.r0, v.r1), slice(v.c0, v.c1)
         given = s.arguments(v)
@@ -225,13 +249,18 @@ def backward_parts(
             g.do[:, rows], q[:, rows], k, x, g.o[:, rows], lse, delta=delta, out_dtype=wide(q.dtype), **given
         )
         dq[:, rows] += found[0]
-        for total, part in zip(of_keys, found[1:3], strict=True):
-            total[:, columns] += part
+        if not sums and k.shape == keys[0].shape:
+            sums = tuple(found[1:3])  # a call with all keys begins the sums
+        else:
+            sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
+            for total, part in zip(sums, found[1:3], strict=True):
+                total[:, columns] += part
         of_biases = iter(found[3:])
         for n, score in enumerate(given["score"]):
             if isinstance(score, Bias) and score.bias.requires_grad:
                 total = sliced(learned[n], v)
                 total += next(of_biases)
+    return sums
 
 
 def together(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:

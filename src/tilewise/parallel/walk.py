@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..import_hook import when_imported
 from ..merge import sink_gradient
 from ..score import Bias
 from .exchange import Arriving, Messages, gather, scatter_sum
@@ -18,7 +17,7 @@ from .shards import Given, Parts, Shards, backward_parts, forward_parts, rows_of
 
 
 class Source(NamedTuple):
-    """Keys that have arrived: k and v of `rank`, and the calls that this rank makes with them."""
+    """Keys that have arrived: k and v of `rank`, none if nothing of them is seen, and the calls with them."""
 
     rank: int
     keys: tuple[Tensor, ...]
@@ -29,27 +28,24 @@ class Pairwise:
     """Step s: a rank asks the owner of what it needs of rank r - s, while it computes step s - 1.
 
     Nothing is forwarded and nothing unneeded travels. Gradients of keys go straight to their owner, in the type of
-    sums, while the next step is computed; the owner adds them up.
+    sums, while the next step is computed; the owner adds them up. One message of each kind is on its way at a time.
     """
 
     def __init__(self, s: Shards, axis: Any) -> None:
         self.s, self.messages = s, Messages(axis)
-        self.back: list[tuple[Arriving, Pieces]] = []
+        self.back: tuple[Arriving, Pieces] | None = None
 
     def sources(self, *keys: Tensor) -> Iterator[Source]:
-        """Yield keys from the nearest rank on, this one first."""
+        """Yield the keys of every rank, this one's first, then from the nearest rank on."""
         s, r, P = self.s, self.messages.rank, self.messages.size
         ahead = self._fetch(1, keys) if P > 1 else None
         own = s.pair(r, r)
-        if own.visits:
-            yield Source(r, tuple(torch.cat([t[:, at] for at in self._places(own.keys)], 1) for t in keys), own)
+        yield Source(r, tuple(torch.cat([t[:, at] for at in self._places(own.keys)], 1) for t in keys if own.keys), own)
         for step in range(1, P):
             arriving, ahead = ahead, self._fetch(step + 1, keys) if step + 1 < P else None
             flat, source = arriving.wait(), (r - step) % P  # type: ignore[union-attr]
             parts = s.pair(r, source)
-            if parts.visits:
-                yield Source(source, tuple(unpack(flat, keys, length(parts.keys))), parts)  # type: ignore[arg-type]
-            yield Source(source, (), parts)
+            yield Source(source, () if flat is None else tuple(unpack(flat, keys, length(parts.keys))), parts)
 
     def _places(self, keys: Pieces) -> list[slice]:
         return places(self.s.pieces[self.messages.rank], keys)
@@ -62,28 +58,35 @@ class Pairwise:
         into = keys[0].new_empty(entries(keys, length(coming))) if coming else None
         return self.messages.start(out, to, into, source)
 
-    def give_back(self, source: Source, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> None:
-        """Send the gradients of a source's keys to it, and receive those of this rank's keys from its counterpart."""
+    def give_back(self, source: Source, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
+        """Send the gradients of a source's keys to it, and receive those of this rank's keys from its counterpart.
+
+        What came before is added to `totals`. Every rank calls it once for every source.
+        """
         r, P = self.messages.rank, self.messages.size
+        if source.rank == r:
+            self._add(totals, grads, source.parts.keys)
+            return
+        self.finish(totals)
         other = (2 * r - source.rank) % P
         coming = self.s.pair(other, r).keys
-        into = like[0].new_empty(entries(like, length(coming)), dtype=wide(like[0].dtype)) if coming else None
+        into = totals[0].new_empty(entries(totals, length(coming))) if coming else None
         out = pack(list(grads)) if grads else None
-        self.back.append((self.messages.start(out, source.rank, into, other), coming))
+        self.back = self.messages.start(out, source.rank, into, other), coming
 
-    def collect(self, totals: tuple[Tensor, ...], own: tuple[tuple[Tensor, ...], Pieces] | None) -> None:
-        """Add all gradients of this rank's keys to `totals`."""
-        arrived = [] if own is None else [own]
-        for arriving, coming in self.back:
-            flat = arriving.wait()
-            if flat is not None:
-                arrived.append((tuple(unpack(flat, totals, length(coming))), coming))
-        for grads, coming in arrived:
-            for total, grad in zip(totals, grads, strict=True):
-                base = 0
-                for at in self._places(coming):
-                    total[:, at] += grad[:, base : base + at.stop - at.start]
-                    base += at.stop - at.start
+    def finish(self, totals: tuple[Tensor, ...]) -> None:
+        """Add to `totals` what is still on its way."""
+        if self.back is not None:
+            (arriving, coming), self.back = self.back, None
+            if (flat := arriving.wait()) is not None:
+                self._add(totals, tuple(unpack(flat, totals, length(coming))), coming)
+
+    def _add(self, totals: tuple[Tensor, ...], grads: tuple[Tensor, ...], keys: Pieces) -> None:
+        for total, grad in zip(totals, grads, strict=bool(grads)):
+            base = 0
+            for at in self._places(keys):
+                total[:, at] += grad[:, base : base + at.stop - at.start]
+                base += at.stop - at.start
 
 
 class Gathered:
@@ -96,35 +99,34 @@ class Gathered:
     def sources(self, *keys: Tensor) -> Iterator[Source]:
         """Yield all keys at once."""
         padded = [torch.cat([t, t.new_zeros((t.shape[0], self.most - t.shape[1], *t.shape[2:]))], 1) for t in keys]
-        every = gather(pack(padded), self.axes)
-        blocks = [unpack(flat, keys, self.most) for flat in every]
-        at = torch.cat([index(own, keys[0].device) for own in self.s.pieces])
-        whole = []
-        for parts in zip(*blocks, strict=True):
-            rows = torch.cat([part[:, :n] for part, n in zip(parts, rows_of(self.s.pieces), strict=True)], 1)
-            whole.append(torch.empty_like(rows).index_copy_(1, at, rows))
         N = self.s.reach.N
+        whole = [t.new_empty((t.shape[0], N, *t.shape[2:])) for t in keys]
+        for own, flat in zip(self.s.pieces, gather(pack(padded), self.axes), strict=True):
+            at = index(own, flat.device)
+            for into, part in zip(whole, unpack(flat, keys, self.most), strict=True):
+                into.index_copy_(1, at, part[:, : len(at)])
+        del flat, part
         boxed = self.s.parts(self.s.pieces[self.s.own], ((0, N),))
-        hull = boxed.keys[0] if boxed.keys else (0, 0)
-        yield Source(self.s.own, tuple(t[:, hull[0] : hull[1]] for t in whole), boxed)
+        first, end = boxed.keys[0] if boxed.keys else (0, 0)
+        yield Source(self.s.own, tuple(t[:, first:end] for t in whole if boxed.keys), boxed)
 
-    def give_back(self, source: Source, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> None:
-        """Do nothing: there is one source, and `collect` gets its gradients."""
-
-    def collect(self, totals: tuple[Tensor, ...], own: tuple[tuple[Tensor, ...], Pieces] | None) -> None:
+    def give_back(self, source: Source, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
         """Sum the gradients of all keys over the ranks, each rank its own."""
-        grads, keys = own or ((), ((0, 0),))
-        whole = [total.new_zeros((total.shape[0], self.s.reach.N, *total.shape[2:])) for total in totals]
-        for into, grad in zip(whole, grads, strict=False):
-            into[:, keys[0][0] : keys[0][1]] = grad
-        packed = []
-        for pieces in self.s.pieces:
-            rows = [t[:, index(pieces, t.device)] for t in whole]
-            packed.append(pack([torch.cat([t, t.new_zeros((t.shape[0], self.most - t.shape[1], *t.shape[2:]))], 1)
-                                for t in rows]))  # fmt: skip
-        mine = unpack(scatter_sum(torch.stack(packed), self.axes), totals, self.most)
-        for total, grad in zip(totals, mine, strict=True):
+        first, end = source.parts.keys[0] if grads else (0, 0)
+        message = totals[0].new_zeros((len(self.s.pieces), entries(totals, self.most)))
+        for own, flat in zip(self.s.pieces, message, strict=True):
+            for into, grad in zip(unpack(flat, totals, self.most), grads, strict=bool(grads)):
+                base = 0
+                for a, b in own:
+                    lo, hi = max(a, first), min(b, end)
+                    if lo < hi:
+                        into[:, base + lo - a : base + hi - a] = grad[:, lo - first : hi - first]
+                    base += b - a
+        for total, grad in zip(totals, unpack(scatter_sum(message, self.axes), totals, self.most), strict=True):
             total.copy_(grad[:, : total.shape[1]])
+
+    def finish(self, totals: tuple[Tensor, ...]) -> None:
+        """Do nothing: there is one source."""
 
 
 EXCHANGES = {"ring": Pairwise, "gather": Gathered}
@@ -137,15 +139,7 @@ class Walk(torch.autograd.Function):
     def forward(
         ctx: Any, s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor
     ) -> Any:
-        B, M, H, _ = q.shape
-        kind = wide(q.dtype)
-        o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
-        if sink is not None:  # a key of value 0 that every row has seen already
-            lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
-        for source in EXCHANGES[plan](s, axis).sources(k, v):
-            if source.keys:
-                forward_parts(s, (o, lse), q, source.keys, source.parts)
-        o = o.to(q.dtype)
+        o, lse = results(s, plan, axis, q, k, v, sink)
         ctx.given = s, plan, axis
         ctx.save_for_backward(q, k, v, sink, o, lse, *biases)
         ctx.set_materialize_grads(False)
@@ -154,48 +148,57 @@ class Walk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
         (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
-        kind = wide(q.dtype)
         do = torch.zeros_like(o) if do is None else do
-        delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
-        g = Given(do, o, lse, delta if dlse is None else delta - dlse)
-        dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
-        learned = {
-            n: torch.zeros_like(one.bias, dtype=wide(one.bias.dtype))
-            for n, one in enumerate(s.score)
-            if isinstance(one, Bias) and one.bias.requires_grad
-        }
-        exchange, own = EXCHANGES[plan](s, axis), None
-        grads: tuple[Tensor, ...] = ()
-        for source in exchange.sources(k, v):
-            if source.keys:
-                grads = tuple(torch.zeros_like(t, dtype=kind) for t in source.keys)
-                backward_parts(s, g, q, source.keys, source.parts, (dq, *grads), learned)
-            if source.rank == s.own:
-                own = grads, source.parts.keys
-                grads = ()
-            elif not source.keys:  # every step ends with this, on every rank
-                exchange.give_back(source, grads, (k, v))
-                grads = ()
-        exchange.collect((dk, dv), own)
-        d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
-        of_biases = [learned[n].to(one.bias.dtype) if n in learned else None
-                     for n, one in enumerate(s.score) if isinstance(one, Bias)]  # fmt: skip
-        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
+        return None, None, None, *gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
+
+
+def results(
+    s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o, in q's type, and lse of this rank's rows."""
+    B, M, H, _ = q.shape
+    kind = wide(q.dtype)
+    o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
+    if sink is not None:  # a key of value 0 that every row has seen already
+        lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
+    for source in EXCHANGES[plan](s, axis).sources(k, v):
+        forward_parts(s, (o, lse), q, source.keys, source.parts)
+    return o.to(q.dtype), lse
+
+
+def gradients(
+    s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor,
+    do: Tensor, dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, the sink and every Bias; None of a bias that wants none."""
+    kind = wide(q.dtype)
+    delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
+    g = Given(do, o, lse, delta if dlse is None else delta - dlse)
+    dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
+    learned = {
+        n: torch.zeros_like(one.bias, dtype=wide(one.bias.dtype))
+        for n, one in enumerate(s.score)
+        if isinstance(one, Bias) and one.bias.requires_grad
+    }
+    exchange = EXCHANGES[plan](s, axis)
+    for source in exchange.sources(k, v):
+        grads = backward_parts(s, g, q, source.keys, source.parts, dq, learned)
+        exchange.give_back(source, grads, (dk, dv))
+        del source, grads  # before the next keys arrive
+    exchange.finish((dk, dv))
+    d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
+    of_biases = [
+        learned[n].to(one.bias.dtype) if n in learned else None
+        for n, one in enumerate(s.score)
+        if isinstance(one, Bias)
+    ]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
 
 
 def walk(s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
     """Return o and lse of this rank's rows, differentiable in q, k, v, the sink and every Bias."""
     biases = [one.bias for one in s.score if isinstance(one, Bias)]
     return Walk.apply(s, plan, axis, q, k, v, sink, *biases)
-
-
-def _leave_graphs(dynamo: Any) -> None:
-    """Break graphs before `walk`, whose messages between pairs of ranks no graph holds."""
-    global walk  # noqa: PLW0603, nothing else names it in a graph
-    walk = dynamo.disable(walk, reason='pass plan="ulysses", which compiles whole')
-
-
-when_imported("torch._dynamo", _leave_graphs)
 
 
 def entries(keys: tuple[Tensor, ...], rows: int) -> int:

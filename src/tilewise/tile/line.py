@@ -32,6 +32,8 @@ class Split(NamedTuple):
     STAGES: int
     PRECISION: str
     OVERLAP: bool
+    PAIRS: bool = False
+    """Says whether values are in 8 bits, and two neighbours are loaded as one integer."""
 
 
 class Line(NamedTuple):

@@ -12,6 +12,7 @@ import triton.language as tl
 from .rows import first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
+INF_BITS = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(float("nan"))
 BLOCK_Q = tl.constexpr(64)
 BLOCK_K = tl.constexpr(128)
@@ -19,6 +20,7 @@ SAMPLES = tl.constexpr(256)
 LEAST = tl.constexpr(2.0**-100)
 MOST = tl.constexpr(24)
 MOST_OF_V = tl.constexpr(126)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 E4M3_NAN = tl.constexpr(127)
 
 
@@ -117,31 +119,45 @@ def rotated(x, STEPS: tl.constexpr):  # (R, 2^STEPS)
 
 
 @triton.constexpr_function
+def rows_at_once(size):
+    """Return how many rows of a block a program quantizes at a time: registers do not hold 128 x 256 entries."""
+    return 128 if size <= 128 else 32
+
+
+@triton.constexpr_function
 def log2_of(size):
     """Return the exponent of a power of two."""
     return size.bit_length() - 1
 
 
 @triton.jit
-def largest(x):
-    """Return |x|, and inf for NaN."""
-    return tl.where(tl.abs(x) < INF, tl.abs(x), INF)
+def size_bits(x):
+    """Return the bits of |x|: integers in the order of the numbers, above which are inf and then NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def int8(x, top):  # (R, C), (R, 1) or (1, 1)
-    """Return int8 codes, by which the largest becomes 127, and the descale factor: 0 for zeros, NaN if not finite."""
-    exists = (top >= LEAST) & (top < INF)
-    scale = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
-    whole = tl.where(tl.abs(x) < INF, x, 0.0) * scale
-    codes = ((whole + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 2^23: rounds to an integer, half to even
+def int8_scale(top):
+    """Return what turns numbers into int8 codes, and codes back, from the largest `size_bits`, which becomes 127: a
+    factor, the bits of codes that stay, and the descale factor. It is 0 for zeros, and NaN for what is not finite."""
+    finite = top < INF_BITS
+    top = top.to(tl.float32, bitcast=True)
+    exists = finite & (top >= LEAST)
+    factor = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
     descale = tl.div_rn(tl.where(exists, top, 0.0), 127.0)
-    return codes, tl.where(top < INF, descale, NAN)
+    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, NAN)
+
+
+@triton.jit
+def int8(x, factor, kept):
+    """Return int8 codes of numbers: those times the factor, rounded half to even."""
+    rounded = x * factor + 12582912.0  # 1.5 * 2^23: the integer is in the last bits
+    return (rounded.to(tl.int32, bitcast=True) & kept).to(tl.int8)
 
 
 @triton.jit
 def on_e4m3_grid(x):
-    """Round numbers of at most 448 to what e4m3 holds, half to even; Triton's interpreter rounds otherwise."""
+    """Round numbers of at most 448 to what e4m3 holds. Triton's interpreter rounds wrongly up to a power of two."""
     bits = x.to(tl.int32, bitcast=True)
     rest = bits & 0x7FFFFFFF
     small = (tl.abs(x) + 16384.0) - 16384.0  # 2^14, where the next number is 2^-9 away: those of e4m3 below 2^-6, too
@@ -152,6 +168,14 @@ def on_e4m3_grid(x):
 
 
 @triton.jit
+def e4m3(x):
+    """Round numbers of at most 448 to e4m3, half to even."""
+    if INTERPRETED:
+        x = on_e4m3_grid(x)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def key_order(BLOCK_K: tl.constexpr):
     """Return which key of a block each column of V's codes holds."""
     at = tl.arange(0, BLOCK_K)
@@ -159,12 +183,8 @@ def key_order(BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["packed", "M", "N", "H_k"])
-def attention_quantize_statistics(
-    x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr, PDL: tl.constexpr = False
-):
+def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr):
     """Compute the mean and the balance of one key head from SAMPLES rows."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     SIZE: tl.constexpr = sizes.SIZE
     G: tl.constexpr = sizes.G
     b, h = tl.program_id(0) // H_k, tl.program_id(0) % H_k
@@ -207,61 +227,110 @@ def attention_quantize_statistics(
 def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes: tl.constexpr):
     """Write a block of 64 queries."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, SIZE)
-    q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+    ROWS: tl.constexpr = min(BLOCK_Q.value, rows_at_once(SIZE))
+    columns = tl.arange(0, SIZE)
     mean = tl.load(codes.mean + head * SIZE + columns)
-    factor = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
-    turned = rotated(q * factor[None, :], log2_of(SIZE))
-    whole, descale = int8(turned, tl.max(largest(turned), 1)[:, None])
-    own = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    tl.store(codes.q + own[:, None] * SIZE + columns[None, :], whole)
-    tl.store(codes.q_descale + own, tl.reshape(descale, (BLOCK_Q,)) * (1.0 / SIZE))
-    tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
+    balance = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
+    for row in range(0, BLOCK_Q, ROWS):
+        rows = t * BLOCK_Q + row + tl.arange(0, ROWS)
+        q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+        own = block * BLOCK_Q + row + tl.arange(0, ROWS)
+        tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
+        turned = rotated(q * balance[None, :], log2_of(SIZE))
+        factor, kept, descale = int8_scale(tl.max(size_bits(turned), 1))
+        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], int8(turned, factor[:, None], kept[:, None]))
+        tl.store(codes.q_descale + own, descale * (1.0 / SIZE))
+
+
+@triton.jit
+def turned_keys(K, at, row, lo, hi, mean, balance, d: tl.constexpr, ROWS: tl.constexpr):  # (SIZE,), (SIZE,)
+    """Load ROWS keys from `row` on, smoothed, balanced and rotated. # (ROWS, SIZE)"""
+    SIZE: tl.constexpr = mean.shape[0]
+    rows = row + tl.arange(0, ROWS)
+    inside = (rows >= lo) & (rows < hi)
+    k = load_block(K, at, rows, inside, d, SIZE)
+    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(SIZE))
+
+
+@triton.jit
+def store_keys(codes, turned, factor, kept, own):
+    """Store keys as the codes' rows from `own` on."""
+    ROWS: tl.constexpr = turned.shape[0]
+    SIZE: tl.constexpr = turned.shape[1]
+    at = (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(codes.k + at, int8(turned, factor, kept))
 
 
 @triton.jit
 def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.constexpr):
-    """Write a block of 128 keys."""
+    """Write a block of 128 keys. Only its first rows stay in registers until its largest entry is known."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, SIZE)
-    inside = (rows >= lo) & (rows < hi)
-    k = load_block(x.K, origin(x.K, b, h, first), rows, inside, sizes.d, SIZE)
+    ROWS: tl.constexpr = rows_at_once(SIZE)
+    at, j0 = origin(x.K, b, h, first), t * BLOCK_K
+    columns, own = tl.arange(0, SIZE), block * BLOCK_K
     mean = tl.load(codes.mean + head * SIZE + columns)
-    factor = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
-    k = tl.where(inside[:, None], (k - mean[None, :]) * factor[None, :], 0.0)
-    turned = rotated(k, log2_of(SIZE))
-    top = tl.max(tl.max(largest(turned), 1), 0)
-    whole, descale = int8(turned, tl.full([1, 1], 0.0, tl.float32) + top)
-    own = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    tl.store(codes.k + own[:, None] * SIZE + columns[None, :], whole)
-    tl.store(codes.k_descale + block + tl.arange(0, 1), tl.reshape(descale, (1,)))
+    balance = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
+    top = 0
+    for row in range(ROWS, BLOCK_K, ROWS):
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
+        top = tl.maximum(top, tl.max(size_bits(turned)))
+    turned = turned_keys(x.K, at, j0, lo, hi, mean, balance, sizes.d, ROWS)
+    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(size_bits(turned))))
+    tl.store(codes.k_descale + block, descale)
+    store_keys(codes, turned, factor, kept, own)
+    for row in range(ROWS, BLOCK_K, ROWS):
+        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
+        store_keys(codes, turned, factor, kept, own + row)
+
+
+@triton.jit
+def values_of(V, at, row, lo, hi, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Load ROWS values from `row` on, in the order of `key_order`. # (ROWS, SIZE)"""
+    rows = row + key_order(ROWS)
+    return load_block(V, at, rows, (rows >= lo) & (rows < hi), d_v, SIZE)
+
+
+@triton.jit
+def store_values(codes, v, exponent, at):
+    """Store values, 2^exponent times as large, as the columns of the codes from `at` on."""
+    ROWS: tl.constexpr = v.shape[0]
+    SIZE: tl.constexpr = v.shape[1]
+    finite = size_bits(v) < INF_BITS
+    whole = e4m3(v * power(exponent)).to(tl.int8, bitcast=True)
+    own = at + tl.arange(0, SIZE)[:, None] * BLOCK_K + tl.arange(0, ROWS)[None, :]
+    tl.store(codes.v + own, tl.where(finite, whole, E4M3_NAN).T)
+
+
+@triton.jit
+def largest_finite(x):
+    """Return the largest |x| that is finite."""
+    return tl.max(tl.where(tl.abs(x) < INF, tl.abs(x), 0.0))
 
 
 @triton.jit
 def quantize_values(x, codes, b, h, first, t, lo, hi, block, sizes: tl.constexpr):
     """Write a block of 128 rows of V, transposed, with its keys in another order."""
     SIZE: tl.constexpr = sizes.SIZE
-    rows, columns = t * BLOCK_K + key_order(BLOCK_K), tl.arange(0, SIZE)
-    v = load_block(x.V, origin(x.V, b, h, first), rows, (rows >= lo) & (rows < hi), sizes.d_v, SIZE)
-    finite = tl.abs(v) < INF
-    top = tl.max(tl.max(tl.where(finite, tl.abs(v), 0.0), 1), 0)
+    ROWS: tl.constexpr = rows_at_once(SIZE)
+    at, j0, own = origin(x.V, b, h, first), t * BLOCK_K, block * SIZE * BLOCK_K
+    top = 0.0
+    for row in range(ROWS, BLOCK_K, ROWS):
+        top = tl.maximum(top, largest_finite(values_of(x.V, at, j0 + row, lo, hi, sizes.d_v, ROWS, SIZE)))
+    v = values_of(x.V, at, j0, lo, hi, sizes.d_v, ROWS, SIZE)
+    top = tl.maximum(top, largest_finite(v))
     exponent = tl.minimum(134 - (top.to(tl.int32, bitcast=True) >> 23), MOST_OF_V)
-    whole = on_e4m3_grid(tl.where(finite, v, 0.0) * power(exponent)).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    at = (block * SIZE + columns)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    tl.store(codes.v + at, tl.where(finite, whole, E4M3_NAN).T)
+    store_values(codes, v, exponent, own)
+    for row in range(ROWS, BLOCK_K, ROWS):
+        store_values(codes, values_of(x.V, at, j0 + row, lo, hi, sizes.d_v, ROWS, SIZE), exponent, own + row)
     tl.store(codes.v_descale + block, power(-exponent))
 
 
 @triton.jit(do_not_specialize=["packed", "scale", "M", "N", "H", "q_tiles", "k_tiles", "q_stride", "k_stride", "of_q"])
 def attention_quantize(
     x, codes, packed, scale, M, N, H, q_tiles, k_tiles, q_stride, k_stride, of_q, sizes: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Quantize a block of Q, K or V: the first `of_q` programs Q, then the others in turns K and V. `q_stride` and
-    `k_stride` count a head's blocks. PDL: the next kernel may begin, and waits for this one where it reads codes."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    `k_stride` count a head's blocks. A sequence without keys has one block of zeros, which Hopper's loop reads."""
     program = tl.program_id(0)
     G: tl.constexpr = sizes.G
     if program < of_q:
@@ -278,7 +347,7 @@ def attention_quantize(
         H_k = H // G
         t, h, b = program % k_tiles, program // k_tiles % H_k, program // k_tiles // H_k
         _, _, k0, length = rows_of(packed, b, M, N)
-        if t * BLOCK_K < length:
+        if t * BLOCK_K < tl.maximum(length, 1):
             lo, hi = key_bounds(x, b, length)
             block = first_block(packed, b, h, H_k, k0, k_stride, BLOCK_K).to(tl.int64) + t
             if which == 0:

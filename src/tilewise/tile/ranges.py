@@ -38,6 +38,8 @@ class Scales(NamedTuple):
     q_shift: object
     q_stride: object
     k_stride: object
+    of_values: tuple = ()
+    """Holds the codes of V and their descale factors, or nothing where V has 16 bits."""
 
 
 class Place(NamedTuple):

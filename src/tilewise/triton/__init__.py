@@ -8,8 +8,8 @@ import triton
 from torch import Tensor
 
 from .. import quantize
-from ..host.launch import NARROW, current_stream, make_lists, on_device, with_adjacent_rows
-from ..host.quantize import quantize_launches
+from ..host.launch import NARROW, make_lists, on_device
+from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
@@ -58,12 +58,7 @@ class Portable:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
             against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
-        row, column, *_ = problem.place
-        if row % 16 or column % 64:
-            against.append(
-                f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
-                "choose multiples of these"
-            )
+        against += problem.off_counters
         if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
             kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
             against.append(
@@ -88,7 +83,7 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round 4 times as much as PyTorch")
-        if problem.never_ran:
+        if problem.never_ran or (problem.target != "cpu" and _new_in_eight_bits(problem)):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
@@ -100,11 +95,8 @@ class Portable:
             return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
 
     def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
-        codes = quantize.empty_codes(problem, x.q.device)
         with on_device(x.q):
-            for launch_ in quantize_launches(problem, with_adjacent_rows(x), codes, {}):
-                launch_.run(current_stream(x.q.device))
-        return codes
+            return quantized(problem, x, launch.plan(problem).compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
@@ -140,6 +132,8 @@ def _less_accurate(p: Problem) -> bool:
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
+    if p.recipe.quantized:  # its only products are those of e4m3
+        return p, x
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe._replace(out_dtype=None)
     if p.dtype != torch.float32 and not quantize.eight_bits(p):
@@ -149,12 +143,15 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     )
 
 
+def _new_in_eight_bits(p: Problem) -> bool:
+    """Tell whether a call with 8-bit products has only been compiled, and run in the interpreter."""
+    return quantize.eight_bits(p) and (p.recipe.precision == "fp8" or max(p.D, p.D_v) > 128)
+
+
 def _against_eight_bits(problem: Problem) -> list[str]:
     against = []
-    if problem.recipe.precision == "fp8":
-        against.append("it has no kernel for precision 'fp8'; use precision='int8'")
-    if problem.target != "cpu" and max(problem.D, problem.D_v) > 128:
-        against.append(f"it quantizes head sizes up to 128, got {problem.D} and {problem.D_v}; leave precision out")
+    if problem.recipe.precision == "fp8" and problem.target not in (*WITH_FP8, "cpu"):
+        against.append(f"Triton multiplies no e4m3 on {problem.target}; use precision='int8'")
     if problem.target in NO_MATRIX_UNITS:
         against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
     return against

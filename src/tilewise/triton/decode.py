@@ -13,9 +13,13 @@ from ..tile.blocks import dot, width
 from ..tile.cache import Keys, entry_of, keys_of, load_keys, queries_of, scale_of
 from ..tile.line import find, line_of, owner_of, pick, piece_of
 from ..tile.masks import key_range_of, key_tiles, visible
-from ..tile.rows import fill
+from ..tile.rows import Rows, fill
 from ..tile.scores import Entries, apply_scores
 from ..tile.softmax import finalize, join_sink, online_softmax
+
+P_SCALE = tl.constexpr(2.0**15)
+"""Scales P where products are in fp16, to fill its range."""
+LARGEST = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -23,11 +27,9 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
     """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
     P_SIZE: tl.constexpr = split.P
     D: tl.constexpr = split.d
-    D_V: tl.constexpr = split.d_v
     B_C: tl.constexpr = split.B_C
     PRECISION: tl.constexpr = split.PRECISION
     BLOCK: tl.constexpr = q.shape[1]
-    BLOCK_V: tl.constexpr = acc.shape[1]
     j = (t * B_C + tl.arange(0, B_C))[None, :]
     k = load_keys(K, h, keys, t, P_SIZE, D, B_C, BLOCK, MASKED)
     S = dot(q, k.to(q.dtype).T, PRECISION)  # (B_r, B_c)
@@ -38,12 +40,34 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
         seen = visible(variant.mask, at.b, at.h, at.i, j) & (j >= keys.first) & (j < keys.last)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
-    v = load_keys(V, h, keys, t, P_SIZE, D_V, B_C, BLOCK_V, MASKED).to(q.dtype)
-    if q.dtype == tl.float32:
-        acc = tl.fma(acc, alpha[:, None], dot(P, v, PRECISION))
+    values = load_values(V, h, keys, t, q.dtype, split, MASKED)
+    if split.PAIRS:
+        P *= P_SCALE
+    sums = ()
+    for n in tl.static_range(len(values)):
+        if q.dtype == tl.float32:
+            sums += (tl.fma(acc[n], alpha[:, None], dot(P, values[n], PRECISION)),)
+        else:
+            sums += (tl.dot(P.to(q.dtype), values[n], acc[n] * alpha[:, None]),)  # (B_r, d_v)
+    return sums, m, l
+
+
+@triton.jit
+def load_values(V, h, keys, t, TYPE: tl.constexpr, split: tl.constexpr, MASKED: tl.constexpr):
+    """Load the values of key tile t. With PAIRS two neighbours in 8 bits are loaded as one integer, and returned in two
+    blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16 bits alone."""
+    P_SIZE: tl.constexpr = split.P
+    D_V: tl.constexpr = split.d_v
+    B_C: tl.constexpr = split.B_C
+    BLOCK: tl.constexpr = width(TYPE, split.d_v)
+    if split.PAIRS:
+        pairs = Rows(V.ptr.to(tl.pointer_type(tl.uint16), bitcast=True), V.batch // 2, V.row // 2, V.head // 2)
+        x = load_keys(pairs, h, keys, t, P_SIZE, D_V // 2, B_C, BLOCK // 2, MASKED)
+        first, second = (x & 255).to(tl.uint8), (x >> 8).to(tl.uint8)
+        of = V.ptr.dtype.element_ty
+        return first.to(of, bitcast=True).to(TYPE), second.to(of, bitcast=True).to(TYPE)
     else:
-        acc = tl.dot(P.to(q.dtype), v, acc * alpha[:, None])  # (B_r, d_v)
-    return acc, m, l
+        return (load_keys(V, h, keys, t, P_SIZE, D_V, B_C, BLOCK, MASKED).to(TYPE),)
 
 
 @triton.jit
@@ -56,7 +80,10 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
     B_R: tl.constexpr = split.B_R
     BLOCK: tl.constexpr = width(q.dtype, split.d_v)
     STAGES: tl.constexpr = split.STAGES
-    acc = tl.zeros([B_R, BLOCK], tl.float32)
+    if split.PAIRS:
+        acc = (tl.zeros([B_R, BLOCK // 2], tl.float32), tl.zeros([B_R, BLOCK // 2], tl.float32))
+    else:
+        acc = (tl.zeros([B_R, BLOCK], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
     for t in tl.range(lo, full_lo, num_stages=1):
@@ -65,7 +92,21 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
     for t in tl.range(full_hi, hi, num_stages=1):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
-    return acc, m, l
+    if split.PAIRS:
+        return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l
+    else:
+        return acc[0], m, l
+
+
+@triton.jit
+def in_fp16(q):
+    """Return rows of q in fp16, in which 8-bit keys are exact, and the power of two that each is divided by. So none
+    overflows, and what is lost is below 2^-24 of the row's largest entry."""
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), 1)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.minimum(tl.where(power == 0.0, 1.0, power), LARGEST)
+    return (q * (1.0 / power)[:, None]).to(tl.float16), power[:, None]
 
 
 @triton.jit
@@ -138,6 +179,9 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
         )  # fmt: skip
         place = Entries(b, heads[:, None], 0, (N - M + i)[:, None], 0, 0)
         k_scale = None if scales is None else scale_of(scales.k, b, h, scales.k_batch, scales.k_head)
+        if split.PAIRS:
+            q, power = in_fp16(q)
+            k_scale *= power
         acc, m, l = sum_keys(
             q, K, V, h, keys, place, variant, c, k_scale, tiles, begin, begin + count * (SIZE // split.B_C), split
         )

@@ -7,10 +7,20 @@ import torch
 import triton
 from torch import Tensor
 
-from ..host.launch import Launch, adjacent, cdiv, current_stream, device_values, empty, empty_saved
+from ..host.launch import (
+    Launch,
+    adjacent,
+    batch_of,
+    cdiv,
+    current_stream,
+    device_values,
+    empty,
+    empty_saved,
+    total_rows,
+)
 from ..host.replay import Replay
 from ..problem import Operands, Problem, Saved
-from ..tile.cache import Batch, Scales
+from ..tile.cache import Scales
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.rows import Rows
@@ -59,13 +69,19 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
-        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER,
+        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER, paired(p),
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
     partial = 0 if 0 in (p.B, total_rows(p)) else slots * p.H_k * (p.D_v + 2)
     c = (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
     return Plan(tiles, split, W, c, partial, values, {}, Replay())
+
+
+def paired(p: Problem) -> bool:
+    """Tell whether neighbours of 8-bit values are read together: with q in 16 bits, and rows at even addresses."""
+    even = p.v.aligned and not any(number % 2 for number in (p.D_v, *p.v.stride[:-1]))
+    return p.v.dtype.itemsize == 1 and p.dtype.itemsize == 2 and even
 
 
 def programs(p: Problem) -> int:
@@ -75,11 +91,6 @@ def programs(p: Problem) -> int:
     device, size = p.q.device, p.B * p.N * p.H_k * (p.D + p.D_v) * p.k.dtype.itemsize
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     return max(1, multiprocessors * (1 if size < SMALL and p.k.dtype.itemsize > 1 else 2) // p.H_k)
-
-
-def total_rows(p: Problem) -> int:
-    """Return how many rows of queries there are in all."""
-    return p.q.shape[0] if p.rows_packed else p.B * p.M
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -113,19 +124,6 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
     constants = {"split": pl.split, "B_X": COMBINED, "num_warps": 4, **overlap}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
-
-
-def batch_of(p: Problem, x: Operands) -> Batch:
-    """Return the layout as a kernel argument."""
-    names = ("cu_q", "lengths", "starts", "index")
-    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
-    table: Tensor | None = p.in_layout("table", x.extra)
-    if table is not None and table.stride(-1) != 1:
-        table = table.contiguous()
-    width = 0 if table is None else 2 * table.stride(0) + 1
-    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
-    cu_q, lengths, starts, index = tensors
-    return Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
 
 
 def scales(p: Problem, x: Operands) -> Scales | None:

@@ -26,10 +26,10 @@ from ..host.launch import (
     with_adjacent_rows,
     with_lse_shift,
 )
-from ..host.quantize import quantize_launches
+from ..host.quantize import quantized
 from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
-from ..quantize import Codes, blocks_of, eight_bits, empty_codes, size_of
+from ..quantize import Codes, blocks_of, eight_bits, size_of
 from ..tile.blocks import Tile
 from ..tile.ranges import Scales, Variant
 from ..tile.rows import Rows as RowsOf
@@ -100,10 +100,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
     if eight_bits(p):
-        codes = empty_codes(p, x.q.device)
-        saved = saved._replace(kept=codes.present())
-        for launch in quantize_launches(p, x, codes, pl.compiled):
-            launch.run(stream)
+        saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     for launch in forward_launches(p, pl, x, saved):
         launch.run(stream)
     return saved
@@ -148,7 +145,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     if eight_bits(p):
         made, size = Codes(*saved.kept), size_of(p)
         q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
-        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *blocks_of(p))
+        of_v = () if made.v is None else (made.v.view(torch.int8), made.v_descale)
+        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *blocks_of(p), of_v)
     arguments = (
         q, k, v, o, saved.lse, packed(p, x), unused(p, saved),
         Variant(parts, changes, dropout(p, saved.seed), lists, sink, codes), pl.c, *lengths(p), p.H,

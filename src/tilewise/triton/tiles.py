@@ -176,6 +176,9 @@ DECODE: Table = {
     ("hopper", 2, 256, 64): Tiles(64, 32, 8, 3),
     ("hopper", 4, 128, 16): Tiles(16, 32, 4, 3),
     ("hopper", 4, 256, 16): Tiles(16, 16, 4, 3),
+    ("hopper", 1, 128, 16): Tiles(16, 64, 4, 5, 255),
+    ("hopper", 1, 128, 64): Tiles(64, 32, 8, 5),
+    ("hopper", 1, 256, 64): Tiles(32, 32, 8, 3),
     ("ampere", 2, 128, 16): Tiles(16, 64, 4, 5),
     ("ampere", 2, 256, 16): Tiles(16, 32, 4, 5),
     ("ampere", 2, 128, 64): Tiles(64, 64, 8, 5),
@@ -193,7 +196,8 @@ DECODE: Table = {
     ("interpreter", 4, 256, 16): Tiles(16, 32, 4, 1),
     ("interpreter", 4, 256, 64): Tiles(64, 64, 4, 1),
 }
-"""Rows of the kernel that splits keys, by the rows of its tiles. K and V have half as many stages each as it says, and
+"""Rows of the kernel that splits keys, by the bytes of an entry of K, and the rows of its tiles; where 8-bit keys have
+none, those of 16 bits serve. K and V have half as many stages each as it says, and
 half of those behind a look-up of a page: Triton divides the stages among the loads of a chain."""
 
 SPECIAL = ("ieee", "tf32x3")
@@ -293,13 +297,14 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
 
 def decode_tiles(p: Problem) -> Tiles:
     """Return the tile of the kernel that splits keys. Where results are invariant, its rows are one number for all."""
-    entry_bytes = 4 if p.dtype == torch.float32 else 2
+    sizes = (4,) if p.dtype == torch.float32 else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
     invariant = p.recipe.cached and p.recipe.layout[2] > 0
     few = p.M * (p.H // p.H_k) <= 16 and not invariant
     for kind in chips(p.target):
         for size in (128, 256):
             for rows in (16, 64) if few else (64, 16):
-                if max(p.D, p.D_v) <= size and (row := DECODE.get((kind, entry_bytes, size, rows))):
+                found = (DECODE[key] for n in sizes if (key := (kind, n, size, rows)) in DECODE)
+                if max(p.D, p.D_v) <= size and (row := next(found, None)):
                     return row
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
 

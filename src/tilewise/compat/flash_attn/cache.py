@@ -1,6 +1,6 @@
 """Caches of FlashAttention-2 and -3: append to them; attend to their keys, in pages or in parts of sequences."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from ...api import attention
 from ...append import append_
 from ...layout import Cached
 from ...mask import Full
+from ...quantized import Quantized
 from ...rotary import rotary
 from .call import Options
 
@@ -16,8 +17,8 @@ from .call import Options
 class Cache(NamedTuple):
     """The arguments of flash_attn_with_kvcache that say where keys are, and where new ones go."""
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Quantized
+    v: Tensor | Quantized
     lengths: int | Tensor | None
     index: Tensor | None = None
     leftpad: Tensor | None = None
@@ -85,10 +86,11 @@ def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles
             raise ValueError(f"{name} must be None with block_table, got a tensor; leave one of them out")
     if isinstance(cache.lengths, Tensor):
         return cache.lengths
-    sequences = cache.table if cache.table is not None else cache.index if cache.index is not None else cache.k
-    full = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    keys = cache.k.x if isinstance(cache.k, Quantized) else cache.k
+    sequences = cache.table if cache.table is not None else cache.index if cache.index is not None else keys
+    full = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     length = full if cache.lengths is None else cache.lengths
-    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=cache.k.device)
+    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=keys.device)
 
 
 def layout_of(cache: Cache, lengths: Tensor, cu_q: Tensor | None) -> Cached:
@@ -112,10 +114,11 @@ def turned(x: Tensor, angles: Angles, at: Tensor, cu: Tensor | None, at_once: bo
 
 
 def cached_parts(
-    k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, used: Tensor | None, table: Tensor | None = None,
+    k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Any, max_q: int, used: Tensor | None, table: Tensor | None = None,
     leftpad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Cached]:  # fmt: skip
-    """Return k, v and the layout of packed sequences that use `used` rows of their own, or of pages."""
+    """Return k, v and the layout of packed sequences that use `used` rows of their own, or of pages. cu_k may be None
+    where `used` and `table` are given."""
     lengths = cu_k.diff() if used is None else used
     if table is not None:
         return k, v, Cached(lengths, table, starts=leftpad, cu_q=cu_q, max_q=max_q)

@@ -12,6 +12,7 @@ from ...dropout import dropout_keep
 from ...layout import Layout, Varlen
 from ...mask import Causal, Full, Mask, Window
 from ...problem import Unsupported
+from ...quantized import Quantized
 from ...score import Alibi, Score, SoftCap
 
 Sides = Sequence[int | Tensor | None]
@@ -117,9 +118,20 @@ def forward(
 
 
 def attend_chunks(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, layout: Varlen | None, chunk: int
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    chosen: Options,
+    layout: Varlen | None,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse where a row sees the keys of its own chunk alone, or all where chunk is 0."""
+    if isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
+        if chunk > 0:
+            raise Unsupported(
+                "attention_chunk is > 0, but q is in e4m3; convert q, k and v, or pass chunks as sequences"
+            )
+        return attention(q, k, v, **chosen._asdict(), layout=layout, precision="fp8", return_lse=True)
     if chunk > 0 and layout is not None:
         layout = chunked(layout, chunk, layout.cu_q is not layout.cu_k)
     elif chunk > 0:

@@ -12,9 +12,10 @@ from inspect import signature
 
 from .layer import attend
 from .masks import mask_of
+from .precision import set_precision
 from .view import MaskView
 
-__all__ = ["MaskView", "install", "uninstall"]
+__all__ = ["MaskView", "install", "set_precision", "uninstall"]
 
 
 def install(name: str = "tilewise") -> None:

@@ -11,6 +11,7 @@ from ...layout import Cached, Varlen
 from ...mask import Causal, Dense, Full, Mask, Window
 from ...problem import Unsupported
 from ...score import Bias, Score, SoftCap
+from .precision import PRECISION
 from .view import SHARDED, MaskView
 
 INERT = {
@@ -55,6 +56,7 @@ def attend(
     options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
     if (step := _step(attention_mask, q, k, v, position_bias, options)) is not None:
         return attention(q, k, v, mask=step[0], layout=step[1], score=scores, **options), None
+    precision = getattr(module, PRECISION, None) if M > 1 else None
     packed: Mask | None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -70,10 +72,15 @@ def attend(
             raise Unsupported(
                 "cu_seq_lens_q came to a layer of sharded rows; pass documents to tilewise.parallel.using"
             )
+        if precision is not None:
+            raise Unsupported(
+                f"precision {precision!r} came to a layer of sharded rows; call set_precision(model, None) for 16 bits"
+            )
         return sharded(q, k, v, mask=mask, score=scores, **options), None
+    options["precision"] = precision
     if cu is None:
         k, v, options["score"] = k[:, :N], v[:, :N], scores
-        if isinstance(attention_mask, MaskView):
+        if isinstance(attention_mask, MaskView) and precision is None:
             gradients = torch.is_grad_enabled() or module.training  # a checkpoint recomputes what runs without
             mask = attention_mask.listed(mask, q, k, v, gradients, options)
         return attention(q, k, v, mask=mask, **options), None

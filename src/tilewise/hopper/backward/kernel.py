@@ -33,7 +33,7 @@ from ..parts.channel import (
     wait_equal,
     wait_reductions,
 )
-from ..parts.dropout_bits import bits, dropout_words
+from ..parts.dropout_bits import bits, dropout_words, in_whole
 from ..parts.queue import fetch_tile, receive_tile, reset_counter, send_tile, skip_to, tile_channel
 from .deterministic import release_dq_semaphore, wait_dq_semaphore
 from .gradients import key_half
@@ -168,7 +168,8 @@ def produce_bits(shared, call, tile: gl.constexpr):
         step = first_step(keys, call.variant, tile)
         while exists(step):
             place = place_of(step, keys, call, B_R)
-            words = dropout_words(seed, threshold, place.matrix, place.i0, keys.j0, B_C, B_R, True, DROPOUT_WARPS)
+            matrix, i0, j0 = in_whole(call.variant.dropout.counters, place, place.i0, keys.j0)
+            words = dropout_words(seed, threshold, matrix, i0, j0, B_C, B_R, True, DROPOUT_WARPS)
             wait_before(shared.bits.empty, y)
             stage(shared.bits.memory, y).store(words)
             arrive(shared.bits.full, y)

@@ -14,7 +14,9 @@ from triton.experimental.gluon import language as gl
 
 from ...tile.quantize import BLOCK_K, BLOCK_Q
 
+TINY = gl.constexpr(2.0**-126)
 P_SCALE_LOG2 = gl.constexpr(8)
+P_SCALE = gl.constexpr(2.0**-8)
 """P is computed as 256 P, where e4m3 has most room."""
 
 
@@ -86,7 +88,7 @@ def line(S, c, shift):
     """Return the e4m3 bits of 2^(c S - shift) in the lowest byte: a line between powers of two (Schraudolph 1999).
 
     The bits of 2^x are 8 (x + 7), where LIFT centres the line around the exponential. Its error is 3.1 % rms, that of
-    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0.
+    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0 (see `known`).
     """
     LIFT: gl.constexpr = 0.058
     c = gl.full_like(S, 0.0) + c * 0.0625
@@ -128,10 +130,25 @@ def ones_of(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def descaled(S, c, scale, SCORES: gl.constexpr):
-    """Return logits and what turns them into base 2: a factor for each row, or c if scores take logits as they are."""
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, S.type.layout))
-    if SCORES:
-        return S * scale[:, None], None if c is None else gl.full_like(scale, 0.0) + c
-    else:
-        return S, c * scale
+def scale_of(S, c, scale):
+    """Return what turns the codes' S into logits in base 2: a factor for each row."""
+    return c * gl.convert_layout(scale, gl.SliceLayout(1, S.type.layout))
+
+
+@gluon.jit
+def descaled(S, scale):
+    """Return the logits, which scores take as they are."""
+    return S.to(gl.float32) * gl.convert_layout(scale, gl.SliceLayout(1, S.type.layout))[:, None]
+
+
+@gluon.jit
+def positive(S, c):
+    """Return S and a factor of its rows above 0, so that a mask's -inf stays -inf: what was NaN is inf in S instead,
+    and 0 becomes so small a number that every logit is 0."""
+    return gl.where((c >= 0.0)[:, None], S.to(gl.float32), float("inf")), gl.where(c > 0.0, c, TINY)
+
+
+@gluon.jit
+def known(l, m):
+    """Return row sums, NaN where `positive` showed m an inf: `line` may have taken it for 0."""
+    return gl.where(m < float("inf"), l, float("nan"))

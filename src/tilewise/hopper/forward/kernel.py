@@ -25,10 +25,25 @@ from ...tile.softmax import finalize, join_sink
 from ..parts import triton_compat
 from ..parts.call import Call
 from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
-from ..parts.dropout_bits import apply_dropout, bits, dropout_words, read_bits
+from ..parts.dropout_bits import apply_dropout, bits, dropout_words, in_whole, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_values
-from .eight_bits import BLOCK_K, BLOCK_Q, descaled, first_rows, ones_of, pack, scale_at, unpack, values_box
+from .eight_bits import (
+    BLOCK_K,
+    BLOCK_Q,
+    P_SCALE,
+    descaled,
+    first_rows,
+    known,
+    ones_of,
+    pack,
+    positive,
+    scale_at,
+    scale_of,
+    unpack,
+    values_box,
+)
+from .pages import load_rows, query_tile_in_cache, zero_unseen
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
 from .softmax import begin, masked, online, scored
 
@@ -66,6 +81,8 @@ class Tile(NamedTuple):
     columns, one after the other. Sums of 8-bit products that stay in the tensor core drift with length."""
     SUMS: bool = False
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
+    PAGE: int | None = None
+    """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
 
 
 class Shape(NamedTuple):
@@ -100,6 +117,15 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def located(t, call, tile: gl.constexpr):
+    """Locate tile t of all, as `query_tile` does."""
+    if tile.PAGE is None:
+        return query_tile(t, call, tile)
+    else:
+        return query_tile_in_cache(t, call, tile)
+
+
+@gluon.jit
 def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     """Run the producer warp."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -110,7 +136,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     while t < call.shape.tiles * call.shape.heads:
-        place, m, q0, k0 = query_tile(t, call, tile)
+        place, m, q0, k0 = located(t, call, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
             b = place.b if call.packed is None else 0
@@ -130,12 +156,18 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                 wait_before(shared.k.empty, y)
                 if x < count:
                     j = key_tile(call.variant, loop, loop.hi - 1 - x)
-                    bar = expect(shared.k.full, y, K.block_type.nbytes)
-                    triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    if tile.PAGE is None:
+                        bar = expect(shared.k.full, y, K.block_type.nbytes)
+                        triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    else:
+                        load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
-                    bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                    row, column = values_box(v_row + j_before * B_C, tile)
-                    triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                    if tile.PAGE is None:
+                        bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
+                        row, column = values_box(v_row + j_before * B_C, tile)
+                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                    else:
+                        load_rows(V, shared.v, y - 1, call, place, h_k, v_row + j_before * B_C, tile)
                 if FETCH_EARLY:
                     if x == 1:
                         t = fetch_next_tile(counter)
@@ -175,9 +207,8 @@ def produce_bits(shared, call, tile: gl.constexpr):
                 u = y * WARPGROUPS + w
                 wait_before(shared.bits.empty, u)
                 if (x >= part.lo) & (x < part.hi):
-                    words = dropout_words(
-                        seed, threshold, place.matrix, place.i0 + 64 * w, j * B_C, 64, B_C, False, DROPOUT_WARPS
-                    )
+                    matrix, i0, j0 = in_whole(call.variant.dropout.counters, place, place.i0 + 64 * w, j * B_C)
+                    words = dropout_words(seed, threshold, matrix, i0, j0, 64, B_C, False, DROPOUT_WARPS)
                     stage(shared.bits.memory, u).store(words)
                 arrive(shared.bits.full, u)
             y += 1
@@ -232,7 +263,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: g
         o = o * gl.convert_layout(alpha, row_layout)[:, None]
     inverse, lse = finalize(m, l, NATURAL)
     if lse_shift is not None:
-        lse += gl.convert_layout(lse_shift, lse.type.layout)
+        lse = gl.where(lse == float("-inf"), lse, lse + gl.convert_layout(lse_shift, lse.type.layout))
     rows = row0 + gl.arange(0, m.shape[0], m.type.layout)
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
@@ -268,6 +299,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, o_columns, 256 // tile.PV_BITS])
     l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 256 // tile.PV_BITS])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // tile.PV_BITS)
+    SCORES: gl.constexpr = len(call.variant.scores) > 0
     zero = gl.zeros([64, B_C], s_type, s_layout)
     zero_o = gl.zeros([64, o_columns], gl.float32, o_layout)
     zero_l = gl.zeros([64, 8], gl.float32, l_layout)
@@ -277,7 +309,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
-        place, tile_of_head, q0, k0 = query_tile(t, call, tile)
+        place, tile_of_head, q0, k0 = located(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
         at = n % tile.Q_STAGES * WARPGROUPS + W
@@ -294,8 +326,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 matrix, matrix_k = place.h, place.h // call.shape.group
             rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
             q_at = (matrix * codes.q_blocks + q_row // BLOCK_Q) * BLOCK_Q + rows
-            q_scale = gl.load(codes.q_scale + q_at)
-            lse_shift = gl.load(codes.q_shift + q_at)
+            q_scale = gl.load(codes.q_scale + q_at, mask=rows < place.M, other=0.0)
+            lse_shift = gl.load(codes.q_shift + q_at, mask=rows < place.M, other=0.0)
             k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             if tile.PV_BITS == 8:
                 v_scale = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
@@ -309,11 +341,15 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         arrive(shared.k.empty, y)
         c_first = c
         if tile.QK_BITS == 8:
-            S, c_first = descaled(S.to(gl.float32), c, q_scale * k_scale, len(call.variant.scores) > 0)
+            S = descaled(S, q_scale * k_scale) if SCORES else S.to(gl.float32)
+            c_first = c if SCORES else scale_of(S, c, q_scale * k_scale)
         m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
-        zero_values(place, j, call.packed, shared, y, tile)
+        if tile.PAGE is None:
+            zero_values(place, j, call.packed, shared, y, tile)
+        else:
+            zero_unseen(place, j, call, shared, y, tile)
         o = zero_o
         o_right = zero_o if tile.FRESH == 2 else zero_l
         alpha_before = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
@@ -346,16 +382,18 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 o_next = warpgroup_mma_wait(0, [o_next])
             S_new = warpgroup_mma_wait(2 if tile.SUMS else 1, [S_next])
             if tile.QK_BITS == 8:
-                if tile.MASK_IN_LOOP or len(call.variant.scores) > 0:
-                    S_new = S_new.to(gl.float32)
-                S_new, c_j = descaled(S_new, c, q_scale * k_scale, len(call.variant.scores) > 0)
+                S_new = descaled(S_new, q_scale * k_scale) if SCORES else S_new
+                S_new = S_new.to(gl.float32) if tile.MASK_IN_LOOP else S_new
+                c_j = c if SCORES else scale_of(S_new, c, q_scale * k_scale)
             else:
                 c_j = c
             S_new = scored(S_new, place, row0, j * B_C, call.variant)
             if tile.MASK_IN_LOOP:
                 if is_partial(x, part):
+                    if tile.QK_BITS == 8 and not SCORES:
+                        S_new, c_j = positive(S_new, c_j)
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)
-            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile)
+            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile.QK_BITS == 8 and not SCORES, tile)
             if tile.SUMS:
                 o_next, l_next = warpgroup_mma_wait(0, [o_next, l_next])
             else:
@@ -386,6 +424,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             if not (tile.BOUNDED or tile.FRESH):
                 o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             y += 1
+        if tile.PAGE is not None:
+            zero_unseen(place, j, call, shared, y, tile)
         wait(shared.v.full, y)
         if tile.SUMS:
             l_next = sum_rows(p, shared.ones, zero_l)
@@ -394,7 +434,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         if tile.SUMS:
             o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
             l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
-            l = gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout))
+            l = known(gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout)), m)
         else:
             o_last = warpgroup_mma_wait(0, [o_last])
         if tile.FRESH:
@@ -409,6 +449,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         y += 1
         if tile.PV_BITS == 8:
             o = o * v_scale
+            if c is None:  # then m is that of P itself
+                o, l = o * P_SCALE, l * P_SCALE
         if call.variant.dropout is not None:
             o = o * call.variant.dropout.rescale
         if tile.BOUNDED:
@@ -423,9 +465,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
 
 
 # not specialised on lengths, nor on what is counted from them
-@gluon.jit(do_not_specialize=["codes", "packed", "unused", "shape", "variant"])
+@gluon.jit(do_not_specialize=["codes", "packed", "cache", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, codes, O, O_rows, L, counter, packed, unused, variant, c, shape, tile: gl.constexpr,
+    Q, K, V, codes, O, O_rows, L, counter, packed, cache, unused, variant, c, shape, tile: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
@@ -468,37 +510,37 @@ def attention_forward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (produce_bits, (shared, Call(shape, packed, variant), tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (produce_bits, (shared, Call(shape, packed, variant, cache), tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [1], [24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip

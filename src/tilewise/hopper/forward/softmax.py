@@ -9,7 +9,7 @@ from ...tile.scores import Entries, apply_scores
 from ...tile.softmax import exponents, rescaling, row_max
 from ..parts.channel import end_block
 from ..parts.threads import as_tile, by_thread, positions
-from .eight_bits import P_SCALE_LOG2, powers
+from .eight_bits import P_SCALE_LOG2, positive, powers
 
 
 @gluon.jit
@@ -50,8 +50,10 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
     Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
     S = scored(S, place, row0, j0, variant)
     if partial:
+        if tile.QK_BITS == 8 and len(variant.scores) == 0:
+            S, c = positive(S, c)
         S = masked(S, place, row0, j0, variant)
-    EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
+    EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 and c is not None else 0
     m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c, EXTRA)
     if tile.BOUNDED:
         m = gl.maximum(m, 0.0)
@@ -66,7 +68,8 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
-        P = gl.exp2(exponents(S, shift, c if tile.QK_BITS == 16 else c[:, None]))
+        by_row: gl.constexpr = tile.QK_BITS == 8 and len(variant.scores) == 0
+        P = gl.exp2(scaled(exponents(S, shift, c[:, None] if by_row else c), c, tile.PV_BITS))
         l = gl.sum(P, 1)
         if P.type.layout != layout:
             ROWS: gl.constexpr = P.shape[0]
@@ -75,11 +78,21 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
 
 
 @gluon.jit
-def exponentials(S, shift, c, y, WAIT_PV: gl.constexpr):
+def scaled(x, c, PV_BITS: gl.constexpr):
+    """Return exponents for which P comes out as its product takes it. Where m is in natural log, it may be too large to
+    be lowered instead."""
+    if PV_BITS == 8 and c is None:
+        return x + P_SCALE_LOG2
+    else:
+        return x
+
+
+@gluon.jit
+def exponentials(S, shift, c, y, WAIT_PV: gl.constexpr, PV_BITS: gl.constexpr = 16):
     """Compute P = exp2 of `exponents`. Left to itself, ptxas moves the wait that follows above all exponentials."""
     if WAIT_PV == 1:
         end_block(y)
-    x = exponents(S, shift, c)
+    x = scaled(exponents(S, shift, c), c, PV_BITS)
     if WAIT_PV == 2:
         ROWS: gl.constexpr = S.shape[0]
         COLUMNS: gl.constexpr = S.shape[1]
@@ -114,19 +127,20 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 
 
 @gluon.jit
-def online(S, m, l, c, y, tile: gl.constexpr):
-    """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final."""
+def online(S, m, l, c, y, BY_ROW: gl.constexpr, tile: gl.constexpr):
+    """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final. BY_ROW
+    says whether c is a factor for each row."""
     if tile.BOUNDED:
-        P = exponentials(S, m, c if tile.QK_BITS == 16 else c[:, None], y, tile.WAIT_PV)
+        P = exponentials(S, m, c, y, tile.WAIT_PV, tile.PV_BITS)
         return P, m, l + gl.sum(P, 1), 1.0
     else:
-        EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 else 0
+        EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 and c is not None else 0
         m_new, shift = row_max(S, m, c, EXTRA)
         if tile.SUMS:
             P = packed_exponentials(S, shift, c, y, tile)
             alpha = rescaling(m, shift, c)
             return P, m_new, l, alpha
         else:
-            P = exponentials(S.to(gl.float32), shift, c if tile.QK_BITS == 16 else c[:, None], y, tile.WAIT_PV)
+            P = exponentials(S.to(gl.float32), shift, c[:, None] if BY_ROW else c, y, tile.WAIT_PV, tile.PV_BITS)
             alpha = rescaling(m, shift, c)
             return P, m_new, l * alpha + gl.sum(P, 1), alpha

@@ -11,6 +11,9 @@ class Call(NamedTuple):
     """Holds lengths and counts: the `Shape` of the kernel's file."""
     packed: object
     variant: object
+    cache: object = ()
+    """Says where keys lie in a cache: a `tile.cache.Batch`. Triton compares no tuple that holds None, so a constant of
+    the kernel's tile says whether there is one."""
 
 
 class Scratch(NamedTuple):

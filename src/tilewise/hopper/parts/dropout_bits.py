@@ -56,6 +56,17 @@ def add(a, b):
 
 
 @gluon.jit
+def in_whole(counters, place, i0, j0):
+    """Return the score matrix, first row and first column of a tile as dropout counts them: in the whole, of which the
+    call may be a part."""
+    if len(counters) == 0:
+        return place.matrix, i0, j0
+    else:
+        matrix = (counters.matrix >> 1) + place.b * (counters.of_heads >> 1) + place.h
+        return matrix, i0 + (counters.row >> 1), j0 + (counters.column >> 1)
+
+
+@gluon.jit
 def dropout_words(
     seed, threshold, matrix, i0, j0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
     WARPS: gl.constexpr,

@@ -16,13 +16,20 @@ from .channel import stage, wait
 @gluon.jit
 def zero_from(memory, row):
     """Zero a tile's rows from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
+    zero_outside(memory, 0, row)
+
+
+@gluon.jit
+def zero_outside(memory, first, end):
+    """Zero a tile's rows except those from `first` up to `end`."""
     ROWS: gl.constexpr = memory.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for r in gl.static_range(ROWS // 16):
-        if row < 16 * (r + 1):
+        if (first > 16 * r) | (end < 16 * (r + 1)):
             part = memory.slice(16 * r, 16, 0)
             rows = 16 * r + gl.arange(0, 16, gl.SliceLayout(1, layout))
-            part.store(gl.where((rows < row)[:, None], part.load(layout), 0.0))
+            inside = (rows >= first) & (rows < end)
+            part.store(gl.where(inside[:, None], part.load(layout), 0.0))
     fence_async_shared()
     triton_compat.barrier()
 
@@ -53,9 +60,10 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 @gluon.jit
 def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
-    """Zero the values past the end of a packed sequence, in the forward's key tile j, use y."""
+    """Zero the values past the end of a packed sequence, in the forward's key tile j, use y. Codes of V are zeros
+    there."""
     B_C: gl.constexpr = tile.B_C
-    if packed is not None:
+    if packed is not None and tile.PV_BITS == 16:
         if (j + 1) * B_C > place.N:
             wait(shared.v.full, y)
             zero_from(stage(shared.v.memory, y).reshape([B_C, tile.D]), place.N - j * B_C)

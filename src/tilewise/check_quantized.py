@@ -1,0 +1,100 @@
+"""Validation and conversion of q, k and v that are in 8 bits already (`Quantized`), and of `EightBits`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .check_cache import unquantized
+from .layout import Cached, Layout, Varlen
+from .problem import Operands, Problem, Unsupported
+from .quantized import EightBits, Quantized
+
+
+def without_scales(
+    q: Any, k: Any, v: Any, layout: Layout | None, precision: str | EightBits | None
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return q, k and v as tensors; the scales of all three, or of a cache's k and v, or () for none.
+
+    Three Quantized become bf16. With precision "fp8" they stay as they are, with scales (B, H_k). Raise TypeError or
+    ValueError if they do not fit each other, Unsupported if a gradient is wanted.
+    """
+    if not isinstance(q, Quantized):
+        return q, *unquantized(k, v, layout)[:2], (), (k.scale, v.scale)
+    named = {"q": q, "k": k, "v": v}
+    if isinstance(layout, Cached):
+        raise ValueError("layout must be None or a Varlen where q is a Quantized, got a Cached; convert q to bf16")
+    for name, t in named.items():
+        if not isinstance(t, Quantized):
+            raise TypeError(f"{name} must be a Quantized where q is, got {type(t).__name__}; give it a scale, too")
+    if precision not in (None, "fp8"):
+        raise ValueError(
+            f"precision must be None or fp8 where q is a Quantized, got {precision!r}; leave it out for bf16 products"
+        )
+    refuse_gradients_of_e4m3((q.scale,), [t for one in named.values() for t in (one.x, one.scale)])
+    rank, shape = (3, "(T, heads, head size)") if isinstance(layout, Varlen) else (4, "(B, length, heads, head size)")
+    for name, t in named.items():
+        if t.x.ndim != rank:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(t.x.shape)}; reshape it, or set layout")
+    B = layout.cu_q.shape[0] - 1 if isinstance(layout, Varlen) else q.x.shape[0]
+    H_k = k.x.shape[-2]
+    for name, t in named.items():
+        if tuple(t.scale.shape) not in ((), (H_k,), (B, H_k)):
+            raise ValueError(
+                f"{name}'s scale must have shape (), ({H_k},) or ({B}, {H_k}), one number for each key head, got "
+                f"{tuple(t.scale.shape)}; reshape it"
+            )
+    if precision is None:
+        ends = (layout.cu_q, layout.cu_k, layout.cu_k) if isinstance(layout, Varlen) else (None, None, None)
+        q, k, v = (in_bf16(t, B, H_k, cu) for t, cu in zip((q, k, v), ends, strict=True))
+        return q, k, v, (), ()
+    return q.x, k.x, v.x, tuple([t.scale.expand(B, H_k).contiguous() for t in (q, k, v)]), ()
+
+
+def refuse_gradients_of_e4m3(scales: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Raise Unsupported if there are scales of q, k and v, and a gradient is wanted."""
+    if scales and torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        raise Unsupported(
+            "Quantized q, k and v are for inference, and an operand has requires_grad=True; run it under "
+            "torch.no_grad(), or pass 16-bit tensors with precision='fp8'"
+        )
+
+
+def in_bf16(t: Quantized, B: int, H_k: int, cu: Tensor | None = None) -> Tensor:
+    """Return x * scale, rounded once. Query heads have their key head's scale."""
+    scale = of_rows(t.scale.expand(B, H_k), t.x.shape[-2], t.x.shape[0], cu)
+    return (t.x.float() * scale).to(torch.bfloat16)
+
+
+def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
+    """Return scales (B, H_k) as they broadcast to the rows of a tensor: (B, 1, heads, 1), packed (rows, heads, 1)."""
+    each = scale.repeat_interleave(max(1, heads // max(1, scale.shape[1])), 1)[..., None]
+    if cu is None:
+        return each[:, None]
+    at = torch.arange(rows, device=scale.device)
+    return each[(torch.searchsorted(cu, at, right=True) - 1).clamp(0, scale.shape[0] - 1)]
+
+
+def given_beforehand(
+    precision: str | EightBits | None, q: Tensor, layout: Layout | None
+) -> tuple[str | None, tuple[Tensor, ...]]:
+    """Return a precision's name; of an EightBits also mean and balance for each sequence, (B, H_k, D)."""
+    if not isinstance(precision, EightBits):
+        return precision, ()
+    batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths
+    pair = precision.mean, precision.balance
+    return precision.name, tuple([(t if t.ndim == 3 else t.expand(len(batch), *t.shape)).contiguous() for t in pair])
+
+
+def check_scales(p: Problem, x: Operands) -> None:
+    """Raise ValueError for a scale that is not positive and finite, or a balance that is no power of two."""
+    first = len(x.extra) - p.recipe.of_layout
+    if p.recipe.given:
+        balance = x.extra[first + 1]
+        if not bool(((torch.frexp(balance).mantissa == 0.5) & balance.isfinite()).all()):
+            raise ValueError("EightBits: balance must hold powers of two, got others; use torch.exp2 of integers")
+        return
+    for name, scale in zip(("q", "k", "v"), x.extra[first : first + 3], strict=True):
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ValueError(f"{name}'s scale must be finite and > 0, got {scale.tolist()}; give zeros a scale of 1")

@@ -1,0 +1,129 @@
+"""Operators for graphs of torch.compile, which hold no messages between pairs of ranks: keys come to queries inside."""
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ..check import check_arguments, dropout_seed
+from ..import_hook import when_imported
+from ..mask import Mask, intersect
+from ..operator import NAMESPACE, OPERATORS
+from ..problem import KINDS, Recipe
+from ..score import Score
+from .shardings import Sharding
+from .shards import Shards, shards_of, wide
+from .walk import gradients, results
+
+Kept = tuple[Shards, str, Any, Tensor | None]
+"""The problem in pieces, the plan, its group, and the sink."""
+
+
+def described(plan: str, sharding: Sharding, *where: Any) -> str:
+    """Write as text what an operator cannot take: the plan, the group's name, and what `shards_of` wants of pieces."""
+    group: Any = dist.group.WORLD if sharding.axes[0] is None else sharding.axes[0]
+    return repr((plan, group.group_name, *where))
+
+
+def _before_graphs(dynamo: Any) -> None:
+    """Have a description written while a call is traced."""
+    dynamo.assume_constant_result(described)
+
+
+when_imported("torch._dynamo", _before_graphs)
+
+
+def in_graph(
+    where: str, mask: Mask, score: Sequence[Score], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse by the operator. `where` is what `described` wrote."""
+    given = {name: number for name, number in options.items() if name != "seed"}
+    x, recipe, _ = check_arguments(q, k, v, mask=intersect(mask.parts), score=score, sink=sink, layout=None, **given)
+    seed = dropout_seed(options["seed"], q, recipe.dropout)
+    return OPERATORS.parallel(q, k, v, list(x.extra), seed, recipe.encode(), where)
+
+
+def rebuilt(
+    recipe: Recipe, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
+) -> Kept:
+    """Return what the text and tensors of an operator describe. A bias that is `wanted` gets a gradient."""
+    plan, group, N, pieces, own, *heads = _read(where)
+    learned = [*wanted, *[False] * (len(extra) - len(wanted))]
+    tensors = iter([t.detach().requires_grad_() if wants else t for t, wants in zip(extra, learned, strict=True)])
+    built: list[Any] = [
+        KINDS[name].rebuild(tuple(numbers), tuple(next(tensors) for _ in KINDS[name].captures))
+        for name, *numbers in recipe.mask + recipe.score
+    ]
+    count = len(recipe.mask)
+    names = "scale", "dropout", "precision", "deterministic", "backend"
+    options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
+    s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, *heads)
+    axis = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+    return s, plan, axis, next(tensors) if recipe.sink else None
+
+
+_read: Any = lru_cache(256)(ast.literal_eval)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::parallel", mutates_args=())
+def parallel_op(
+    q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], seed: Tensor | None, recipe: str, where: str
+) -> tuple[Tensor, Tensor]:
+    """Compute o and lse of this rank's rows. `recipe` and `where` are encoded text."""
+    with torch.no_grad():
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where)
+        return results(s, plan, axis, q, k, v, sink)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::parallel_backward", mutates_args=())
+def parallel_backward_op(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], seed: Tensor | None,
+    o: Tensor, lse: Tensor, recipe: str, where: str, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return dq, dk and dv; then the gradients of the extras in `wanted`."""
+    with torch.no_grad():
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where, wanted)
+        dq, dk, dv, d_sink, *of_biases = gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
+    last = [d_sink] if d_sink is not None and wanted[-1] else []
+    return [dq, dk, dv, *[t for t in of_biases if t is not None], *last]  # type: ignore[list-item]
+
+
+@parallel_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, recipe: str, where: str) -> Any:
+    B, M, H, _ = q.shape
+    return q.new_empty((B, M, H, v.shape[-1])), q.new_empty((B, H, M), dtype=wide(q.dtype))
+
+
+@parallel_backward_op.register_fake
+def _(
+    do: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, o: Any, lse: Any, recipe: str,
+    where: str, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    learned = [t for t, want in zip(extra, wanted, strict=True) if want]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, *learned)]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, extra, seed, recipe, where = inputs
+    ctx.text = recipe, where
+    ctx.save_for_backward(q, k, v, *extra, seed, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    q, k, v, *extra, seed, o, lse = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[3] or [False] * len(extra))
+    do = torch.zeros_like(o) if do is None else do
+    given = do, dlse, q, k, v, extra, seed, o, lse, *ctx.text, wanted
+    dq, dk, dv, *learned = OPERATORS.parallel_backward(*given)
+    found = iter(learned)
+    return dq, dk, dv, [next(found) if want else None for want in wanted], None, None, None
+
+
+parallel_op.register_autograd(_differentiate, setup_context=_setup)
