@@ -205,7 +205,9 @@ def _asks_for_determinism() -> bool:
 _asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _unwrap(q: Any, k: Any, v: Any, layout: Layout | None, precision: Any) -> tuple[Any, ...]:
+def _unwrap(
+    q: Any, k: Any, v: Any, layout: Layout | None, precision: str | EightBits | None
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     if Quantized not in (type(q), type(k), type(v)):
         _refuse_operands(q=q, k=k, v=v)
     return without_scales(q, k, v, layout, precision)
