@@ -168,13 +168,14 @@ def test_tensors_in_e4m3_err_as_on_the_cpu(packed, D):
     operands = [t[0] if packed else t for t in drawn(300, 700, 4, 2, D)]
     eight = [tw.Quantized(t.to(torch.float8_e4m3fn), scales) for t in operands]
 
-    def results(device, precision):
-        options = {"mask": tw.Causal(), "precision": precision, "return_lse": True}
-        if packed:
-            options["layout"] = tw.Varlen(*ends.to(device))
-        return [t.cpu().double() for t in tw.attention(*(t.to(device) for t in eight), **options)]
+    def options(device):
+        return {"mask": tw.Causal(), "layout": tw.Varlen(*ends.to(device)) if packed else None}
 
-    refused(*(t.to("cuda") for t in eight), "fp8")
+    def results(device, precision):
+        given = {"precision": precision, "return_lse": True, **options(device)}
+        return [t.cpu().double() for t in tw.attention(*(t.to(device) for t in eight), **given)]
+
+    refused(*(t.to("cuda") for t in eight), "fp8", **options("cuda"))
     exact, theirs = results("cpu", None), results("cpu", "fp8")
     plain, ours = results("cuda", None), results("cuda", "fp8")
     for what, t, a, b, c in zip(("o", "lse"), exact, ours, theirs, plain, strict=True):

@@ -92,6 +92,18 @@ def test_other_head_sizes(kind, D):
     compare(step(x, sink, do, layout, **options), wanted, 900, 1500)
 
 
+@pytest.mark.parametrize("kind", ["hopper bf16", "triton bf16"])
+def test_a_soft_cap_does_not_meet_the_next_sequence(kind):
+    """Hopper's soft cap shares a reciprocal between neighbors, and the first sequence has an odd number of keys."""
+    x, _, _, options = made(kind, 1000)
+    options |= {"mask": tw.Causal(), "score": tw.SoftCap(5.0)}
+    first, both = ends((301,)), ends((301, 699))
+    wanted = tw.attention(*(t[:301] for t in x), layout=tw.Varlen(first, first, 301, 301), **options)
+    for t in x:
+        t[301:] = torch.nan
+    assert torch.equal(tw.attention(*x, layout=tw.Varlen(both, both, 699, 699), **options)[:301], wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_ends_at_a_longest_length_that_is_too_short(kind):
     """Its first rows and keys are the sequence, the rest is nobody's; as a call without that rest gives it."""

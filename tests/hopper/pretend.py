@@ -344,8 +344,8 @@ def load_number(at: Any, *_: Any, mask: Any = True, other: Any = None, **__: Any
 
 def reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     """The same memory in another type, or in panels of its columns."""
-    same_size = shape[0] * shape[-1] == memory.shape[0] * memory.shape[-1]
-    return Panels(memory, shape) if same_size else Memory(shape)
+    in_panels = len(shape) == 5 and shape[0] * shape[-1] == memory.shape[0] * memory.shape[-1]
+    return Panels(memory, shape) if in_panels else Memory(shape)
 
 
 class Language:

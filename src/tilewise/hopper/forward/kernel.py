@@ -387,9 +387,12 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 c_j = c if SCORES else scale_of(S_new, c, q_scale * k_scale)
             else:
                 c_j = c
-            S_new = scored(S_new, place, row0, j * B_C, call.variant)
+            partial = False
             if tile.MASK_IN_LOOP:
-                if is_partial(x, part):
+                partial = is_partial(x, part)
+            S_new = scored(S_new, partial, place, row0, j * B_C, call.variant)
+            if tile.MASK_IN_LOOP:
+                if partial:
                     if tile.QK_BITS == 8 and not SCORES:
                         S_new, c_j = positive(S_new, c_j)
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)

@@ -22,33 +22,36 @@ def indices(S, place, row0, j0):
 
 
 @gluon.jit
-def scored(S, place, row0, j0, variant):
-    """Return the logits after all scores."""
+def scored(S, partial, place, row0, j0, variant):
+    """Return the logits after all scores. Those that the mask hides are zeroed first: they may be NaN, and soft caps
+    share a reciprocal with their neighbors."""
     if len(variant.scores) == 0:
         return S
     else:
+        if partial:
+            S = masked(S, place, row0, j0, variant, 0.0)
         row, first, column = positions(S)
         at = Entries(place.b, place.h, row0 + place.shift + row, 0, j0 + first, column)
         return as_tile(apply_scores(variant.scores, by_thread(S), at, len(variant.scores)), S)
 
 
 @gluon.jit
-def masked(S, place, row0, j0, variant):
-    """Return the logits where the mask shows them, else -inf."""
+def masked(S, place, row0, j0, variant, hidden: gl.constexpr = float("-inf")):
+    """Return the logits where the mask shows them, else `hidden`."""
     i, columns = indices(S, place, row0, j0)
     if variant.lists is None:  # one comparison tests both bounds: before the first key, the unsigned difference wraps
         lo, hi = key_range_of(variant.mask, place.b, i, place.N)
         seen = (columns - lo).to(gl.uint32) < gl.maximum(hi - lo, 0).to(gl.uint32)
     else:
         seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
-    return gl.where(seen, S, float("-inf"))
+    return gl.where(seen, S, hidden)
 
 
 @gluon.jit
 def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: gl.constexpr):
     """Compute m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0.
     Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
-    S = scored(S, place, row0, j0, variant)
+    S = scored(S, partial, place, row0, j0, variant)
     if partial:
         if tile.QK_BITS == 8 and len(variant.scores) == 0:
             S, c = positive(S, c)
