@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.backend import load
+from tilewise.check import check_arguments, describe
+from tilewise.problem import Saved
 
 BACKENDS = ("cpu", "triton")
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -31,6 +34,26 @@ def test_as_the_reference_and_nothing_else_is_read(case, backend):
     assert found[1].dtype == torch.float32
     allowed = 2e-5 if backend == "triton" and torch.cuda.is_available() else ALLOWED[case.dtype]
     assert max(caches.errors(found, caches.truth(call))) <= max(allowed, ALLOWED[case.dtype])
+
+
+def test_long_sequences_of_a_pack_are_left_to_another_kernel():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    (case,) = [case for case in caches.CASES if case.name == "packed mixture"]
+    call = caches.make(case, device_of("triton"))
+    given = {"score": (), "scale": None, "sink": None, "precision": None} | call.options
+    x, recipe, longest = check_arguments(
+        call.q, call.k, call.v, given["mask"], given["score"], given["scale"], given["sink"], 0.0, call.layout, None,
+        False, "triton",
+    )  # fmt: skip
+    o, lse = (torch.full_like(t, 7.0) for t in run(call, "triton"))
+    load("triton").write_short(describe(x, recipe, longest), x, Saved(o, lse), 3)
+    whole, of_whole = run(call, "triton")
+    assert case.queries == (1, 21, 0, 3)
+    short = torch.ones(len(o), dtype=torch.bool, device=o.device).index_fill(0, torch.arange(1, 22, device=o.device), 0)
+    torch.testing.assert_close(o[short], whole[short])
+    torch.testing.assert_close(lse[:, short], of_whole[:, short])
+    assert (o[~short] == 7.0).all()
+    assert (lse[:, ~short] == 7.0).all()
 
 
 def test_fp64_is_for_the_cpu():

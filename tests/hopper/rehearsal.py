@@ -13,7 +13,7 @@ from tilewise.hopper import fp32_backward_launch
 from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.parts.call import Scratch
-from tilewise.hopper.plan import plan
+from tilewise.hopper.plan import FULL, mixed, plan
 from tilewise.host.launch import batch_of, device_values, packed
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.cache import Batch
@@ -166,7 +166,8 @@ def packed_of(p: Problem, x: Operands) -> Packed | None:
 
 def cache_of(p: Problem, x: Operands) -> Batch | None:
     """Where keys lie in a cache."""
-    return Batch(*map(memory_of, batch_of(p, x))) if p.recipe.cached else None
+    least = FULL if mixed(p) else None
+    return Batch(*map(memory_of, batch_of(p, x, least=least))) if p.recipe.cached else None
 
 
 def memory_of(given: Any) -> Any:

@@ -8,6 +8,7 @@ from hopper.scenes import H
 from hopper.test_forward_rehearsal import Reader, faults
 
 import tilewise as tw
+from tilewise.hopper.plan import FULL
 
 FAR = 1 << 20
 """Between the first keys of two sequences, as the test counts them."""
@@ -120,7 +121,10 @@ def rehearsed(mask, D, page, packed, programs=3, starts=None, max_q=None):
     firsts = ends.tolist()
     sequences = [(firsts[b], b * FAR, masks[b]) for b in range(len(queries))]
     reader = CacheReader(sequences, found.tile, key_of, firsts[:1] if packed else firsts)
-    return found, list(faults(found, 2, sequences, reader))
+    own = [each for each, M in zip(sequences, queries, strict=True) if not packed or M >= FULL]
+    wrong = list(faults(found, 2, own, reader))
+    left = {firsts[b] for b in range(len(queries))} - {first for first, _, _ in own}
+    return found, wrong + [f"row {i} of head {h} is another kernel's" for h, i in reader.rows if i in left]
 
 
 @pytest.mark.parametrize("packed", [True, False])

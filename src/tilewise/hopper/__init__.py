@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import quantize
-from ..host.launch import make_lists, on_device, total_rows
+from ..backend import load
+from ..host.launch import make_lists, on_device
 from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
@@ -15,8 +16,6 @@ from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
-FULL = 64
-"""Rows that fill a warpgroup."""
 SHORTEST = 32
 """Tokens up to which a tile of the forward at 128 is mostly empty."""
 
@@ -57,9 +56,9 @@ class Hopper:
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
         SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
-        forward where it splits the keys among programs: for few rows, and in a cache below FULL rows a sequence."""
+        forward where it splits the keys among programs: for few rows, and in a cache below FULL queries."""
         p, recipe = problem, problem.recipe
-        if not backward and (p.few_rows or (recipe.cached and total_rows(p) < FULL * p.B)):
+        if not backward and (p.few_rows or (recipe.cached and p.M < plan.FULL)):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         size, most = (64, SINGLE) if backward else (128, SHORTEST)
@@ -93,7 +92,11 @@ class Hopper:
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, planned = _launches(problem)
         with on_device(x.q):
-            return of.forward(problem, planned, x, seed)
+            saved = of.forward(problem, planned, x, seed)
+            if plan.mixed(problem):
+                portable: Any = load("triton")
+                portable.write_short(problem, x, saved, plan.FULL - 1)
+            return saved
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         of, planned = _launches(problem)
@@ -113,7 +116,8 @@ def _told_of_cache(p: Problem) -> str:
     page, pl = plan.page_of(p), plan.plan(p)
     looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
     of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
-    return f"{pl.programs} programs, keys not split; {of_pages}"
+    few = f"sequences of fewer than {plan.FULL} queries on the portable kernel; " if plan.mixed(p) else ""
+    return f"{pl.programs} programs, keys not split; {of_pages}{few}"
 
 
 def _against_cache(p: Problem) -> list[str]:

@@ -43,7 +43,7 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import Plan, empty_gqa_sums, main_programs, row_blocks
+from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, row_blocks
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -59,7 +59,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
-    cache = batch_of(p, x) if p.recipe.cached else None
+    cache = batch_of(p, x, least=FULL if mixed(p) else None) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
     of_rows = rows(p, saved.o) if wide or p.rows_packed else None
     arguments = (

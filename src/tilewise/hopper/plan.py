@@ -32,6 +32,8 @@ MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
 """Multiprocessors that attention leaves free, for messages that travel beside it."""
 SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
+FULL = 64
+"""Queries that fill a warpgroup."""
 SHORT_SECTION = 8
 """Run as many of short matrices: they differ little in length, and more would load their keys from memory again."""
 CACHED_KEYS = 32 << 20
@@ -143,6 +145,12 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), PAGE=page_of(p),
     )  # fmt: skip
     return with_codes(p, tile) if eight_bits(p) else tile
+
+
+def mixed(p: Problem) -> bool:
+    """Tell whether a pack may hold sequences both with and without FULL queries; the portable kernel takes the latter,
+    as a tile would be mostly empty."""
+    return p.recipe.cached and p.rows_packed and p.B > 1 and p.out_dtype == p.dtype
 
 
 def page_of(p: Problem) -> int | None:

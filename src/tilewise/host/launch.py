@@ -231,8 +231,8 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
 
 
-def batch_of(p: Problem, x: Operands) -> Batch:
-    """Return the layout of keys in a cache as a kernel argument."""
+def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
+    """Return the layout of a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
     names = ("cu_q", "lengths", "starts", "index")
     tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
     table: Tensor | None = p.in_layout("table", x.extra)
@@ -241,7 +241,8 @@ def batch_of(p: Problem, x: Operands) -> Batch:
     width = 0 if table is None else 2 * table.stride(0) + 1
     sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
     cu_q, lengths, starts, index = tensors
-    return Batch(cu_q, lengths, starts, index, table, width, *sizes)  # type: ignore[call-arg]
+    bounds = [None if n is None else 2 * n + 1 for n in (least, most)]
+    return Batch(cu_q, lengths, starts, index, table, width, *sizes, *bounds)  # type: ignore[call-arg]
 
 
 def total_rows(p: Problem) -> int:

@@ -9,7 +9,8 @@ import triton.language as tl
 class Batch(NamedTuple):
     """Describe a batch by tensors, each of them None where it does not differ: cu_q (B + 1,), lengths (B,), starts
     (B,), index (B,), and the table (entries, width) with its stride. Host integers are given as 2 n + 1 (see
-    `rows.Packed`): how many sequences, queries of each, rows of q in all, and rows of an entry."""
+    `rows.Packed`): how many sequences, queries of each, rows of q in all, and rows of an entry; and how many queries a
+    packed sequence has at least and at most, each None without a bound: others have no queries for this kernel."""
 
     cu_q: object
     lengths: object
@@ -21,6 +22,8 @@ class Batch(NamedTuple):
     M: object
     rows: object
     capacity: object
+    least: object = None
+    most: object = None
 
 
 class Keys(NamedTuple):
@@ -53,7 +56,12 @@ def queries_of(batch, b):
     else:
         total = batch.rows // 2
         start = tl.minimum(tl.maximum(tl.load(batch.cu_q + b), 0), total)
-        return start, tl.minimum(tl.maximum(tl.load(batch.cu_q + b + 1), start), total) - start
+        count = tl.minimum(tl.maximum(tl.load(batch.cu_q + b + 1), start), total) - start
+        if batch.least is not None:
+            count = tl.where(count < batch.least // 2, 0, count)
+        if batch.most is not None:
+            count = tl.where(count > batch.most // 2, 0, count)
+        return start, count
 
 
 @triton.jit

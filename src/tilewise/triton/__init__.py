@@ -105,6 +105,11 @@ class Portable:
         with on_device(x.q):
             return of.forward(problem, of.plan(problem), x, seed)
 
+    def write_short(self, problem: Problem, x: Operands, saved: Saved, most: int) -> None:
+        """Write o and lse of packed sequences of at most `most` queries, whose keys are in a cache."""
+        short = problem._replace(max_q=most)
+        decode_launch.write_sums(short, decode_launch.plan(short, most), x, saved)
+
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         if problem.target == "cpu":
             narrow, (wide, x) = x, _widened(problem, x)

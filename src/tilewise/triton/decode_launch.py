@@ -50,6 +50,8 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     partial: int
     """Numbers of all partial sums; 0 if no program runs."""
+    most: int | None
+    """The most queries of a packed sequence that is summed, None for all of them."""
     values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
@@ -57,12 +59,12 @@ class Plan(NamedTuple):
 
 
 @lru_cache(4096)
-def plan(p: Problem) -> Plan:
-    """Plan a problem with its row of tile sizes."""
-    return planned(p, decode_tiles(p), programs(p))
+def plan(p: Problem, most: int | None = None) -> Plan:
+    """Plan a problem with its row of tile sizes, without packed sequences of more than `most` queries."""
+    return planned(p, decode_tiles(p), programs(p), most=most)
 
 
-def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
+def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | None = None) -> Plan:
     """Plan a problem with the given row, and W programs for each key head."""
     chunk = p.recipe.layout[2] if p.recipe.cached else 0
     G = p.H // p.H_k
@@ -75,7 +77,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
     partial = 0 if 0 in (p.B, total_rows(p)) else slots * p.H_k * (p.D_v + 2)
     c = (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
-    return Plan(tiles, split, W, c, partial, values, {}, Replay())
+    return Plan(tiles, split, W, c, partial, most, values, {}, Replay())
 
 
 def paired(p: Problem) -> bool:
@@ -95,11 +97,18 @@ def programs(p: Problem) -> int:
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
-    saved, device = empty_saved(p, x, seed), x.q.device
+    saved = empty_saved(p, x, seed)
     if not pl.partial:
         saved.o.zero_()
         saved.lse.fill_(-torch.inf)
         return saved
+    write_sums(p, pl, x, saved)
+    return saved
+
+
+def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
+    """Write the rows of o and lse that a plan sums."""
+    device = x.q.device
     stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
     if not pl.replay.run(stream, tensors):
@@ -107,13 +116,12 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         for launch in made:
             launch.run(stream)
         pl.replay.keep(made, tensors)
-    return saved
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
-    variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x)
+    variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x, most=pl.most)
     outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
     inputs = rows(p, adjacent(x.q)), *(_cache(adjacent(t)) for t in (x.k, x.v))
     arguments = (*inputs, *outputs, partial, batch, variant, scales(p, x), pl.c, p.H_k, pl.programs)

@@ -27,7 +27,7 @@ from ..parts.call import Call
 from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, in_whole, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
-from ..parts.ragged import fill_outputs, store_inside, zero_values
+from ..parts.ragged import fill_outputs, store_inside, zero_queries_past, zero_values
 from .eight_bits import (
     BLOCK_K,
     BLOCK_Q,
@@ -334,6 +334,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         else:
             lse_shift = None
         wait(shared.q.full, n)
+        if SCORES:  # which may compute several rows together
+            zero_queries_past(q, place, row0, call.packed)
         wait(shared.k.full, y)
         S = logits(
             q, stage(shared.k.memory, y).reshape([B_C, D]), tile.HALF_FIRST_TILE and W == 0, s_type, tile.QK_BITS

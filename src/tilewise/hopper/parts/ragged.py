@@ -59,6 +59,14 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 
 
 @gluon.jit
+def zero_queries_past(q, place, row0, packed):
+    """Zero the rows of a warpgroup's Q past the end of a packed sequence. Codes of 8 bits have scales of 0 there."""
+    if packed is not None and q.dtype.primitive_bitwidth == 16:
+        if row0 + q.shape[0] > place.M:
+            zero_from(q, place.M - row0)
+
+
+@gluon.jit
 def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
     """Zero the values past the end of a packed sequence, in the forward's key tile j, use y. Codes of V are zeros
     there."""
