@@ -56,9 +56,10 @@ class Hopper:
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
         SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
-        forward where it splits the keys among programs: for few rows, and in a cache below FULL queries."""
+        forward where it splits the keys among programs: for few rows, and in a cache below FULL queries. In a pack of
+        several sequences both kernels would run, which no GPU has shown yet."""
         p, recipe = problem, problem.recipe
-        if not backward and (p.few_rows or (recipe.cached and p.M < plan.FULL)):
+        if not backward and (p.few_rows or (recipe.cached and (p.M < plan.FULL or plan.mixed(p)))):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         size, most = (64, SINGLE) if backward else (128, SHORTEST)
@@ -116,7 +117,8 @@ def _told_of_cache(p: Problem) -> str:
     page, pl = plan.page_of(p), plan.plan(p)
     looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
     of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
-    few = f"sequences of fewer than {plan.FULL} queries on the portable kernel; " if plan.mixed(p) else ""
+    short = f"sequences of fewer than {plan.FULL} queries on the portable kernel, together never run on a GPU; "
+    few = short if plan.mixed(p) else ""
     return f"{pl.programs} programs, keys not split; {of_pages}{few}"
 
 
