@@ -34,6 +34,7 @@ from .problem import (
 )
 from .quantized import EightBits, Quantized
 from .score import Score
+from .turn import check_columns, check_positions
 
 TRANSPOSE = (
     "did you mean q.transpose(1, 2), and so k and v? Shapes are (batch, length, heads, head size); those of torch's "
@@ -78,7 +79,7 @@ def check_arguments(
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
-    precision, told = given_beforehand(precision, q, layout)
+    precision, told, tables, rotary = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -112,9 +113,14 @@ def check_arguments(
         check_values((*parts, *changes))
     if place is not None:
         parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
+        if rotary and (place.row or place.column):
+            raise ValueError(
+                f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and "
+                f"{place.column}; turn q and k by tilewise.rotary_qk before, and leave cos and sin out"
+            )
     values = (*parts, *changes)
     extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [*([] if sink is None else [sink]), *of_all, *told]
+    extra += [*([] if sink is None else [sink]), *of_all, *told, *tables]
     extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
@@ -134,6 +140,7 @@ def check_arguments(
         place=None if place is None or not dropout else _counters(place, q),
         quantized=bool(of_all),
         given=bool(told),
+        rotary=rotary,
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
@@ -416,7 +423,8 @@ def _check_recipe(p: Problem) -> None:
 
 
 def _check_lengths(p: Problem) -> None:
-    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound".
+    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound"; and for
+    those that are longer than rotary's tables.
 
     Symbolic lengths are not compared, because an exported graph would then carry the bound.
     """
@@ -425,6 +433,8 @@ def _check_lengths(p: Problem) -> None:
             raise ValueError(
                 f"{name} must have fewer than 2^30 = {OPEN} rows in a sequence, got {length}; split the sequence"
             )
+    if p.recipe.rotary:
+        check_positions(max(p.M, p.N), p.extra[len(p.extra) - p.recipe.of_layout + 2 * p.recipe.given].shape[0])
 
 
 def _check_extra(p: Problem) -> None:
@@ -459,6 +469,9 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(
                 f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(spec.shape)}; make it fit k"
             )
+    if p.recipe.rotary:
+        check_columns(next(specs).shape[1], p.D)
+        next(specs)
     for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
         _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
