@@ -257,7 +257,7 @@ def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
     x, (cos, sin) = random(6, 2, 8), tables(8)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     (y,) = module._by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
-    norms = [module.pairs(t, 8, False) for t in (x, y)]
+    norms = [pairs(t, 8, False) for t in (x, y)]
     before, after = (first.square() + second.square() for first, second in norms)
     torch.testing.assert_close(after, before)  # each row turned by some row of the tables
 

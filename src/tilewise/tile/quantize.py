@@ -102,8 +102,18 @@ def turned(x, at, rows, inside, angles, sizes: tl.constexpr):  # (R, SIZE), (R,)
         other = at[:, None] + tl.where(second, columns - P, columns + P)[None, :]
         other = tl.load(other, mask=exists, other=0.0).to(tl.float32)
         y = x * c + tl.where(second[None, :], other, -other) * s
-    y = y.to(at.dtype.element_ty).to(tl.float32)
+    y = rounded(y, at.dtype.element_ty)
     return y if 2 * P >= sizes.d else tl.where((columns < 2 * P)[None, :], y, x)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Round to a 16-bit type, half to even. Triton's interpreter would cut off the bits that bf16 lacks."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
+        x = tl.where(tl.abs(x) < INF, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
