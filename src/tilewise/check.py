@@ -112,12 +112,7 @@ def check_arguments(
     if parts or changes:
         check_values((*parts, *changes))
     if place is not None:
-        parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
-        if rotary and (place.row or place.column):
-            raise ValueError(
-                f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and "
-                f"{place.column}; turn q and k by tilewise.rotary_qk before, and leave cos and sin out"
-            )
+        parts, changes = (_placed(values, place, q, k, layout, rotary) for values in (parts, changes))
     values = (*parts, *changes)
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [*([] if sink is None else [sink]), *of_all, *told, *tables]
@@ -145,10 +140,17 @@ def check_arguments(
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
 
-def _placed(values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None) -> tuple[Any, ...]:
+def _placed(
+    values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None, rotary: str | None
+) -> tuple[Any, ...]:
     """Return masks or scores as they are at a place in the whole."""
     if not isinstance(place, Origin):
         raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
+    if rotary and (place.row or place.column):
+        raise ValueError(
+            f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and {place.column}; "
+            "turn q and k by tilewise.rotary before, and leave cos and sin out"
+        )
     if layout is None:
         return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
     if place.row or place.column:

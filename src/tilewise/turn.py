@@ -27,7 +27,7 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def check_tables(like: Tensor, cos: Any, sin: Any) -> None:
-    """Raise TypeError or ValueError for tables of another type, of two shapes, off `like`'s device, or with a gradient."""
+    """Raise TypeError or ValueError for tables of a wrong type, two shapes or another device, or with a gradient."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, FLOATING_TYPES, like)
         if table.requires_grad and torch.is_grad_enabled():

@@ -77,7 +77,7 @@ class Hopper:
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"{_told_of_cache(problem) if problem.recipe.cached else rest}"
-            f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized)}"
+            f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized or problem.recipe.rotary)}"
             f"{source_of_rows(problem.q.device)}"
         )
 

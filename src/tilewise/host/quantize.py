@@ -5,7 +5,17 @@ from typing import Any
 import torch
 
 from ..problem import Operands, Problem
-from ..quantize import Codes, blocks_of, empty_codes, given_statistics, in_blocks, key_bounds, size_of, smooths, tables_of
+from ..quantize import (
+    Codes,
+    blocks_of,
+    empty_codes,
+    given_statistics,
+    in_blocks,
+    key_bounds,
+    size_of,
+    smooths,
+    tables_of,
+)
 from ..tile import quantize as kernels
 from ..tile.rotary import Tables
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
