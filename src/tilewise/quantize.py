@@ -243,8 +243,8 @@ def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
     """Turn rows (entries, length, heads, D), from position 0 on, if the call has rotary's tables."""
     if not p.recipe.rotary:
         return list(rows)
-    tables = [t.float()[:, None] for t in tables_of(p, x)]
-    return [turned(t, *(table[: t.shape[1]] for table in tables), p.recipe.rotary == "neighbours") for t in rows]
+    cos, sin = (t.float()[:, None] for t in tables_of(p, x))
+    return [turned(t, cos[: t.shape[1]], sin[: t.shape[1]], p.recipe.rotary == "neighbours") for t in rows]
 
 
 def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:

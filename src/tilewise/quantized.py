@@ -97,4 +97,6 @@ class EightBits(Frozen):
     def to(self, device: torch.device | str | int) -> "EightBits":
         """Return the same value on a device."""
         tensors = self.mean, self.balance, self.cos, self.sin
-        return EightBits(self.name, *(None if t is None else t.to(device) for t in tensors), self.interleaved)
+        return EightBits(
+            self.name, *(None if t is None else t.to(device) for t in tensors), interleaved=self.interleaved
+        )

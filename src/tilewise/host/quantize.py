@@ -42,9 +42,9 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in tables_of(p, x))
         angles, pairs = Tables(cos, sin, cos.stride(0), sin.stride(0)), cos.shape[1]
     sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size, pairs, p.recipe.rotary == "neighbours")
-    bounds = [None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0])]
+    starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0]))
     bits = codes._replace(v=None if codes.v is None else codes.v.view(torch.int8))
-    given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), *bounds, angles)
+    given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), starts, ends, angles)
     where, (M, N), made = packed(p, x), lengths(p), kernels.Codes(*bits)
     exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(
