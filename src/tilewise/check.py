@@ -149,7 +149,7 @@ def _placed(
     if rotary and (place.row or place.column):
         raise ValueError(
             f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and {place.column}; "
-            "turn q and k by tilewise.rotary before, and leave cos and sin out"
+            "rotate q and k by tilewise.rotary before, and leave cos and sin out"
         )
     if layout is None:
         return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
