@@ -13,7 +13,6 @@ from .rows import first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
 INF_BITS = tl.constexpr(0x7F800000)
-NAN = tl.constexpr(float("nan"))
 BLOCK_Q = tl.constexpr(64)
 BLOCK_K = tl.constexpr(128)
 SAMPLES = tl.constexpr(256)
@@ -203,7 +202,7 @@ def int8_scale(top):
     exists = finite & (top >= LEAST)
     factor = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
     descale = tl.div_rn(tl.where(exists, top, 0.0), 127.0)
-    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, NAN)
+    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, float("nan"))
 
 
 @triton.jit
