@@ -63,8 +63,7 @@ def test_rotary_has_the_bits_of_the_cpu(pairs, dtype):
 
 
 @pytest.mark.parametrize(("D", "R"), [(64, 64), (128, 128), (128, 64), (128, 90), (96, 96), (256, 256)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize(("packed", "pairs"), [(False, "halves"), (True, "neighbours")])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_rotary_in_the_pre_pass_is_rotary_before_the_call(precision, pairs, packed, D, R):
     given = with_rotary(precision, R, pairs, bf16 if R == 64 else torch.float32)
