@@ -238,7 +238,7 @@ def test_explain_tells_rows_programs_and_look_ups():
     assert "16 rows of 4 heads x 64 keys" in told.tiles
     assert "66 programs for each of 2 key heads" in told.tiles
     assert "pages of 16, 4 look-ups a tile" in told.tiles
-    assert "reading of a cache never ran on a GPU" in told.refusals["hopper"][0]
+    assert not told.refusals["hopper"]  # but with one row a sequence it is slower
     assert "keys from a cache" in tw.explain(call.q, call.k, call.v, layout=call.layout).tiles
 
 

@@ -74,8 +74,6 @@ class Value(Frozen):
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
     varlen: ClassVar[bool] = True
     """Whether the value works with packed sequences."""
-    ran: ClassVar[bool] = True
-    """Whether its kernel functions have run on a GPU; before, a call needs `backend=`."""
 
     @classmethod
     def public_name(cls) -> str:
@@ -322,7 +320,6 @@ class At(Value):
     down than its keys say. Its kernel functions take the offset last."""
 
     offset: int
-    ran = False
 
     @classmethod
     def public_name(cls) -> str:
@@ -558,7 +555,6 @@ class Spans(Mask):
     lo: Tensor
     hi: Tensor
     device = "spans"
-    ran = False
     captures = ("lo", "hi")
     shapes = ("BM", "BM")
     varlen = False

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backend import Missing, load
+
 
 def merge(
     parts: Sequence[tuple[Tensor, Tensor]], *, into: tuple[Tensor, Tensor] | None = None, backend: str | None = None
@@ -18,8 +20,8 @@ def merge(
             lse = -inf adds nothing. Pass the sink to one part only.
         into: (o, lse) of keys seen before, to which the parts are added in place, without gradients. Its o may have
             another type, fp32 for sums of 16-bit parts; begin with zeros and lse = -inf.
-        backend: "triton" requires the kernel that reads each part once, for results without gradients. No GPU has run
-            it yet, so None computes in torch.
+        backend: "triton" requires the kernel that reads each part once, for results without gradients. By default a GPU
+            runs it where no gradient is asked for, and other calls compute in torch.
 
     Returns:
         o (in the parts' type) and lse, as if attention had seen all keys at once; or `into`. They are
@@ -31,6 +33,8 @@ def merge(
     """
     parts = [tuple(part) for part in parts]  # type: ignore[misc]
     _check(parts, into, backend)
+    if backend is None and _kernel_takes(parts):
+        backend = "triton"
     if into is None and backend is None:
         return _merged(parts)
     with torch.no_grad():
@@ -46,6 +50,15 @@ def merge(
             o.copy_(found[0])
             lse.copy_(found[1])
     return o, lse
+
+
+def _kernel_takes(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Tell whether the kernel merges parts by default: on a GPU, without gradients, not in fp64 or a compiled graph."""
+    o, lse = parts[0]
+    if not o.is_cuda or lse.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    wants = torch.is_grad_enabled() and any(t.requires_grad for part in parts for t in part)
+    return not wants and not isinstance(load("triton"), Missing)
 
 
 def _check(parts: Sequence[Any], into: Any, backend: str | None) -> None:

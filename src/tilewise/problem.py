@@ -283,15 +283,6 @@ class Problem(Call):
         return not all([kind.interval for kind in self.kinds])
 
     @property
-    def never_ran(self) -> list[str]:
-        """Return what of the call has only been compiled for a GPU, and run in the interpreter."""
-        if self.target == "cpu":
-            return []
-        return [kind.public_name() for kind in self.kinds if not kind.ran] + ["dropout at a place"] * bool(
-            self.recipe.place
-        )
-
-    @property
     def off_counters(self) -> list[str]:
         """Return why a GPU's dropout cannot begin at the place, whose counters are for 16 rows and 64 keys."""
         row, column, *_ = self.place

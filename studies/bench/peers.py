@@ -137,8 +137,9 @@ def _of_codes(precision: str) -> Peer:
                 p = describe(x, recipe, (0, 0))
                 made[at] = p, x, quantized(p, x, {}).present()
             p, x, codes = made[at]
-            saved, stream = empty_saved(p, x, None)._replace(kept=codes), current_stream(device)
-            for one in launch.forward_launches(p, plan(p), x, saved, launch.counter(device, stream)):
+            saved, where = empty_saved(p, x, None)._replace(kept=codes), x.q.device
+            stream = current_stream(where)
+            for one in launch.forward_launches(p, plan(p), x, saved, launch.counter(where, stream)):
                 one.run(stream)
             return saved.o
 

@@ -98,7 +98,7 @@ def test_a_soft_cap_does_not_meet_the_next_sequence(kind):
     x, _, _, options = made(kind, 1000)
     options |= {"mask": tw.Causal(), "score": tw.SoftCap(5.0)}
     first, both = ends((301,)), ends((301, 699))
-    wanted = tw.attention(*(t[:301] for t in x), layout=tw.Varlen(first, first, 301, 301), **options)
+    wanted = tw.attention(*(t[:301] for t in x), layout=tw.Varlen(first, first, 699, 699), **options)
     for t in x:
         t[301:] = torch.nan
     assert torch.equal(tw.attention(*x, layout=tw.Varlen(both, both, 699, 699), **options)[:301], wanted)

@@ -189,7 +189,7 @@ def test_the_tables_of_registers_are_what_the_tests_compile():
     written = {}
     for page in (ROOT / "docs/internals").glob("hopper-*.md"):
         for kernel, size, call, spills in re.findall(
-            r"^\| (\w+) \| (\d+) \| ([\w ]+) \| \d+ \| [\d, ]+ \| (\w+) \|", page.read_text(), re.MULTILINE
+            r"^\| (\w+) \| (\d+) \| ([\w, ]+) \| \d+ \| [\d, ]+ \| (\w+) \|", page.read_text(), re.MULTILINE
         ):
             written[f"{kernel} {size} {call}"] = 0 if spills == "none" else int(spills)
     measured = {name: row["spills"] for name, row in record.items() if not name.endswith("biased")}

@@ -60,9 +60,9 @@ def test_head_sizes_above_256_are_refused_also_by_name(given, words):
         assert words in "; ".join(reasons)
 
 
-def ask_cache(page=64, dtype=None, **layout):
+def ask_cache(page=64, dtype=None, M=256, **layout):
     """What would run queries on keys in pages, or in one piece, and what Hopper says."""
-    q = torch.empty(2, 256, 16, 128, dtype=torch.bfloat16)
+    q = torch.empty(2, M, 16, 128, dtype=torch.bfloat16)
     k = torch.empty(8, page or 512, 4, 128, dtype=dtype or q.dtype)
     ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((2,), (2, 4))]
     given = dict.fromkeys(layout.pop("tensors", ()), ints[0])
@@ -77,13 +77,12 @@ def ask_cache(page=64, dtype=None, **layout):
     ({}, "pages of 64, 2 look-ups a tile"), ({"page": 8}, "pages of 8, 16 look-ups a tile"), ({"page": 0}, "programs"),
     ({"page": 256}, "pages of 256, 1 look-up a tile"), ({"page": 0, "tensors": ("starts", "index")}, "keys not split"),
 ])  # fmt: skip
-def test_it_reads_caches_by_name(given, tiles):
-    (chosen, why, _), (named, none, told) = ask_cache(**given)
-    assert (chosen, named) == ("triton", "hopper")
-    assert "its reading of a cache never ran on a GPU; pass backend='hopper'" in why
-    assert not none
+def test_it_reads_caches_where_a_sequence_fills_a_warpgroup(given, tiles):
+    (chosen, why, told), _ = ask_cache(**given)
+    (for_few, _, _), (named, _, _) = ask_cache(M=63, **given)
+    assert (chosen, for_few, named) == ("hopper", "triton", "hopper")
+    assert not why
     assert tiles in told
-    assert "never run on a GPU" in told
 
 
 @pytest.mark.parametrize(("given", "words"), [

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import quantize
-from ..host.launch import make_lists, on_device
+from ..host.launch import make_lists, on_device, total_rows
 from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
@@ -15,6 +15,8 @@ from . import fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
+FULL = 64
+"""Rows that fill a warpgroup."""
 SHORTEST = 32
 """Tokens up to which a tile of the forward at 128 is mostly empty."""
 
@@ -40,9 +42,6 @@ class Hopper:
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
         against += quantize.against(p)
-        if _never_ran(p) and p.recipe.backend != self.name:
-            what = " and ".join(_never_ran(p))
-            against.append(f"its {what} never ran on a GPU; pass backend='hopper' to run it")
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):
@@ -58,9 +57,9 @@ class Hopper:
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
         SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
-        forward where it splits the keys among programs."""
+        forward where it splits the keys among programs: for few rows, and in a cache below FULL rows a sequence."""
         p, recipe = problem, problem.recipe
-        if not backward and p.few_rows:
+        if not backward and (p.few_rows or (recipe.cached and total_rows(p) < FULL * p.B)):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         size, most = (64, SINGLE) if backward else (128, SHORTEST)
@@ -77,7 +76,6 @@ class Hopper:
         return (
             f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
             f"{_told_of_cache(problem) if problem.recipe.cached else rest}"
-            f"{'never run on a GPU; ' * bool(_never_ran(problem) or problem.recipe.quantized or problem.recipe.rotary)}"
             f"{source_of_rows(problem.q.device)}"
         )
 
@@ -108,11 +106,6 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
     if problem.dtype == torch.float32:
         return fp32_launch, fp32_launch.plan(problem)
     return launch, plan.plan(problem)
-
-
-def _never_ran(p: Problem) -> list[str]:
-    """Return what of a call these kernels have only been compiled for."""
-    return [*p.never_ran, *["results in fp32"] * (p.out_dtype != p.dtype), *["reading of a cache"] * p.recipe.cached]
 
 
 def _told_of_cache(p: Problem) -> str:

@@ -54,6 +54,5 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     q_tiles, k_tiles = cdiv(p.M, kernels.BLOCK_Q.value), cdiv(p.N, kernels.BLOCK_K.value)
     of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 if codes.v is None else 2)
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
-    warps = 8 if size == 64 else 16  # few registers a thread, else too few warps fit a multiprocessor
-    blocks = Launch(kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": warps}, compiled)
+    blocks = Launch(kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": 4}, compiled)
     return [blocks] if p.recipe.given else [statistics, blocks]

@@ -208,13 +208,13 @@ def forward_parts(s: Shards, sums: tuple[Tensor, Tensor], q: Tensor, keys: tuple
         k, x = (t[:, v.c0 : v.c1] for t in keys)
         given = s.arguments(v) | {"return_lse": True, "out_dtype": wide(q.dtype)}
         o, lse = attention(q[:, v.r0 : v.r1], k, x, **given)
-        fold(s, sums[0][:, v.r0 : v.r1], sums[1][:, :, v.r0 : v.r1], o, lse)
+        fold(sums[0][:, v.r0 : v.r1], sums[1][:, :, v.r0 : v.r1], o, lse)
 
 
-def fold(s: Shards, o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Join a part of the keys into o (B, M, H, D) and lse (B, H, M), in place; by the kernel where one is named."""
-    if o.is_cuda and s.options.get("backend") is not None:
-        merge([(part, part_lse)], into=(o, lse), backend="triton")
+def fold(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Join a part of the keys into o (B, M, H, D) and lse (B, H, M), in place."""
+    if o.is_cuda:
+        merge([(part, part_lse)], into=(o, lse))
         return
     joined = torch.logaddexp(lse, part_lse)
     seen = joined.masked_fill(joined == -torch.inf, 0.0)

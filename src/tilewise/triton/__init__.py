@@ -31,9 +31,6 @@ class Portable:
         against, sizes = _against_target(problem) + quantize.against(problem), f"{problem.D} and {problem.D_v}"
         if quantize.eight_bits(problem):
             against += _against_eight_bits(problem)
-        if problem.never_ran and problem.recipe.backend != self.name:
-            what = " and ".join(problem.never_ran)
-            against.append(f"its {what} never ran on a GPU; pass backend='triton' to run it")
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -83,7 +80,7 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round 4 times as much as PyTorch")
-        if problem.never_ran or (problem.target != "cpu" and _new_in_eight_bits(problem)):
+        if problem.target != "cpu" and _new_in_eight_bits(problem):
             parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
@@ -145,7 +142,7 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
 
 def _new_in_eight_bits(p: Problem) -> bool:
     """Tell whether a call with 8-bit products has only been compiled, and run in the interpreter."""
-    return quantize.eight_bits(p) and (p.recipe.precision == "fp8" or max(p.D, p.D_v) > 128 or bool(p.recipe.rotary))
+    return quantize.eight_bits(p) and (p.recipe.precision == "fp8" or max(p.D, p.D_v) > 128)
 
 
 def _against_eight_bits(problem: Problem) -> list[str]:
