@@ -1,7 +1,7 @@
 """Compile the kernels that quantize Q, K and V for a chip, without a GPU: registers, spills and loads, one JSON line a
 kernel.
 
-TRITON_INTERPRET=0 python tests/triton/quantize_compiled.py sm_90
+TRITON_INTERPRET=0 python tests/triton/quantize_compiled.py sm_90 [128 …]
 """
 
 import json
@@ -49,7 +49,7 @@ def measure(compiled):
 
 if __name__ == "__main__":
     use_target(sys.argv[1])
-    for D, pairs in product((64, 128, 256), (None, "halves", "neighbours")):
+    for D, pairs in product(map(int, sys.argv[2:] or (64, 128, 256)), (None, "halves", "neighbours")):
         for launch in launches(sys.argv[1], D, "int8" if sys.argv[1] == "sm_80" else "fp8", pairs):
             kernel = launch.kernel.fn.__name__
             print(json.dumps({"kernel": kernel, "D": D, "pairs": pairs, **measure(launch.compile())}), flush=True)
