@@ -1,4 +1,4 @@
-"""8-bit products: codes bit by bit in both forms, their error, what is saved, gradients, and what is not finite."""
+"""8-bit products: codes bit by bit in both forms, errors, what is saved, gradients, rotary, and what is not finite."""
 
 import os
 
@@ -55,14 +55,26 @@ def case(name):
     return (q, k, v), {"mask": tw.Padding(torch.tensor([100, 300]))} if name == "padded" else {}
 
 
+def angles(R, rows=320, dtype=torch.float32):
+    """cos and sin of some angles; cos is a view."""
+    drawn = torch.randn(rows, R // 2, generator=torch.Generator().manual_seed(R))
+    return torch.cat([drawn.cos(), drawn], 1).to(dtype)[:, : R // 2], drawn.sin().to(dtype)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("name", ["small", "fp16", "padded", "not finite", "packed"])
+@pytest.mark.parametrize(
+    ("name", "R"), [("small", 16), ("fp16", 38), ("padded", 64), ("not finite", 64), ("packed", 20)]
+)
+@pytest.mark.parametrize("pairs", [None, "halves", "neighbours"])
 @BOTH
-def test_kernels_compute_the_codes_of_plain_torch_bit_by_bit(name, precision):
+def test_kernels_compute_the_codes_of_plain_torch_bit_by_bit(name, R, pairs, precision):
     launches = pytest.importorskip("tilewise.host.quantize").quantize_launches
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operands, options = case(name)
     options = {key: value.to(device) for key, value in options.items()}
+    if pairs:
+        cos, sin = angles(R)
+        precision = tw.EightBits(precision, cos=cos, sin=sin, interleaved=pairs == "neighbours").to(device)
     p, x = call(*(t.to(device) for t in operands), precision, **options)
     want, got = quantize.quantize(p, x), quantize.empty_codes(p, torch.device(device))
     for t in got.present():
@@ -216,6 +228,129 @@ def test_a_layers_own_mean_and_balance_serve_gradients_and_vmap():
     for a, b, c in zip(grads, again, true, strict=True):
         assert torch.equal(a, b)
         assert (a - c).norm() <= 0.05 * c.norm()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("name", "R"), [("small", 16), ("small", 10), ("fp16", 40), ("padded", 64), ("not finite", 22), ("packed", 64)]
+)
+@BOTH
+def test_rotary_in_the_pre_pass_is_rotary_before_the_call(name, R, interleaved, precision):
+    operands, options = case(name)
+    tables = angles(R, dtype=bf16 if R == 40 else torch.float32)
+    ends = options["layout"].tensors if name == "packed" else (None, None)
+    options["return_lse"] = True
+    do = torch.randn(*operands[0].shape[:-1], operands[2].shape[-1], generator=torch.Generator().manual_seed(2))
+
+    def turned(t, cu):
+        """With packed sequences, those rows that belong to one."""
+        if cu is None:
+            return tw.rotary(t, *tables, interleaved=interleaved)
+        return torch.cat([tw.rotary(t[: cu[-1]], *tables, interleaved=interleaved, cu_seqlens=cu), t[cu[-1] :]])
+
+    def results(fused):
+        leaves = [t.detach().requires_grad_() for t in operands]
+        if fused:
+            given = tw.EightBits(precision, cos=tables[0], sin=tables[1], interleaved=interleaved)
+            o, lse = tw.attention(*leaves, precision=given, **options)
+        else:
+            q, k = (turned(t, cu) for t, cu in zip(leaves[:2], ends, strict=True))
+            o, lse = tw.attention(q, k, leaves[2], precision=precision, **options)
+        dlse = torch.where(lse.isfinite(), 0.1, 0.0)
+        return o, lse, *torch.autograd.grad((o, lse), leaves, (do.to(o.dtype), dlse))
+
+    for found, want in zip(results(True), results(False), strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@BOTH
+def test_rotary_goes_with_given_statistics_and_other_callers(precision):
+    """mean and balance; one tensor for q, k and v; attention_backward; vmap; an operator under torch.compile."""
+    g = torch.Generator().manual_seed(11)
+    qkv = torch.randn(2, 2, 40, 3, 2, 32, generator=g).to(bf16)
+    q, k, v = qkv[0].unbind(-3)
+    cos, sin = angles(20)
+    turned = tw.rotary_qk(q, k, cos, sin)
+    of_layer = tw.EightBits.of(precision, *turned)
+    own = tw.EightBits(precision, of_layer.mean, of_layer.balance, cos, sin).to("cpu")
+    assert torch.equal(tw.attention(q, k, v, precision=own), tw.attention(*turned, v, precision=of_layer))
+
+    given = tw.EightBits(precision, cos=cos, sin=sin)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    o, lse = tw.attention(*leaves, precision=given, return_lse=True)
+    do = torch.randn(o.shape, generator=g).to(bf16)
+    grads = torch.autograd.grad(o, leaves, do)
+    found = tw.attention_backward(do, q, k, v, o.detach(), lse.detach(), precision=given)
+    whole = qkv[0].detach().requires_grad_()
+    packed = tw.attention_qkvpacked(whole, precision=given)
+    (of_whole,) = torch.autograd.grad(packed, whole, do)
+    run = torch.compile(
+        lambda *x: tw.attention(*x, precision=tw.EightBits(precision, cos=cos, sin=sin)), fullgraph=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    compiled = run(*leaves)
+    of_compiled = torch.autograd.grad(compiled, leaves, do)
+    for again in (packed, compiled):
+        assert torch.equal(o, again)
+    for a, *others in zip(grads, found, of_whole.unbind(-3), of_compiled, strict=True):
+        for b in others:
+            assert torch.equal(a, b)
+
+    def f(qkv, cos, sin):
+        return tw.attention(*qkv.unbind(-3), precision=tw.EightBits(precision, cos=cos, sin=sin))
+
+    each = torch.stack([f(one, cos, sin) for one in qkv])
+    assert torch.equal(torch.vmap(f, (0, None, None))(qkv, cos, sin), each)
+    each = torch.stack([f(qkv[0], cos, sin), f(qkv[0], sin, cos)])
+    both = torch.stack([cos, sin]), torch.stack([sin, cos])
+    assert torch.equal(torch.vmap(f, (None, 0, 0))(qkv[0], *both), each)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+def test_the_portable_kernel_multiplies_codes_of_turned_rows():
+    pytest.importorskip("triton")
+    (q, k, v), _ = case("small")
+    tables = angles(10)
+    before = tw.rotary(q, *tables), tw.rotary(k, *tables)
+    fused = tw.attention(q, k, v, precision=tw.EightBits("int8", None, None, *tables), backend="triton")
+    assert torch.equal(fused, tw.attention(*before, v, precision="int8", backend="triton"))
+
+
+def test_rotarys_tables_are_checked():
+    q = torch.randn(1, 8, 2, 64, dtype=bf16)
+    cos, sin = angles(64, 8)
+
+    def attend(cos, sin, **options):
+        return tw.attention(q, q, q, precision=tw.EightBits("fp8", cos=cos, sin=sin), **options)
+
+    with pytest.raises(ValueError, match="EightBits: cos must be given with sin, got one alone"):
+        tw.EightBits("fp8", cos=cos)
+    with pytest.raises(ValueError, match="EightBits: mean must be given with balance"):
+        tw.EightBits("fp8", torch.zeros(2, 64))
+    with pytest.raises(TypeError, match="cos must be of type float16"):
+        attend(cos.int(), sin)
+    with pytest.raises(ValueError, match=r"one shape \(positions, R / 2\), got sin \(8, 10\)"):
+        attend(cos, sin[:, :10])
+    with pytest.raises(ValueError, match="between 1 and D / 2 = 32 columns, got 33"):
+        attend(*angles(66, 8))
+    with pytest.raises(ValueError, match="a row for every position up to 7, got 7 rows"):
+        attend(cos[:7], sin[:7])
+    with pytest.raises(ValueError, match="cos must have no gradient"):
+        attend(cos.clone().requires_grad_(), sin)
+    with pytest.raises(ValueError, match="place must have row=0 and column=0 where EightBits has cos and sin, got 64"):
+        attend(cos, sin, place=tw.Origin(64, 0))
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a row for every position up to 7, got 5 rows"):
+        tw.attention(q[0], q[0], q[0], layout=tw.Varlen(ends, ends),
+                     precision=tw.EightBits("int8", cos=cos[:5], sin=sin[:5]))  # fmt: skip
+
+
+def test_explain_says_where_rotary_is_done():
+    q = torch.randn(1, 100, 1, 64, dtype=bf16)
+    given = tw.EightBits("fp8", None, None, *angles(64))
+    assert "; the pass that writes codes turns q and k by rotary; " in tw.explain(q, q, q, precision=given).tiles
+    on_hopper = tw.explain(q, q, q, precision=given, device="sm_90", backend="hopper").tiles
+    assert "turns q and k by rotary, which has never run on a GPU; " in on_hopper
 
 
 def test_given_numbers_are_checked():

@@ -19,6 +19,7 @@ POSITIONS = 41
 
 module = importlib.import_module("tilewise.rotary")  # not the function that the package exports by that name
 rotary, rotary_qk, Rotation = module.rotary, module.rotary_qk, module.Rotation
+pairs = importlib.import_module("tilewise.turn").pairs
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -154,8 +155,8 @@ def test_q_and_k_take_one_launch(monkeypatch):
 
 
 @needs_triton
-def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
-    """As host/launch.py does for all others."""
+def test_the_kernel_fuses_no_products_and_sums(monkeypatch):
+    """So its bits are those of plain torch, and of the pass that turns q and k before it writes 8-bit codes."""
     from tilewise.tile.rotary import rotary_embedding
 
     kernel, seen = rotary_embedding, {}
@@ -163,7 +164,7 @@ def test_the_kernel_names_that_products_and_sums_may_fuse(monkeypatch):
     monkeypatch.setattr(kernel, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
     monkeypatch.setattr(module, "_run", module._by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
-    assert seen["enable_fp_fusion"] is True
+    assert seen["enable_fp_fusion"] is False
 
 
 def test_scores_depend_on_relative_position_only():
@@ -257,7 +258,7 @@ def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
     x, (cos, sin) = random(6, 2, 8), tables(8)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     (y,) = module._by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
-    norms = [module.pairs(t, 8, False) for t in (x, y)]
+    norms = [pairs(t, 8, False) for t in (x, y)]
     before, after = (first.square() + second.square() for first, second in norms)
     torch.testing.assert_close(after, before)  # each row turned by some row of the tables
 

@@ -87,7 +87,7 @@ def attention(
         precision: the least accuracy of fp32 products: "ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3" or "tf32".
             None follows torch.get_float32_matmul_precision(). For fp16 and bf16 "int8" (int8 Q K^T) and "fp8" (also
             e4m3 P V), which are approximations; see docs/use/numerics.md. An EightBits is one of these names with K's
-            mean and the balance.
+            mean and the balance, or with rotary's tables.
         deterministic: make gradients bitwise repeatable, as o, dk and dv always are.
             torch.use_deterministic_algorithms(True) has the same effect.
         return_lse: also return lse, natural log: (B, H, M), with `layout` (H, T); fp32, fp64 for fp64; differentiable.

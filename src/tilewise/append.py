@@ -13,6 +13,7 @@ from .layout import Cached
 from .operator import NAMESPACE, OPERATORS, intercepted
 from .problem import FLOATING_TYPES
 from .quantized import Quantized
+from .turn import turned
 
 
 class Append(NamedTuple):
@@ -210,16 +211,6 @@ def places(k_new: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor]:
         return b, lengths[b] - (ends[b + 1] - t), there
     M = k_new.shape[1]
     return t // max(M, 1), lengths[t // max(M, 1)] - M + t % max(M, 1), torch.ones_like(t, dtype=torch.bool)
-
-
-def turned(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> Tensor:
-    """Return rows x (T, H, D) turned by cosines and sines (T, 1, R / 2)."""
-    R = 2 * c.shape[-1]
-    part = x[..., :R].to(c.dtype)
-    x_0, x_1 = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-    y_0, y_1 = x_0 * c - x_1 * s, x_1 * c + x_0 * s
-    y = torch.stack([y_0, y_1], -1).flatten(-2) if interleaved else torch.cat([y_0, y_1], -1)
-    return torch.cat([y.to(x.dtype), x[..., R:]], -1)
 
 
 @cache

@@ -34,6 +34,7 @@ from .problem import (
 )
 from .quantized import EightBits, Quantized
 from .score import Score
+from .turn import check_columns, check_positions
 
 TRANSPOSE = (
     "did you mean q.transpose(1, 2), and so k and v? Shapes are (batch, length, heads, head size); those of torch's "
@@ -78,7 +79,7 @@ def check_arguments(
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
-    precision, told = given_beforehand(precision, q, layout)
+    precision, told, tables, rotary = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -111,10 +112,10 @@ def check_arguments(
     if parts or changes:
         check_values((*parts, *changes))
     if place is not None:
-        parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
+        parts, changes = (_placed(values, place, q, k, layout, rotary) for values in (parts, changes))
     values = (*parts, *changes)
     extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [*([] if sink is None else [sink]), *of_all, *told]
+    extra += [*([] if sink is None else [sink]), *of_all, *told, *tables]
     extra += () if layout is None else (*layout.tensors, *scales)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
@@ -134,14 +135,22 @@ def check_arguments(
         place=None if place is None or not dropout else _counters(place, q),
         quantized=bool(of_all),
         given=bool(told),
+        rotary=rotary,
     )
     return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
 
 
-def _placed(values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None) -> tuple[Any, ...]:
+def _placed(
+    values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None, rotary: str | None
+) -> tuple[Any, ...]:
     """Return masks or scores as they are at a place in the whole."""
     if not isinstance(place, Origin):
         raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
+    if rotary and (place.row or place.column):
+        raise ValueError(
+            f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and {place.column}; "
+            "rotate q and k by tilewise.rotary before, and leave cos and sin out"
+        )
     if layout is None:
         return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
     if place.row or place.column:
@@ -416,7 +425,8 @@ def _check_recipe(p: Problem) -> None:
 
 
 def _check_lengths(p: Problem) -> None:
-    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound".
+    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound"; and for
+    those that are longer than rotary's tables.
 
     Symbolic lengths are not compared, because an exported graph would then carry the bound.
     """
@@ -425,6 +435,8 @@ def _check_lengths(p: Problem) -> None:
             raise ValueError(
                 f"{name} must have fewer than 2^30 = {OPEN} rows in a sequence, got {length}; split the sequence"
             )
+    if p.recipe.rotary:
+        check_positions(max(p.M, p.N), p.extra[len(p.extra) - p.recipe.of_layout + 2 * p.recipe.given].shape[0])
 
 
 def _check_extra(p: Problem) -> None:
@@ -459,6 +471,9 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(
                 f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(spec.shape)}; make it fit k"
             )
+    if p.recipe.rotary:
+        check_columns(next(specs).shape[1], p.D)
+        next(specs)
     for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
         _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 

@@ -10,6 +10,7 @@ from .check_cache import unquantized
 from .layout import Cached, Layout, Varlen
 from .problem import Operands, Problem, Unsupported
 from .quantized import EightBits, Quantized
+from .turn import check_tables
 
 
 def without_scales(
@@ -78,13 +79,20 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
 
 def given_beforehand(
     precision: str | EightBits | None, q: Tensor, layout: Layout | None
-) -> tuple[str | None, tuple[Tensor, ...]]:
-    """Return a precision's name; of an EightBits also mean and balance for each sequence, (B, H_k, D)."""
+) -> tuple[str | None, tuple[Tensor, ...], tuple[Tensor, ...], str | None]:
+    """Return a precision's name, and of an EightBits: mean and balance for each sequence, (B, H_k, D), or (); cos and
+    sin, or (), and how their pairs lie."""
     if not isinstance(precision, EightBits):
-        return precision, ()
-    batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths
-    pair = precision.mean, precision.balance
-    return precision.name, tuple([(t if t.ndim == 3 else t.expand(len(batch), *t.shape)).contiguous() for t in pair])
+        return precision, (), (), None
+    told, tables = (), ()
+    if precision.mean is not None and precision.balance is not None:
+        batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths
+        pair = precision.mean, precision.balance
+        told = tuple([(t if t.ndim == 3 else t.expand(len(batch), *t.shape)).contiguous() for t in pair])
+    if precision.cos is not None and precision.sin is not None:
+        tables = precision.cos, precision.sin
+        check_tables(q, *tables)
+    return precision.name, told, tables, ("neighbours" if precision.interleaved else "halves") if tables else None
 
 
 def check_scales(p: Problem, x: Operands) -> None:

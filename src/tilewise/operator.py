@@ -175,6 +175,7 @@ def _backward_of_codes(
     """Run the 16-bit backward on what a forward with 8-bit products saw. Rounding has a gradient of 1.
 
     The logits of K without its mean have lse less `shift_of`, and rows of dS that sum to dlse: dQ lacks dlse * mean.
+    Where the pre-pass turned q and k, dq and dk are turned back.
     """
     codes = quantize.Codes(*saved.kept) if saved.kept else select(p).codes(p, x)
     seen = quantize.dequantized(p, x, codes)
@@ -189,6 +190,11 @@ def _backward_of_codes(
     if dlse is not None and quantize.smooths(p):
         missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
         grads.q.add_(torch.where(lse.isneginf().transpose(-1, -2)[..., None], 0.0, missing).to(grads.q.dtype))
+    if p.recipe.rotary:
+        cos, sin = quantize.tables_of(p, x)
+        ends = x.extra[-2:] if p.recipe.varlen else (None, None)
+        for t, cu in zip((grads.q, grads.k), ends, strict=True):
+            t.copy_(OPERATORS.rotary([t], cos, sin, None, cu, 0, p.recipe.rotary == "neighbours", True)[0])
     return grads
 
 
@@ -401,16 +407,17 @@ def _vmap(
 ) -> Any:
     """Fold the mapped dimension into the batch.
 
-    Packed sequences, a mapped sink and dropout run one call at a time instead. Dropout's mask depends on the batch
-    index, which folding would change.
+    Packed sequences, a mapped sink, mapped tables of rotary and dropout run one call at a time instead. Dropout's mask
+    depends on the batch index, which folding would change.
     """
-    mapped_sink = recipe.sink and dims[-1 - recipe.of_layout] is not None
-    if recipe.layout or mapped_sink or seed is not None:
+    mapped = recipe.sink and dims[-1 - recipe.of_layout] is not None
+    mapped = mapped or (recipe.rotary and any(dim is not None for dim in dims[-2:]))
+    if recipe.layout or mapped or seed is not None:
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
-    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # a sink is not mapped here, so it needs no folding
+    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # neither is mapped here, so they need no folding
     whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
     o, lse = attend(whole, None, recipe, longest)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)

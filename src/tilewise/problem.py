@@ -110,6 +110,9 @@ class Recipe(NamedTuple):
     """Whether q, k and v are in e4m3; then their three scales (B, H_k) follow the sink."""
     given: bool = False
     """Whether K's mean and the balance of 8-bit products, (B, H_k, D), follow these."""
+    rotary: str | None = None
+    """How pairs lie where 8-bit products turn q and k, "halves" or "neighbours"; then cos and sin, (positions, R / 2),
+    follow. None for no rotary."""
 
     @property
     def varlen(self) -> bool:
@@ -124,7 +127,7 @@ class Recipe(NamedTuple):
     @property
     def of_layout(self) -> int:
         """Return how many of the extra operands, the last ones, are what 8-bit products are told, or the layout's."""
-        return 3 * self.quantized + 2 * self.given + (len(self.layout[1]) if self.layout else 0)
+        return 3 * self.quantized + 2 * self.given + 2 * bool(self.rotary) + (len(self.layout[1]) if self.layout else 0)
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -363,5 +366,5 @@ def target_of(device: torch.device) -> str:
 def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
     """Return for every extra operand of a padded batch its number of dimensions if the first is the batch."""
     ranks = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
-    of_codes = [2] * 3 * recipe.quantized + [3] * 2 * recipe.given
-    return (*ranks, *[2] * recipe.sink, *of_codes)  # a sink (H,) has no batch
+    of_codes = [2] * 3 * recipe.quantized + [3] * 2 * recipe.given + [3] * 2 * bool(recipe.rotary)
+    return (*ranks, *[2] * recipe.sink, *of_codes)  # a sink (H,) and rotary's tables (positions, R / 2) have no batch

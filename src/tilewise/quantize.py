@@ -16,6 +16,8 @@ unit's accumulators of S then hold P as the next product wants it.
 Rows lie in blocks, of 64 queries and of 128 keys. A sequence begins with a block and ends in zeros, so no scale depends
 on another sequence; nor does it on keys outside the Padding of a mask.
 
+Before all that, rotary turns Q and K where its tables are given (`EightBits`), and rounds them to their type.
+
 Where q, k and v are in e4m3 already (`Quantized`), they are codes as they are: nothing moves, and nothing is rounded.
 
 What is not finite: a row of Q gets a NaN scale, as does a block of K; an entry of V becomes NaN. So NaN reaches every
@@ -31,6 +33,7 @@ from torch import Tensor
 from .check_quantized import of_rows
 from .mask import Mask, PaddingLengths, PaddingRange
 from .problem import EIGHT_BITS, Operands, Problem
+from .turn import turned
 
 BLOCK_Q, BLOCK_K = 64, 128
 """Rows of a block of Q, and of one of K and V."""
@@ -176,7 +179,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
             t.view(torch.int8).zero_()
     signs = signs_of(size_of(p), x.q.device)
     for s in sequences(p, x):
-        q, k, v = (_columns(t, size_of(p)) for t in (s.q, s.k, s.v))
+        q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
         j = torch.arange(k.shape[2], device=k.device)
         inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
         if p.recipe.given:
@@ -227,6 +230,21 @@ def in_blocks(p: Problem, x: Operands) -> Codes:
         of_q.new_zeros(p.B, p.H_k, size), of_q.new_ones(p.B, p.H_k, size),
         v.view(e4m3), scales(of_v, 1).amax(-1),
     )  # fmt: skip
+
+
+def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+    """Return rotary's cos and sin, (positions, R / 2), of a call that has them."""
+    first = len(x.extra) - p.recipe.of_layout + 2 * p.recipe.given
+    cos, sin = x.extra[first : first + 2]
+    return cos, sin
+
+
+def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
+    """Turn rows (entries, length, heads, D), from position 0 on, if the call has rotary's tables."""
+    if not p.recipe.rotary:
+        return list(rows)
+    cos, sin = (t.float()[:, None] for t in tables_of(p, x))
+    return [turned(t, cos[: t.shape[1]], sin[: t.shape[1]], p.recipe.rotary == "neighbours") for t in rows]
 
 
 def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:

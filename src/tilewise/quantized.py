@@ -43,25 +43,37 @@ class Quantized(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class EightBits(Frozen):
-    """K's mean and the balance, for `precision=`, in place of those of 256 rows of each call: constants of a layer.
+    """What 8-bit products are told beforehand, for `precision=`: constants of a layer, and the angles of rotary.
 
     name: "int8" or "fp8".
     mean: fp32 (H_k, D) or (B, H_k, D), what K's rows lose. Any numbers are right, as softmax does not see them; good
         ones make K small. With a score or a sink, nothing is subtracted.
-    balance: of mean's shapes, powers of two: channels of Q are multiplied by it, and those of K divided.
+    balance: of mean's shapes, powers of two: channels of Q are multiplied by it, and those of K divided. Without mean
+        and balance, 256 rows of each call decide them.
+    cos, sin: (positions, R / 2), as for `rotary`. The pass that writes codes then turns q and k itself, from position 0
+        of each sequence on. Results and gradients are those of `rotary_qk` before the call. They must have rows for
+        M and N positions, with a Varlen for max_q and max_k.
+    interleaved: how pairs lie, as for `rotary`.
 
-    They have no gradients. Raises TypeError or ValueError for anything else.
+    They have no gradients. Raises TypeError or ValueError for anything else, for cos and sin in the call.
     """
 
     name: str
-    mean: Tensor
-    balance: Tensor
+    mean: Tensor | None = None
+    balance: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in ("int8", "fp8"):
             raise ValueError(f"EightBits: name must be int8 or fp8, got {self.name!r}; write one of them")
-        for name in ("mean", "balance"):
-            t = getattr(self, name)
+        for one, other in (("mean", "balance"), ("cos", "sin")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"EightBits: {one} must be given with {other}, got one alone; pass both, or neither")
+        if self.mean is None or self.balance is None:
+            return
+        for name, t in (("mean", self.mean), ("balance", self.balance)):
             if not isinstance(t, Tensor) or t.dtype != torch.float32:
                 got = t.dtype if isinstance(t, Tensor) else type(t).__name__
                 raise TypeError(f"EightBits: {name} must be a tensor of fp32, got {got}; convert it with .float()")
@@ -75,7 +87,7 @@ class EightBits(Frozen):
 
     @staticmethod
     def of(name: str, q: Tensor, k: Tensor) -> "EightBits":
-        """Measure them on all rows of q (B, M, H, D) and k (B, N, H_k, D), after rotary; (H_k, D)."""
+        """Measure mean and balance on all rows of q (B, M, H, D) and k (B, N, H_k, D), after rotary; (H_k, D)."""
         q, k = q.detach().float(), k.detach().float()
         mean = k.mean((0, 1))
         of_q = q.unflatten(2, (k.shape[2], -1)).square().mean((0, 1, 3))
@@ -84,4 +96,7 @@ class EightBits(Frozen):
 
     def to(self, device: torch.device | str | int) -> "EightBits":
         """Return the same value on a device."""
-        return EightBits(self.name, self.mean.to(device), self.balance.to(device))
+        tensors = self.mean, self.balance, self.cos, self.sin
+        return EightBits(
+            self.name, *(None if t is None else t.to(device) for t in tensors), interleaved=self.interleaved
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .operator import CHECK, NAMESPACE, OPERATORS, ReverseMode, intercepted, pick, refuse_forward_mode, transformed
 from .problem import FLOATING_TYPES
+from .turn import check_columns, check_positions, check_tables, check_tensor, turned
 
 
 class Rotation(NamedTuple):
@@ -95,7 +96,8 @@ def _rotate(
 ) -> list[Tensor]:
     """Check the arguments, then rotate all xs."""
     x = _check_operands(xs, packed=cu_seqlens is not None)
-    _check_tables(x, cos, sin)
+    check_tables(x, cos, sin)
+    check_columns(cos.shape[1], x.shape[-1])
     _check_places(x, offsets, cu_seqlens)
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
     rotation = Rotation(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
@@ -112,8 +114,8 @@ def _apply(xs: list[Tensor], rotation: Rotation) -> list[Tensor]:
 
 
 def _run(xs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
-    """Rotate all xs, by the kernel on a GPU with Triton, else in torch."""
-    if CHECK or not xs[0].is_cuda:
+    """Rotate all xs, by the kernel on a GPU with Triton, else in torch. What turns back was checked before."""
+    if not rotation.inverse and (CHECK or not xs[0].is_cuda):
         _check_contents(xs[0], rotation)
     return _by_kernel(xs, rotation) if xs[0].is_cuda and _launcher() else [_in_torch(x, rotation) for x in xs]
 
@@ -221,17 +223,11 @@ def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *rotation: Any) -> Any:
 
 
 def _in_torch(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x in plain torch; this is also the kernel's specification."""
+    """Rotate x in plain torch."""
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = positions(x, rotation).clamp(0, rotation.cos.shape[0] - 1)
     c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (rotation.cos, rotation.sin))  # (…, 1, R / 2)
-    s = -s if rotation.inverse else s
-    y = x.clone(memory_format=torch.contiguous_format)
-    y_0, y_1 = pairs(y, 2 * rotation.cos.shape[1], rotation.interleaved)
-    x_0, x_1 = y_0.to(accumulator, copy=True), y_1.to(accumulator, copy=True)
-    y_0.copy_(x_0 * c - x_1 * s)
-    y_1.copy_(x_1 * c + x_0 * s)
-    return y
+    return turned(x, c, -s if rotation.inverse else s, rotation.interleaved)
 
 
 def positions(x: Tensor, rotation: Rotation) -> Tensor:
@@ -244,11 +240,6 @@ def positions(x: Tensor, rotation: Rotation) -> Tensor:
     b = torch.searchsorted(cu[1:], t, right=True).clamp(max=cu.shape[0] - 2)
     i = t - cu[b] + rotation.offset
     return i if rotation.offsets is None else i + rotation.offsets[b]
-
-
-def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and the second element of each pair, (…, R / 2)."""
-    return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
 
 
 @cache
@@ -275,7 +266,7 @@ def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
     rank, shape = (3, "(T, heads, head size)") if packed else (4, "(batch, length, heads, head size)")
     first = next(iter(xs.values()))
     for name, x in xs.items():
-        _check_tensor(name, x, FLOATING_TYPES, first)
+        check_tensor(name, x, FLOATING_TYPES, first)
         if x.ndim != rank:
             hint = "pass cu_seqlens for packed sequences" if x.ndim == 3 else "reshape it"
             raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}; {hint}")
@@ -289,27 +280,10 @@ def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
     return first
 
 
-def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        _check_tensor(name, table, FLOATING_TYPES, x)
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must have no gradient, got requires_grad=True; pass {name}.detach()")
-        if table.ndim != 2 or table.shape != cos.shape:
-            raise ValueError(
-                f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}; "
-                "give each position a row"
-            )
-    if not 1 <= cos.shape[1] <= x.shape[-1] // 2:
-        raise ValueError(
-            f"cos and sin must have between 1 and D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[1]}; "
-            "give each pair of dimensions one"
-        )
-
-
 def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> None:
     B = x.shape[0]
     if cu_seqlens is not None:
-        _check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), x)
+        check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), x)
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
             raise ValueError(
                 f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}; "
@@ -317,7 +291,7 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
             )
         B = cu_seqlens.shape[0] - 1
     if isinstance(offsets, Tensor):
-        _check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
+        check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
         if offsets.ndim != 1 or offsets.shape[0] != B:
             raise ValueError(f"offsets must have shape (B,) = ({B},), got {tuple(offsets.shape)}; pass one int for all")
     elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
@@ -328,31 +302,13 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
         raise ValueError(f"offsets must be >= 0, got {offsets}; pass the position of the first row")
 
 
-def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
-    if isinstance(tensor, Tensor) and tensor.dtype in dtypes:
-        if tensor.device == like.device:
-            return
-        raise ValueError(f"all tensors must be on {like.device}, got {name} on {tensor.device}; move it with .to(...)")
-    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}; "
-            "convert it with torch.as_tensor(...)"
-        )
-    raise TypeError(f"{name} must be of type {allowed}, got {tensor.dtype}; convert it with .to(...)")
-
-
 def _check_shapes(x: Tensor, rotation: Rotation) -> None:
     """Check what shapes alone say about positions."""
-    rows = rotation.cos.shape[0]
     if rotation.cu_seqlens is not None and rotation.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
         raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
     longest = x.shape[1] if rotation.cu_seqlens is None else 1  # a sequence that has rows has at least one
-    if x.shape[0] > 0 and 0 < longest > rows - rotation.offset:
-        last = rotation.offset + longest - 1
-        raise ValueError(
-            f"cos and sin must have a row for every position up to {last}, got {rows} rows; make them longer"
-        )
+    if x.shape[0] > 0 and longest > 0:
+        check_positions(rotation.offset + longest, rotation.cos.shape[0])
 
 
 def _check_contents(x: Tensor, rotation: Rotation) -> None:

@@ -1,4 +1,4 @@
-"""8-bit products on a GPU: codes as plain torch's, results as the CPU's, gradients, and a CUDA graph."""
+"""8-bit products on a GPU: codes as plain torch's, results as the CPU's, gradients, rotary, and a CUDA graph."""
 
 import pytest
 import torch
@@ -28,10 +28,18 @@ def refused(q, k, v, precision, **options):
         pytest.skip(f"no kernel for {precision} here")
 
 
+def with_rotary(precision, R, pairs, dtype=torch.float32):
+    """A precision with tables for 700 positions, on the GPU."""
+    angles = torch.randn(700, R // 2, generator=torch.Generator().manual_seed(R)).to("cuda", dtype)
+    return tw.EightBits(precision, cos=angles.cos(), sin=angles.sin(), interleaved=pairs == "neighbours")
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("pairs", [None, "halves", "neighbours"])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_codes_are_those_of_plain_torch(precision, D):
+def test_codes_are_those_of_plain_torch(precision, pairs, D):
     operands = [t.cuda() for t in drawn(300, 700, 4, 2, D)]
+    precision = with_rotary(precision, D, pairs) if pairs else precision
     refused(*operands, precision)
     x, recipe, longest = check_arguments(
         *operands, tw.Full(), (), None, None, 0.0, None, precision, False, None
@@ -41,6 +49,42 @@ def test_codes_are_those_of_plain_torch(precision, D):
     for field, a, b in zip(quantize.Codes._fields, want, got, strict=True):
         if a is not None and field != "q_shift":
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_rotary_has_the_bits_of_the_cpu(pairs, dtype):
+    """So codes do, too, that are made of turned rows."""
+    given = with_rotary("int8", 90, pairs)
+    for t in drawn(300, 700, 4, 2, 128)[:2]:
+        x, options = t.to(dtype), {"interleaved": given.interleaved}
+        found = tw.rotary(x.cuda(), given.cos, given.sin, **options)
+        assert torch.equal(found.cpu(), tw.rotary(x, given.cos.cpu(), given.sin.cpu(), **options))
+
+
+@pytest.mark.parametrize(("D", "R"), [(64, 64), (128, 128), (128, 64), (128, 90), (96, 96), (256, 256)])
+@pytest.mark.parametrize(("packed", "pairs"), [(False, "halves"), (True, "neighbours")])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_rotary_in_the_pre_pass_is_rotary_before_the_call(precision, pairs, packed, D, R):
+    given = with_rotary(precision, R, pairs, bf16 if R == 64 else torch.float32)
+    operands = [(t[0] if packed else t).cuda() for t in drawn(300, 700, 4, 2, D)]
+    ends = torch.tensor([[0, 130, 130, 300], [0, 140, 400, 700]], dtype=torch.int32, device="cuda")
+    options = {"deterministic": True, "mask": tw.Causal(), "layout": tw.Varlen(*ends) if packed else None}
+    refused(*operands, given, **options)
+    do = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(9)).to("cuda", bf16)
+
+    def results(fused):
+        q, k, v = leaves = [t.detach().requires_grad_() for t in operands]
+        if not fused:
+            q, k = (
+                tw.rotary(t, given.cos, given.sin, interleaved=given.interleaved, cu_seqlens=cu)
+                for t, cu in zip((q, k), ends if packed else (None, None), strict=True)
+            )
+        o, lse = tw.attention(q, k, v, precision=given if fused else precision, return_lse=True, **options)
+        return o, lse, *torch.autograd.grad(o, leaves, do)
+
+    for name, found, want in zip(("o", "lse", "dq", "dk", "dv"), results(True), results(False), strict=True):
+        assert torch.equal(found, want), name
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -146,8 +190,10 @@ def test_long_rows_keep_the_length_of_o(dtype, precision):
     assert ((o * true).sum() / true.square().sum()).item() == pytest.approx(1, abs=2e-3)
 
 
+@pytest.mark.parametrize("pairs", [None, "halves"])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_a_graph_replays_with_other_numbers(precision):
+def test_a_graph_replays_with_other_numbers(precision, pairs):
+    precision = with_rotary(precision, 128, pairs) if pairs else precision
     q, k, v = (t.cuda() for t in drawn(300, 700, 4, 2, 128))
     refused(q, k, v, precision)
     tw.attention(q, k, v, precision=precision)

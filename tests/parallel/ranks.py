@@ -328,6 +328,9 @@ WRONG = {
     ),
     "heads": (lambda s, q: tp.attention(*[q[:, :, :3]] * 3, sharding=s, plan="ulysses"), "do not divide"),
     "a layout": (lambda s, q: tp.attention(q, q, q, sharding=s, place=tw.Origin()), "place must be None"),
+    "numbers of a layer": (
+        lambda s, q: tp.attention(q, q, q, sharding=s, precision=tw.EightBits("int8")), "precision must be None or a n",
+    ),
     "no sharding": (lambda s, q: tp.attention(q, q, q, sharding=None), "sharding must be"),
     "a plan": (lambda s, q: tp.attention(q, q, q, sharding=s, plan="tree"), "plan must be"),
     "a grid": (lambda s, q: tp.attention(q, q, q, sharding=s, plan=tp.Grid(2, 2)), "needs a mesh"),

@@ -5,8 +5,19 @@ from typing import Any
 import torch
 
 from ..problem import Operands, Problem
-from ..quantize import Codes, blocks_of, empty_codes, given_statistics, in_blocks, key_bounds, size_of, smooths
+from ..quantize import (
+    Codes,
+    blocks_of,
+    empty_codes,
+    given_statistics,
+    in_blocks,
+    key_bounds,
+    size_of,
+    smooths,
+    tables_of,
+)
 from ..tile import quantize as kernels
+from ..tile.rotary import Tables
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 
@@ -26,10 +37,14 @@ def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
 def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any]) -> list[Launch]:
     """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks."""
     size = size_of(p)
-    sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size)
-    bounds = [None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0])]
+    angles, pairs = None, 0
+    if p.recipe.rotary:
+        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in tables_of(p, x))
+        angles, pairs = Tables(cos, sin, cos.stride(0), sin.stride(0)), cos.shape[1]
+    sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size, pairs, p.recipe.rotary == "neighbours")
+    starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0]))
     bits = codes._replace(v=None if codes.v is None else codes.v.view(torch.int8))
-    given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), *bounds)
+    given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), starts, ends, angles)
     where, (M, N), made = packed(p, x), lengths(p), kernels.Codes(*bits)
     exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(

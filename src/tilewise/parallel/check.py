@@ -11,6 +11,7 @@ from ..import_hook import when_imported
 from ..mask import Dense, Full, Mask
 from ..options import refuse_mask
 from ..problem import KINDS, Operands
+from ..quantized import EightBits
 from ..score import Bias
 from .exchange import gather, told
 from .pieces import length
@@ -34,6 +35,11 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dic
     for name, remedy in LEFT_OUT.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} must be None in a parallel call, got {options[name]!r}; {remedy}")
+    if isinstance(options["precision"], EightBits):
+        raise ValueError(
+            "precision must be None or a name in a parallel call, got an EightBits; write its name, and turn q and k "
+            "by tilewise.rotary at the sharding's positions"
+        )
     if not isinstance(options["mask"], Mask):
         refuse_mask(options["mask"])
     given = {name: options[name] for name in ("scale", "sink", "dropout", "precision", "deterministic", "backend")}

@@ -13,7 +13,6 @@ from .rows import first_block, origin, rows_of
 
 INF = tl.constexpr(float("inf"))
 INF_BITS = tl.constexpr(0x7F800000)
-NAN = tl.constexpr(float("nan"))
 BLOCK_Q = tl.constexpr(64)
 BLOCK_K = tl.constexpr(128)
 SAMPLES = tl.constexpr(256)
@@ -25,13 +24,15 @@ E4M3_NAN = tl.constexpr(127)
 
 
 class Inputs(NamedTuple):
-    """Hold what is quantized, as Rows, and what a Padding shows: keys from starts (B,) up to ends (B,), or None."""
+    """Hold what is quantized, as Rows; what a Padding shows: keys from starts (B,) up to ends (B,), or None; and
+    rotary's tables, as rotary.py's Tables, or None."""
 
     Q: object
     K: object
     V: object
     starts: object
     ends: object
+    angles: object
 
 
 class Codes(NamedTuple):
@@ -50,19 +51,15 @@ class Codes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Hold the constants: G query heads share a key head; head sizes; columns of the codes."""
+    """Hold the constants: G query heads share a key head; head sizes; columns of the codes; pairs that rotary turns,
+    and how they lie."""
 
     G: int
     d: int
     d_v: int
     SIZE: int
-
-
-@triton.jit
-def load_finite(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
-    """Load rows in fp32, with 0 for what is not finite. # (R, SIZE)"""
-    x = load_block(X, at, rows, inside, d, SIZE)
-    return tl.where(tl.abs(x) < INF, x, 0.0)
+    PAIRS: int
+    INTERLEAVED: bool
 
 
 @triton.jit
@@ -74,6 +71,60 @@ def load_block(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,
 
 
 @triton.jit
+def load_turned(X, at, rows, inside, angles, sizes: tl.constexpr):  # (R,), (R,)
+    """Load rows of Q or K as load_block does, and turn them if there are angles. # (R, SIZE)"""
+    x = load_block(X, at, rows, inside, sizes.d, sizes.SIZE)
+    if angles is not None:
+        x = turned(x, at + rows.to(tl.int64) * X.row, rows, inside, angles, sizes)
+    return x
+
+
+@triton.jit
+def turned(x, at, rows, inside, angles, sizes: tl.constexpr):  # (R, SIZE), (R,), (R,), (R,)
+    """Turn rows, at addresses `at`, by the angles of their positions, as rotary.py does; round to their type.
+
+    Where pairs are not neighbours, each entry's other one is loaded again: another thread has it. # (R, SIZE)
+    """
+    R: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = sizes.SIZE
+    P: tl.constexpr = sizes.PAIRS
+    columns = tl.arange(0, SIZE)
+    if sizes.INTERLEAVED:
+        p = tl.arange(0, SIZE // 2)
+        c, s = load_angles(angles, rows, p, inside[:, None] & (p < P)[None, :])
+        x_0, x_1 = tl.split(tl.reshape(x, (R, SIZE // 2, 2)))
+        y = tl.reshape(tl.join(x_0 * c - x_1 * s, x_1 * c + x_0 * s), (R, SIZE))
+    else:
+        second = columns >= P
+        exists = inside[:, None] & (columns < 2 * P)[None, :]
+        c, s = load_angles(angles, rows, tl.where(second, columns - P, columns), exists)
+        other = at[:, None] + tl.where(second, columns - P, columns + P)[None, :]
+        other = tl.load(other, mask=exists, other=0.0).to(tl.float32)
+        y = x * c + tl.where(second[None, :], other, -other) * s
+    y = rounded(y, at.dtype.element_ty)
+    return y if 2 * P >= sizes.d else tl.where((columns < 2 * P)[None, :], y, x)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Round to a 16-bit type, half to even. Triton's interpreter would cut off the bits that bf16 lacks."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
+        x = tl.where(tl.abs(x) < INF, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def load_angles(angles, rows, p, exists):  # (R,), (C,), (R, C)
+    """Load cosines and sines of rows for pairs p, in fp32. # (R, C), (R, C)"""
+    rows = rows.to(tl.int64)[:, None]
+    c = tl.load(angles.COS + rows * angles.stride_cos + p[None, :], mask=exists, other=0.0)
+    s = tl.load(angles.SIN + rows * angles.stride_sin + p[None, :], mask=exists, other=0.0)
+    return c.to(tl.float32), s.to(tl.float32)
+
+
+@triton.jit
 def key_bounds(x, b, N):
     """Return the keys lo <= j < hi of batch entry b that a Padding shows."""
     lo, hi = 0, N
@@ -82,6 +133,12 @@ def key_bounds(x, b, N):
     if x.ends is not None:
         hi = tl.minimum(tl.load(x.ends + b), N).to(tl.int32)
     return lo, hi
+
+
+@triton.jit
+def finite(x):
+    """Return x, with 0 for what is not finite."""
+    return tl.where(tl.abs(x) < INF, x, 0.0)
 
 
 @triton.jit
@@ -145,7 +202,7 @@ def int8_scale(top):
     exists = finite & (top >= LEAST)
     factor = tl.where(exists, tl.div_rn(127.0, tl.where(exists, top, 1.0)), 0.0)
     descale = tl.div_rn(tl.where(exists, top, 0.0), 127.0)
-    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, NAN)
+    return factor, tl.where(finite, 255, 0), tl.where(finite, descale, float("nan"))
 
 
 @triton.jit
@@ -198,20 +255,23 @@ def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.conste
         total = tl.zeros([16, SIZE], tl.float32)
         for n in range(SAMPLES // 16):
             rows = lo + (n * 16 + lanes).to(tl.int64) * count // SAMPLES
-            total += load_finite(x.K, keys, rows, (lanes < 16) & (count > 0), sizes.d, SIZE)
+            total += finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes))
         mean = halved(total) / SAMPLES
     of_keys, of_queries = tl.zeros([16, SIZE], tl.float32), tl.zeros([16, SIZE], tl.float32)
     for n in range(SAMPLES // 16):
         turn = n * 16 + lanes
         rows = lo + turn.to(tl.int64) * count // SAMPLES
-        away = load_finite(x.K, keys, rows, (lanes < 16) & (count > 0), sizes.d, SIZE) - mean[None, :]
+        away = finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes)) - mean[None, :]
         of_keys += away * away
         rows = turn.to(tl.int64) * M // SAMPLES
         inside = (lanes < 16) & (M > 0)
         columns = tl.arange(0, SIZE)
         at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)[:, None] + columns[None, :]
         q = tl.load(at, mask=inside[:, None] & (columns < sizes.d)[None, :], other=0.0).to(tl.float32)
-        q = tl.where(tl.abs(q) < INF, q, 0.0)
+        if x.angles is not None:
+            at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)
+            q = turned(q, at, rows, inside, x.angles, sizes)
+        q = finite(q)
         of_queries += q * q
     below = halved(of_queries)
     quotient = tl.div_rn(halved(of_keys), tl.where(below > 0.0, below, 1.0))
@@ -233,32 +293,31 @@ def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes
     balance = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
     for row in range(0, BLOCK_Q, ROWS):
         rows = t * BLOCK_Q + row + tl.arange(0, ROWS)
-        q = load_block(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, SIZE)
+        q = load_turned(x.Q, origin(x.Q, b, h, first), rows, rows < length, x.angles, sizes)
         own = block * BLOCK_Q + row + tl.arange(0, ROWS)
         tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
-        turned = rotated(q * balance[None, :], log2_of(SIZE))
-        factor, kept, descale = int8_scale(tl.max(size_bits(turned), 1))
-        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], int8(turned, factor[:, None], kept[:, None]))
+        q = rotated(q * balance[None, :], log2_of(SIZE))
+        factor, kept, descale = int8_scale(tl.max(size_bits(q), 1))
+        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], int8(q, factor[:, None], kept[:, None]))
         tl.store(codes.q_descale + own, descale * (1.0 / SIZE))
 
 
 @triton.jit
-def turned_keys(K, at, row, lo, hi, mean, balance, d: tl.constexpr, ROWS: tl.constexpr):  # (SIZE,), (SIZE,)
-    """Load ROWS keys from `row` on, smoothed, balanced and rotated. # (ROWS, SIZE)"""
-    SIZE: tl.constexpr = mean.shape[0]
-    rows = row + tl.arange(0, ROWS)
+def rotated_keys(x, at, row, lo, hi, mean, balance, sizes: tl.constexpr):  # (SIZE,), (SIZE,)
+    """Load keys from `row` on, smoothed, balanced and rotated. # (rows_at_once, SIZE)"""
+    rows = row + tl.arange(0, rows_at_once(sizes.SIZE))
     inside = (rows >= lo) & (rows < hi)
-    k = load_block(K, at, rows, inside, d, SIZE)
-    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(SIZE))
+    k = load_turned(x.K, at, rows, inside, x.angles, sizes)
+    return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(sizes.SIZE))
 
 
 @triton.jit
-def store_keys(codes, turned, factor, kept, own):
+def store_keys(codes, k, factor, kept, own):
     """Store keys as the codes' rows from `own` on."""
-    ROWS: tl.constexpr = turned.shape[0]
-    SIZE: tl.constexpr = turned.shape[1]
+    ROWS: tl.constexpr = k.shape[0]
+    SIZE: tl.constexpr = k.shape[1]
     at = (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(codes.k + at, int8(turned, factor, kept))
+    tl.store(codes.k + at, int8(k, factor, kept))
 
 
 @triton.jit
@@ -272,15 +331,15 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
     balance = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
     top = 0
     for row in range(ROWS, BLOCK_K, ROWS):
-        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
-        top = tl.maximum(top, tl.max(size_bits(turned)))
-    turned = turned_keys(x.K, at, j0, lo, hi, mean, balance, sizes.d, ROWS)
-    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(size_bits(turned))))
+        k = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
+        top = tl.maximum(top, tl.max(size_bits(k)))
+    k = rotated_keys(x, at, j0, lo, hi, mean, balance, sizes)
+    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(size_bits(k))))
     tl.store(codes.k_descale + block, descale)
-    store_keys(codes, turned, factor, kept, own)
+    store_keys(codes, k, factor, kept, own)
     for row in range(ROWS, BLOCK_K, ROWS):
-        turned = turned_keys(x.K, at, j0 + row, lo, hi, mean, balance, sizes.d, ROWS)
-        store_keys(codes, turned, factor, kept, own + row)
+        k = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
+        store_keys(codes, k, factor, kept, own + row)
 
 
 @triton.jit

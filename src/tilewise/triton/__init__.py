@@ -133,16 +133,16 @@ def _less_accurate(p: Problem) -> bool:
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units."""
+    """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units. What
+    becomes codes keeps its type, to which rotary rounds."""
     if p.recipe.quantized:  # its only products are those of e4m3
         return p, x
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe._replace(out_dtype=None)
     if p.dtype != torch.float32 and not quantize.eight_bits(p):
         recipe = recipe._replace(precision="tf32x3")
-    return p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe), Operands(
-        q, k, v, x.extra
-    )
+    wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
+    return wide, Operands(*(x[:2] if quantize.eight_bits(p) else (q, k)), v, x.extra)
 
 
 def _new_in_eight_bits(p: Problem) -> bool:
