@@ -3,6 +3,7 @@
 import cProfile
 import inspect
 import pstats
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,9 @@ from triton.backends.nvidia import driver as nvidia
 from tilewise.host import kept as host_kept
 from tilewise.host import launch as host
 from tilewise.host.replay import Replay
-from tilewise.tile.append import cache_append
-from tilewise.tile.merge import attention_merge
+from tilewise.hopper import launch as hopper_launch
+from tilewise.hopper.descriptors import Descriptor
+from tilewise.hopper.plan import plan
 from tilewise.triton import decode_launch
 
 pytestmark = pytest.mark.skipif(
@@ -42,24 +44,31 @@ def launched(monkeypatch):
     """Let CPU tensors count as a GPU's, and return the list of what launchers are given."""
     given = []
 
-    def compiled(*_):
+    def compiled(_, start):
+        one = inspect.getclosurevars(start).nonlocals["self"]
+        names = list(inspect.signature(one.kernel.fn).parameters)
+        monkeypatch.setattr(one.kernel, "arg_names", names, raising=False)  # the interpreter's has none
+        signature = {n: "tensordesc" if isinstance(each, Descriptor) else "i32" for n, each in enumerate(one.arguments)}
         run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
-        run.launch = Recorder(given)
+        run.launch = nvidia.wrap_handle_tensordesc(Recorder(given), signature, None)
         run.launch_cooperative_grid = run.launch_pdl = False
         run.global_scratch_size = run.profile_scratch_size = 0
         return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
+    def described(descriptor, _):
+        sizes = *descriptor.shape, *descriptor.strides
+        return [("map", descriptor.base.data_ptr(), *sizes), *sizes]
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", described)
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_kept):
+    for module in (host, decode_launch, host_kept, hopper_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
-    kernels = decode_launch.attention_decode, decode_launch.attention_combine, cache_append, attention_merge
-    for kernel in kernels:
-        monkeypatch.setattr(kernel, "arg_names", list(inspect.signature(kernel.fn).parameters), raising=False)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
-    cached = check._described, decode_launch.plan, host_kept.kept
+    monkeypatch.setattr(hopper_launch, "COUNTERS", {})
+    cached = check._described, decode_launch.plan, host_kept.kept, plan
     for each in cached:
         each.cache_clear()
     yield given
@@ -97,51 +106,113 @@ def merged(packed=False):
     return lambda: tw.merge([(part, of_part)], into=(o, lse), backend="triton"), (o, lse, part, of_part)
 
 
+OPTIONS = {
+    "full": dict,
+    "causal": lambda: {"mask": tw.Causal()},
+    "prefix": lambda: {"mask": tw.Prefix(torch.tensor([5, 200]))},
+    "sink": lambda: {"mask": tw.Window(50, 0), "sink": torch.randn(4)},
+    "bias": lambda: {"score": tw.Bias(torch.randn(300, 300, dtype=BF16))},
+    "dropout": lambda: {"dropout": 0.1, "seed": torch.tensor(3)},
+    "deterministic": lambda: {"deterministic": True},
+    "packed": lambda: {"layout": tw.Varlen(*[torch.tensor([0, 200, 600], dtype=torch.int32)] * 2, 400, 400)},
+}
+"""Options of calls that Hopper's kernels run, each with its own tensors."""
+
+
+def on_hopper(name, place=lambda t: t):
+    """Return q, k and v, each moved by `place`; the options, and their tensors."""
+    options = OPTIONS[name]()
+    rows = (600,) if "layout" in options else (2, 300)
+    x = [place(torch.randn(*rows, heads, 128, dtype=BF16)) for heads in (4, 2, 2)]
+    extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
+    return x, options, [*extra, *(t for each in options.values() for t in getattr(each, "tensors", ()))]
+
+
+def forward(name, **given):
+    x, options, extra = on_hopper(name, **given)
+    return lambda: tw.attention(*x, **options), (*x, *extra)
+
+
+def backward(name, of_do=torch.empty_like, of_lse=False, **given):
+    """`of_do` makes the gradient of o; with `of_lse`, there is one of lse."""
+    x, options, extra = on_hopper(name, **given)
+    *rows, H, _ = x[0].shape
+    o, lse = torch.randn(*rows, H, 128, dtype=BF16), torch.randn(*rows[:-1], H, rows[-1])
+    do, dlse = of_do(o), torch.randn_like(lse) if of_lse else None
+    grads = [do] if dlse is None else [do, dlse]
+    return lambda: tw.attention_backward(do, *x, o, lse, dlse=dlse, **options), (*x, o, lse, *grads, *extra)
+
+
 def flat(value, names):
-    """Return arguments with the name of a tensor in place of its address, and of others' a word."""
-    if isinstance(value, tuple):
+    """Return arguments with the name of a tensor in place of its address; of others a number, in order."""
+    if isinstance(value, (tuple, list)):
         return tuple(flat(each, names) for each in value)
     address = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    return names.get(address, "made" if isinstance(address, int) and address > 1 << 40 else address)
+    made = isinstance(address, int) and address > 1 << 40
+    return names.setdefault(address, f"made {len(names)}") if made else names.get(address, address)
 
 
 CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "append": appended}
 CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
+CALLS |= {f"hopper {name}": partial(forward, name) for name in OPTIONS}
+CALLS |= {f"hopper {name} backward": partial(backward, name) for name in OPTIONS}
+CALLS |= {"hopper lse backward": partial(backward, "causal", of_lse=True)}
+LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "hopper bias backward": 4, "hopper deterministic backward": 4}
+
+
+def given_to_launchers(launched, call, tensors):
+    launched.clear()
+    with torch.no_grad():
+        call()
+    names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+    return [flat(given, names) for given in launched]
+
+
+def refuse(*_):
+    raise AssertionError("a launch was built again")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, name):
-    calls, found = [CALLS[name]() for _ in range(3)], []
+    (first, _), second, third = (CALLS[name]() for _ in range(3))
     with torch.no_grad():
-        calls[0][0]()  # it compiles, and launches nothing here
-        for kept, (call, tensors) in zip((True, False), calls[1:], strict=True):
-            if not kept:
-                monkeypatch.setattr(Replay, "run", lambda *_: False)
-            launched.clear()
-            call()
-            names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
-            found.append([flat(given, names) for given in launched])
-    assert len(found[0]) == (2 if name in ("plain", "alibi", "cached") else 1)
-    assert found[0] == found[1]
-    assert {n for given in found[0] for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
+        first()  # it compiles, and launches nothing here
+    with monkeypatch.context() as patch:
+        patch.setattr(host.Launch, "run", refuse)
+        found = given_to_launchers(launched, *second)
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == given_to_launchers(launched, *third)
+    assert len(found) == LAUNCHES.get(name, 3 if "backward" in name else 1)
+    assert {n for given in found for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
 
 
 def numbers(value):
     return [n for each in value for n in numbers(each)] if isinstance(value, tuple) else [value]
 
 
-def test_a_copy_or_a_tensor_given_twice_is_not_kept(launched):
+def test_a_copy_is_not_kept(launched, monkeypatch):
     q, k = torch.randn(1, 1, 32, 128, dtype=BF16), torch.randn(1, 1024, 8, 256, dtype=BF16)[..., ::2]
+    tried, keep = [], Replay.keep
+    monkeypatch.setattr(Replay, "keep", lambda *given: tried.append(1) or keep(*given))
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             tw.attention(q, k, k)  # k is copied, as its entries lie apart
-    k = k.contiguous()
+    assert len(launched) == 3 * 2
+    assert len(tried) == 1, "nor does a call try again"
+
+
+@pytest.mark.parametrize("rows", [1, 300], ids=["plain", "hopper"])
+def test_a_tensor_given_twice_is_kept_for_such_calls_alone(launched, monkeypatch, rows):
+    q, k, v, other = (torch.randn(1, n, 8, 128, dtype=BF16) for n in (rows, 1024, 1024, 1024))
+    names = {t.data_ptr(): name for t, name in ((q, "q"), (k, "k"), (v, "v"), (other, "other"))}
     with torch.no_grad():
-        for _ in range(3):
-            tw.attention(q, k, k)
-    problems = decode_launch.plan.cache_info().currsize
-    assert problems == 2
-    assert len(launched) == 2 * 2 * 2
+        for keys, values in ((k, k), (k, k), (other, other), (k, v), (other, other), (v, k)):
+            launched.clear()
+            tw.attention(q, keys, values)
+            if launched:  # the first call only compiles
+                given = [n for n in numbers(flat(launched[0], dict(names))) if n in names.values()]
+                places = sorted(set(given), key=given.index)
+                assert places[:3] == list(dict.fromkeys(("q", names[keys.data_ptr()], names[values.data_ptr()])))
 
 
 @pytest.mark.parametrize(("name", "most"), [("plain", 115), ("cached", 155), ("append", 140)])

@@ -20,6 +20,7 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
+    present,
     renormalize_launches,
     rows,
     tile_lists,
@@ -84,9 +85,7 @@ def backward_launches(
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends."""
     row, where, shape = pl.backward, packed(p, x), pl.backward_shape
-    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
+    lse, key = saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
@@ -94,11 +93,17 @@ def backward_launches(
         order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
-    before = preprocess_launch(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
+    before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = postprocess_launch(p, pl, scratch, grads.q, where)
     sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
     return [*listing, before, *sums, main, after, *biases]
+
+
+def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
+    """Return what the kernels of a backward depend on and its problem does not tell."""
+    aligned = (do.data_ptr() | saved.o.data_ptr() | saved.lse.data_ptr() | (0 if dlse is None else dlse.data_ptr())) % 16
+    return do.stride(), saved.o.stride(), aligned, dlse is None
 
 
 def preprocess_launch(
@@ -194,19 +199,25 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     stream = current_stream(x.q.device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
-        launch.run(stream)
+    zeros = counter(x.q.device, stream)
+    tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept, zeros)
+    pl.replays[None].launch(stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    dlse = None if dlse is None else dlse.contiguous()
+    saved = saved._replace(lse=saved.lse.contiguous())
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
-        launch.run(stream)
+    sums = () if scratch.gqa_sums is None else scratch.gqa_sums
+    own = *scratch._replace(gqa_sums=None), *sums, *grads[:3], *grads.extra, zeros
+    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own)
+    replay = pl.replays[unplanned(saved, do, dlse)]
+    replay.launch(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     sink = len(extra) - 1 - p.recipe.of_layout
     if p.recipe.sink and extra[sink] is not None:
         delta = by_row(p, pl.backward.B_r, x, scratch.delta)

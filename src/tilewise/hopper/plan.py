@@ -4,6 +4,7 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 """
 
 import os
+from collections import defaultdict
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..host.launch import cdiv, device_values, lengths
+from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
 from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
@@ -71,6 +73,8 @@ class Plan(NamedTuple):
     variant: Variant | None
     """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by what the problem does not tell."""
 
 
 @lru_cache(4096)
@@ -107,7 +111,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
-        p.listed, values, backward_values, variant, {},
+        p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip
 
 

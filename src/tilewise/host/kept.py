@@ -30,11 +30,6 @@ def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, 
     `make` gets the kind's cache of compiled kernels. `kind` and what is seen of the tensors must say all that a launch
     depends on but addresses.
     """
-    known, stream = kept((kind, seen(tensors))), current_stream(tensors[0].device)
+    known = kept((kind, seen(tensors)))
     with on_device(tensors[0]):
-        if known.replay.run(stream, tensors):
-            return
-        made = make(known.compiled)
-        for each in made:
-            each.run(stream)
-        known.replay.keep(made, tensors)
+        known.replay.launch(current_stream(tensors[0].device), tensors, lambda: make(known.compiled))

@@ -120,6 +120,11 @@ RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
 
 
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """Return the tensors that are not None."""
+    return [t for t in tensors if t is not None]
+
+
 def tile_lists(
     p: Problem, pl: Any, tiles: Any, parts: Any, x: Operands, by_key: bool
 ) -> tuple[TileLists | None, list[Launch]]:
@@ -365,16 +370,18 @@ def renormalize_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
     of_o, of_lse = saved_sizes(p)
-    return Saved(empty(*of_o, p.out_dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
+    device = x.q.device
+    return Saved(empty(*of_o, device), empty(*of_lse, device), seed)
 
 
 @lru_cache(4096)
-def saved_sizes(p: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return the shape and the strides of o, and those of lse."""
+def saved_sizes(p: Problem) -> tuple[tuple[Any, Any, torch.dtype], tuple[Any, Any, torch.dtype]]:
+    """Return the shape, the strides and the type of o, and those of lse."""
     *rows, H, _ = p.q.shape
     o = torch.empty((*rows, H, p.D_v), device="meta")
     lse = torch.empty((H, *rows) if p.rows_packed else (rows[0], H, rows[1]), device="meta")
-    return (tuple(o.shape), o.stride()), (tuple(lse.shape), lse.stride())  # a torch.Size is no tuple for PyTorch here
+    # a torch.Size is no tuple for PyTorch here
+    return (tuple(o.shape), o.stride(), p.out_dtype), (tuple(lse.shape), lse.stride(), torch.float32)
 
 
 def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

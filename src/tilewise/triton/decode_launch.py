@@ -100,13 +100,9 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         saved.o.zero_()
         saved.lse.fill_(-torch.inf)
         return saved
-    stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
+    partial = empty((pl.partial,), (1,), torch.float32, device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
-    if not pl.replay.run(stream, tensors):
-        made = launches(p, pl, x, saved, partial)
-        for launch in made:
-            launch.run(stream)
-        pl.replay.keep(made, tensors)
+    pl.replay.launch(current_stream(device), tensors, lambda: launches(p, pl, x, saved, partial))
     return saved
 
 
