@@ -2,6 +2,7 @@
 
 import cProfile
 import inspect
+import itertools
 import pstats
 from functools import partial
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ class Recorder:
 @pytest.fixture
 def launched(monkeypatch):
     """Let CPU tensors count as a GPU's, and return the list of what launchers are given."""
-    given = []
+    given, count = [], itertools.count()
 
     def compiled(_, start):
         one = inspect.getclosurevars(start).nonlocals["self"]
@@ -53,7 +54,7 @@ def launched(monkeypatch):
         run.launch = nvidia.wrap_handle_tensordesc(Recorder(given), signature, None)
         run.launch_cooperative_grid = run.launch_pdl = False
         run.global_scratch_size = run.profile_scratch_size = 0
-        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+        return SimpleNamespace(run=run, function=f"function {next(count)}", packed_metadata="metadata")
 
     def described(descriptor, _):
         sizes = *descriptor.shape, *descriptor.strides
@@ -215,7 +216,65 @@ def test_a_tensor_given_twice_is_kept_for_such_calls_alone(launched, monkeypatch
                 assert places[:3] == list(dict.fromkeys(("q", names[keys.data_ptr()], names[values.data_ptr()])))
 
 
-@pytest.mark.parametrize(("name", "most"), [("plain", 115), ("cached", 155), ("append", 140)])
+def test_calls_at_one_address_are_told_apart(launched, monkeypatch):
+    """Memory that is freed and given out again may hold another shape, type or order, for other options."""
+    memory = torch.randn(3, 1 << 20, dtype=BF16)
+    views = {
+        "contiguous": lambda t: t[: 1 << 18].view(2, 256, 4, 128),
+        "apart": lambda t: t[: 1 << 19].view(2, 256, 8, 128)[:, :, ::2],
+        "heads first": lambda t: t[: 1 << 18].view(2, 4, 256, 128).transpose(1, 2),
+        "longer": lambda t: t[: 1 << 18].view(1, 512, 4, 128),
+        "narrow": lambda t: t[: 1 << 18].view(2, 512, 4, 64),
+        "fp16": lambda t: t[: 1 << 18].view(torch.float16).view(2, 256, 4, 128),
+    }
+    options = {}, {"mask": tw.Causal()}, {"scale": 0.5}, {"score": tw.SoftCap(20.0)}
+    calls = [
+        lambda x=[view(t) for t in memory], given=given: tw.attention(*x, backend="hopper", **given)
+        for view in views.values()
+        for given in options
+    ]
+    found = [given_to_launchers(launched, call, memory) for _ in range(2) for call in calls][len(calls) :]
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == [given_to_launchers(launched, call, memory) for call in calls]
+    assert len({repr(each) for each in found}) == len(calls)
+
+
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_are_told_apart(launched, monkeypatch, of_lse):
+    """What the forward's problem does not tell of the gradient of o: strides, alignment, and whether lse has one."""
+    spread = {
+        "contiguous": torch.empty_like,
+        "expanded": lambda o: torch.ones((), dtype=BF16).expand(o.shape),
+        "heads first": lambda o: torch.empty(2, 4, 300, 128, dtype=BF16).transpose(1, 2),
+        "unaligned": lambda o: torch.empty(o.numel() + 1, dtype=BF16)[1:].view(o.shape),
+    }
+    calls = [backward("causal", of_do=of_do, of_lse=which) for of_do in spread.values() for which in (of_lse, not of_lse)]
+    found = [given_to_launchers(launched, *call) for _ in range(2) for call in calls][len(calls) :]
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == [given_to_launchers(launched, *call) for call in calls]
+
+
+@pytest.mark.parametrize("of", [forward, backward])
+def test_a_call_of_another_stream_has_its_counter(launched, monkeypatch, of):
+    call, tensors = of("causal")
+    found = {}
+    for stream in (7, 8, 7, 8):
+        monkeypatch.setattr(hopper_launch, "current_stream", lambda _, stream=stream: stream)
+        given_to_launchers(launched, call, tensors)
+        found[stream] = list(launched)
+    counters = {stream: hopper_launch.counter(tensors[0].device, stream).data_ptr() for stream in found}
+    assert counters[7] != counters[8]
+    for stream, given in found.items():
+        assert {each[3] for each in given} == {stream}
+        used = [n for each in given for n in numbers(each)]
+        assert counters[stream] in used
+        assert counters[15 - stream] not in used
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("plain", 115), ("cached", 155), ("append", 140), ("hopper causal", 115), ("hopper causal backward", 160)],
+)
 def test_a_call_makes_few_calls_in_python(launched, name, most):
     """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300."""
     call, _ = CALLS[name]()
