@@ -16,6 +16,7 @@ from ..host.launch import (
     current_stream,
     device_values,
     dropout,
+    empty,
     empty_grads,
     empty_saved,
     lengths,
@@ -44,8 +45,8 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import Plan, empty_gqa_sums, main_programs, row_blocks
-from .tiles import BIAS, padded
+from .plan import Plan, empty_gqa_sums, main_programs
+from .tiles import BIAS
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
@@ -174,34 +175,24 @@ def bias_gradients(
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    B_r = pl.backward.B_r
-    blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
-    sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
+    logs, delta, dq, ready, done = (size and empty(*size, device) for size in pl.scratch)
+    blocks = logs.numel() // pl.backward.B_r
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    loops = pl.backward_shape.heads
-    ready = None if p.recipe.varlen or pl.backward.split_dkdv else torch.empty(loops, dtype=torch.int32, device=device)
-    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    return Scratch(
-        logs,
-        delta,
-        dq,
-        dq_semaphore,
-        ready,
-        empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device),
-        done,
-    )
+    sums = empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device)
+    return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
-    saved = empty_saved(p, x, seed)
-    stream = current_stream(x.q.device)
+    saved, device = empty_saved(p, x, seed), x.q.device
+    stream = current_stream(device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    zeros = counter(x.q.device, stream)
+    zeros = counter(device, stream)
     tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept, zeros)
-    pl.replays[None].launch(stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
+    replay = pl.replays[None]
+    if not replay.run(stream, tensors):
+        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
@@ -209,15 +200,17 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     dlse = None if dlse is None else dlse.contiguous()
-    saved = saved._replace(lse=saved.lse.contiguous())
+    if not saved.lse.is_contiguous():
+        saved = saved._replace(lse=saved.lse.contiguous())
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
     extra, stream = list(grads.extra), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    sums = () if scratch.gqa_sums is None else scratch.gqa_sums
-    own = *scratch._replace(gqa_sums=None), *sums, *grads[:3], *grads.extra, zeros
+    own = *scratch[:5], *(scratch.gqa_sums or ()), scratch.done, *grads[:3], *grads.extra, zeros
     tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own)
     replay = pl.replays[unplanned(saved, do, dlse)]
-    replay.launch(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
+    if not replay.run(stream, tensors):
+        made = backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
+        replay.run_first(stream, tensors, made)
     sink = len(extra) - 1 - p.recipe.of_layout
     if p.recipe.sink and extra[sink] is not None:
         delta = by_row(p, pl.backward.B_r, x, scratch.delta)

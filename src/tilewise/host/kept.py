@@ -30,6 +30,7 @@ def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, 
     `make` gets the kind's cache of compiled kernels. `kind` and what is seen of the tensors must say all that a launch
     depends on but addresses.
     """
-    known = kept((kind, seen(tensors)))
+    known, stream = kept((kind, seen(tensors))), current_stream(tensors[0].device)
     with on_device(tensors[0]):
-        known.replay.launch(current_stream(tensors[0].device), tensors, lambda: make(known.compiled))
+        if not known.replay.run(stream, tensors):
+            known.replay.run_first(stream, tensors, make(known.compiled))

@@ -41,13 +41,16 @@ EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) 
 TILE_LIST = TileList.__name__
 """What a recipe calls it."""
 
+Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""The shape, the strides and the type of a tensor."""
+
 NO_CONTEXT = nullcontext()
 """A context that does nothing, made once because every call enters it."""
 
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Return a context that makes q's device current, as Triton launches there. It is free if that is so already."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+    if not q.is_cuda or q.device.index == torch._C._cuda_getDevice():
         return NO_CONTEXT
     return torch.cuda.device(q.device)
 
@@ -375,13 +378,22 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 
 
 @lru_cache(4096)
-def saved_sizes(p: Problem) -> tuple[tuple[Any, Any, torch.dtype], tuple[Any, Any, torch.dtype]]:
+def saved_sizes(p: Problem) -> tuple[Size, Size]:
     """Return the shape, the strides and the type of o, and those of lse."""
     *rows, H, _ = p.q.shape
-    o = torch.empty((*rows, H, p.D_v), device="meta")
-    lse = torch.empty((H, *rows) if p.rows_packed else (rows[0], H, rows[1]), device="meta")
-    # a torch.Size is no tuple for PyTorch here
-    return (tuple(o.shape), o.stride(), p.out_dtype), (tuple(lse.shape), lse.stride(), torch.float32)
+    of_lse = (H, *rows) if p.rows_packed else (rows[0], H, rows[1])
+    return size(*rows, H, p.D_v, dtype=p.out_dtype), size(*of_lse, dtype=torch.float32)
+
+
+@lru_cache(4096)
+def grad_sizes(p: Problem) -> list[Size]:
+    """Return the same for dq, dk and dv."""
+    return [size(*t.shape, dtype=p.out_dtype) for t in (p.q, p.k, p.v)]
+
+
+def size(*shape: int, dtype: torch.dtype) -> Size:
+    """Return what `empty` takes for a contiguous tensor. (A torch.Size is no tuple for it.)"""
+    return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
 def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -393,7 +405,8 @@ def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) ->
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Allocate all gradients, unwritten."""
-    q, k, v = empty_parts(p, x)
+    device = x.q.device
+    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, device) for size in grad_sizes(p)]
     return Grads(q, k, v, empty_extra(p, x))
 
 

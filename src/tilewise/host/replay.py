@@ -30,21 +30,11 @@ class Replay:
         self.hopeless = False
         """Whether the launches read a tensor that they do not share with the call, such as a copy."""
 
-    def launch(self, stream: int | None, tensors: Sequence[Tensor], make: Callable[[], Iterable[Launch]]) -> None:
-        """Launch once more what is kept; else what `make` returns, and keep it.
+    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
+        """Launch on a stream, given by its handle. Return False, without a launch, if nothing that fits is kept.
 
         `tensors` are all that the launches read or write, in the same order in every call.
         """
-        if self.run(stream, tensors):
-            return
-        made = list(make())
-        for each in made:
-            each.run(stream)
-        if not self.hopeless:
-            self.keep(made, tensors)
-
-    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
-        """Launch on a stream, given by its handle. Return False, without a launch, if nothing that fits is kept."""
         if self.kept is None or stream is None or profiled():
             return False
         twice, launches = self.kept
@@ -59,6 +49,14 @@ class Replay:
                 given[place] = fill(addresses)
             launch(*given)
         return True
+
+    def run_first(self, stream: int | None, tensors: Sequence[Tensor], launches: Iterable[Launch]) -> None:
+        """Run launches as they are, and keep them for the next call."""
+        made = list(launches)
+        for each in made:
+            each.run(stream)
+        if not self.hopeless:
+            self.keep(made, tensors)
 
     def keep(self, launches: Sequence[Launch], tensors: Sequence[Tensor]) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
