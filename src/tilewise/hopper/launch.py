@@ -25,11 +25,13 @@ from ..host.launch import (
     renormalize_launches,
     rows,
     tile_lists,
+    unplanned,
     unused,
+    with_contiguous_lse,
     with_lse_shift,
+    with_sink,
 )
 from ..host.quantize import quantized
-from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile
@@ -99,12 +101,6 @@ def backward_launches(
     after = postprocess_launch(p, pl, scratch, grads.q, where)
     sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
     return [*listing, before, *sums, main, after, *biases]
-
-
-def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
-    """Return what the kernels of a backward depend on and its problem does not tell."""
-    aligned = (do.data_ptr() | saved.o.data_ptr() | saved.lse.data_ptr() | (0 if dlse is None else dlse.data_ptr())) % 16
-    return do.stride(), saved.o.stride(), aligned, dlse is None
 
 
 def preprocess_launch(
@@ -182,6 +178,11 @@ def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
 
 
+def each(scratch: Scratch) -> tuple[Tensor | None, ...]:
+    """Return all tensors of a scratch."""
+    return *scratch[:5], *(scratch.gqa_sums or ()), scratch.done
+
+
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved, device = empty_saved(p, x, seed), x.q.device
@@ -199,23 +200,16 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
-    dlse = None if dlse is None else dlse.contiguous()
-    if not saved.lse.is_contiguous():
-        saved = saved._replace(lse=saved.lse.contiguous())
+    saved, dlse = with_contiguous_lse(saved, dlse)
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
-    extra, stream = list(grads.extra), current_stream(x.q.device)
+    stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    own = *scratch[:5], *(scratch.gqa_sums or ()), scratch.done, *grads[:3], *grads.extra, zeros
-    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own)
+    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros)
     replay = pl.replays[unplanned(saved, do, dlse)]
     if not replay.run(stream, tensors):
         made = backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
         replay.run_first(stream, tensors, made)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, pl.backward.B_r, x, scratch.delta)
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 
 def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back, c), scratch_sizes(p, back), c, None if p.biased else c, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back, c), scratch_sizes(p, back), c,
+        None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip

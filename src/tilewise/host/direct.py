@@ -71,17 +71,16 @@ class Direct:
         flags = run.launch_cooperative_grid, run.launch_pdl
         self.base = compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None
         self.rest = rest
-        self.tensors = [len(BASE) + n for n, each in enumerate(arguments) if isinstance(each, Tensor)]
+        self.tensors = [n for n, each in enumerate(arguments) if isinstance(each, Tensor)]
 
     def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         """Launch on a stream, given by its handle."""
-        given = [programs, 1, 1, stream, *self.base, *arguments, *self.rest]
+        given = [*arguments]
         for n in self.tensors:  # for a tensor, the launcher would ask the driver about its address
             given[n] = given[n].data_ptr()
         for n, known in reversed(self.maps.items()):  # from the last to the first, as a map takes more than one place
-            n += len(BASE)
             given[n : n + 1] = known[given[n].base.data_ptr()]
-        self.launch(*given)
+        self.launch(programs, 1, 1, stream, *self.base, *given, *self.rest)
 
 
 def direct(compiled: Any, arguments: tuple[Any, ...], rest: tuple[Any, ...]) -> Direct | None:

@@ -92,16 +92,20 @@ def _open(
             fills.append((slice(len(kept), len(kept) + len(parts)), _described(maps[n], places[id(value.base)])))
             kept += parts
             continue
-        if isinstance(value, Tensor):
-            fills.append((len(kept), itemgetter(places[id(value)])))
-            value = None
-        elif isinstance(value, tuple):
-            inner, gaps = _open([], value, places, {})
-            if gaps:
-                fills.append((len(kept), _filled(inner, gaps)))
-                value = None
-        kept.append(value)
+        if fill := _fill(value, places):
+            fills.append((len(kept), fill))
+        kept.append(None if fill else value)
     return kept, fills
+
+
+def _fill(value: Any, places: dict[int, int]) -> Fill | None:
+    """Return what makes an argument again, if it is a tensor or holds some."""
+    if isinstance(value, Tensor):
+        return itemgetter(places[id(value)])
+    if isinstance(value, tuple):
+        kept, fills = _open([], value, places, {})
+        return _filled(kept, fills) if fills else None
+    return None
 
 
 def _described(known: Map, place: int) -> Fill:
