@@ -16,6 +16,7 @@ from tilewise import append, check, operator
 pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 
+from tilewise.hopper import fp32_launch
 from tilewise.hopper import launch as hopper_launch
 from tilewise.hopper.descriptors import Descriptor
 from tilewise.hopper.plan import plan
@@ -23,6 +24,7 @@ from tilewise.host import kept as host_kept
 from tilewise.host import launch as host
 from tilewise.host.replay import Replay
 from tilewise.triton import decode_launch
+from tilewise.triton import launch as portable_launch
 
 pytestmark = pytest.mark.skipif(
     getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None) is None, reason="this Triton has another wrapper"
@@ -64,12 +66,12 @@ def launched(monkeypatch):
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_kept, hopper_launch):
+    for module in (host, decode_launch, host_kept, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
-    cached = check._described, decode_launch.plan, host_kept.kept, plan
+    cached = check._described, decode_launch.plan, host_kept.kept, plan, fp32_launch.plan, portable_launch.plan
     for each in cached:
         each.cache_clear()
     yield given
@@ -117,28 +119,28 @@ OPTIONS = {
     "deterministic": lambda: {"deterministic": True},
     "packed": lambda: {"layout": tw.Varlen(*[torch.tensor([0, 200, 600], dtype=torch.int32)] * 2, 400, 400)},
 }
-"""Options of calls that Hopper's kernels run, each with its own tensors."""
+"""Options of calls, each with its own tensors."""
 
 
-def on_hopper(name, place=lambda t: t):
-    """Return q, k and v, each moved by `place`; the options, and their tensors."""
-    options = OPTIONS[name]()
+def operands(name, dtype, **given):
+    """Return q, k and v; the options, and their tensors."""
+    options = {**OPTIONS[name](), **given}
     rows = (600,) if "layout" in options else (2, 300)
-    x = [place(torch.randn(*rows, heads, 128, dtype=BF16)) for heads in (4, 2, 2)]
+    x = [torch.randn(*rows, heads, 128, dtype=dtype) for heads in (4, 2, 2)]
     extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
     return x, options, [*extra, *(t for each in options.values() for t in getattr(each, "tensors", ()))]
 
 
-def forward(name, **given):
-    x, options, extra = on_hopper(name, **given)
+def forward(name, dtype=BF16, **given):
+    x, options, extra = operands(name, dtype, **given)
     return lambda: tw.attention(*x, **options), (*x, *extra)
 
 
-def backward(name, of_do=torch.empty_like, of_lse=False, **given):
+def backward(name, of_do=torch.empty_like, of_lse=False, dtype=BF16, **given):
     """`of_do` makes the gradient of o; with `of_lse`, there is one of lse."""
-    x, options, extra = on_hopper(name, **given)
+    x, options, extra = operands(name, dtype, **given)
     *rows, H, _ = x[0].shape
-    o, lse = torch.randn(*rows, H, 128, dtype=BF16), torch.randn(*rows[:-1], H, rows[-1])
+    o, lse = torch.randn(*rows, H, 128, dtype=dtype), torch.randn(*rows[:-1], H, rows[-1])
     do, dlse = of_do(o), torch.randn_like(lse) if of_lse else None
     grads = [do] if dlse is None else [do, dlse]
     return lambda: tw.attention_backward(do, *x, o, lse, dlse=dlse, **options), (*x, o, lse, *grads, *extra)
@@ -155,10 +157,17 @@ def flat(value, names):
 
 CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "append": appended}
 CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
-CALLS |= {f"hopper {name}": partial(forward, name) for name in OPTIONS}
-CALLS |= {f"hopper {name} backward": partial(backward, name) for name in OPTIONS}
+for way, pass_ in (("", forward), (" backward", backward)):
+    CALLS |= {f"hopper {name}{way}": partial(pass_, name) for name in OPTIONS}
+    CALLS |= {f"portable {name}{way}": partial(pass_, name, backend="triton") for name in OPTIONS}
+    fp32 = [name for name in OPTIONS if name not in ("bias", "dropout")]
+    CALLS |= {f"fp32 {name}{way}": partial(pass_, name, dtype=torch.float32, backend="hopper") for name in fp32}
 CALLS |= {"hopper lse backward": partial(backward, "causal", of_lse=True)}
-LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "hopper bias backward": 4, "hopper deterministic backward": 4}
+LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "hopper": 1, "portable": 1, "append": 1, "merge": 1, "merge packed": 1}
+LAUNCHES |= {"fp32": 2, "fp32 backward": 4, "fp32 deterministic backward": 5, "hopper backward": 3}
+LAUNCHES |= {"hopper bias backward": 4, "hopper deterministic backward": 4, "portable backward": 3}
+LAUNCHES |= {"portable bias backward": 4}
+"""How many there are, by the whole name of a call or its first and last words."""
 
 
 def given_to_launchers(launched, call, tensors):
@@ -183,7 +192,9 @@ def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, nam
         found = given_to_launchers(launched, *second)
     monkeypatch.setattr(Replay, "run", lambda *_: False)
     assert found == given_to_launchers(launched, *third)
-    assert len(found) == LAUNCHES.get(name, 3 if "backward" in name else 1)
+    words = name.split()
+    usual = f"{words[0]} backward" if words[-1] == "backward" else words[0]
+    assert len(found) == LAUNCHES.get(name, LAUNCHES[usual])
     assert {n for given in found for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
 
 
@@ -273,7 +284,7 @@ def test_a_call_of_another_stream_has_its_counter(launched, monkeypatch, of):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("plain", 115), ("cached", 155), ("append", 140), ("hopper causal", 100), ("hopper causal backward", 230)],
+    [("plain", 115), ("cached", 155), ("append", 140), ("hopper causal", 105), ("hopper causal backward", 230)],
 )
 def test_a_call_makes_few_calls_in_python(launched, name, most):
     """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300."""
