@@ -165,8 +165,8 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    own = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), *grads[:3], *grads.extra, zeros
-    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own)
+    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
+    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra)
     replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
     if not replay.run(stream, tensors):
         made = gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)

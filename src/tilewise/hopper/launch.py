@@ -171,16 +171,17 @@ def bias_gradients(
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    logs, delta, dq, ready, done = (size and empty(*size, device) for size in pl.scratch)
+    logs, delta, dq, ready, done = [size and empty(*size, device=device) for size in pl.scratch]
     blocks = logs.numel() // pl.backward.B_r
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     sums = empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device)
     return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
 
 
-def each(scratch: Scratch) -> tuple[Tensor | None, ...]:
-    """Return all tensors of a scratch."""
-    return *scratch[:5], *(scratch.gqa_sums or ()), scratch.done
+def each(scratch: Scratch) -> tuple[Any, ...]:
+    """Return all tensors of a scratch, and None in place of some."""
+    sums: Any = scratch.gqa_sums or ()
+    return *scratch[:5], *sums, scratch.done
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:

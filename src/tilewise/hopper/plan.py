@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import Size, cdiv, device_values, lengths, size
+from ..host.launch import cdiv, device_values, lengths, size
 from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     backward: Backward
     backward_tile: Any
     backward_shape: Any
-    scratch: list[Size | None]
+    scratch: list[Any]
     """Holds the sizes of the backward's logs, delta, dq, ready and done (parts/call.py)."""
     c: float
     """Turns logits into base 2, as a factor."""
@@ -209,7 +209,7 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
     )  # fmt: skip
 
 
-def scratch_sizes(p: Problem, row: Backward) -> list[Size | None]:
+def scratch_sizes(p: Problem, row: Backward) -> list[Any]:
     """Return the sizes of the backward's scratch that every call has; None for a count that it does without."""
     rows = row_blocks(p, row.B_r) * row.B_r * p.H * (1 if p.recipe.varlen else p.B)
     loops = p.B * p.H // heads_per_loop(p, row)
