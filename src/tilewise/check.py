@@ -78,7 +78,9 @@ def check_arguments(
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
-    precision, told = given_beforehand(precision, q, layout)
+    told: tuple[Tensor, ...] = ()
+    if isinstance(precision, EightBits):
+        precision, told = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -108,11 +110,11 @@ def check_arguments(
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
-    if parts or changes:
-        check_values((*parts, *changes))
+    values: tuple[Value, ...] = parts + changes
+    check_values(values)
     if place is not None:
         parts, changes = _placed(parts, place, q, k, layout), _placed(changes, place, q, k, layout)
-    values = (*parts, *changes)
+        values = parts + changes
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [*([] if sink is None else [sink]), *of_all, *told]
     extra += () if layout is None else (*layout.tensors, *scales)

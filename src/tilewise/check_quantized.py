@@ -76,12 +76,8 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
     return each[(torch.searchsorted(cu, at, right=True) - 1).clamp(0, scale.shape[0] - 1)]
 
 
-def given_beforehand(
-    precision: str | EightBits | None, q: Tensor, layout: Layout | None
-) -> tuple[str | None, tuple[Tensor, ...]]:
-    """Return a precision's name; of an EightBits also mean and balance for each sequence, (B, H_k, D)."""
-    if not isinstance(precision, EightBits):
-        return precision, ()
+def given_beforehand(precision: EightBits, q: Tensor, layout: Layout | None) -> tuple[str, tuple[Tensor, ...]]:
+    """Return the precision's name, and mean and balance for each sequence, (B, H_k, D)."""
     batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths
     pair = precision.mean, precision.balance
     return precision.name, tuple([(t if t.ndim == 3 else t.expand(len(batch), *t.shape)).contiguous() for t in pair])

@@ -1,7 +1,7 @@
 """Launch once more what a problem has launched before: of all arguments, only addresses of tensors are new."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,10 +9,11 @@ from torch import Tensor
 from .direct import Map
 from .launch import Launch, profiled
 
-Fill = Callable[[Sequence[int]], Any]
-"""It returns an argument for given addresses of a call's tensors."""
-Fills = list[tuple[int | slice, Fill]]
+Fill = tuple[int | slice, Callable[[Any], Any] | None]
+"""Which of the addresses of a call's tensors an argument is made of, and by what; None for the address itself."""
+Fills = list[tuple[int | slice, *Fill]]
 """What fills each gap in a list of arguments. A descriptor fills a slice, as the launcher takes it in several parts."""
+ALL = slice(None)
 
 Kept = tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]]
 """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
@@ -45,8 +46,8 @@ class Replay:
         for launch, kept, fills in launches:
             given = kept.copy()
             given[3] = stream
-            for place, fill in fills:
-                given[place] = fill(addresses)
+            for gap, of, make in fills:
+                given[gap] = make(addresses[of]) if make else addresses[of]
             launch(*given)
         return True
 
@@ -89,11 +90,11 @@ def _open(
     for n, value in enumerate(values):
         if n in maps:
             parts = maps[n][value.base.data_ptr()]
-            fills.append((slice(len(kept), len(kept) + len(parts)), _described(maps[n], places[id(value.base)])))
+            fills.append((slice(len(kept), len(kept) + len(parts)), places[id(value.base)], maps[n].__getitem__))
             kept += parts
             continue
         if fill := _fill(value, places):
-            fills.append((len(kept), fill))
+            fills.append((len(kept), *fill))
         kept.append(None if fill else value)
     return kept, fills
 
@@ -101,22 +102,15 @@ def _open(
 def _fill(value: Any, places: dict[int, int]) -> Fill | None:
     """Return what makes an argument again, if it is a tensor or holds some."""
     if isinstance(value, Tensor):
-        return itemgetter(places[id(value)])
+        return places[id(value)], None
     if isinstance(value, tuple):
         kept, fills = _open([], value, places, {})
-        return _filled(kept, fills) if fills else None
+        return (ALL, partial(_filled, kept, fills)) if fills else None
     return None
 
 
-def _described(known: Map, place: int) -> Fill:
-    return lambda addresses: known[addresses[place]]
-
-
-def _filled(kept: list[Any], fills: Fills) -> Fill:
-    def fill(addresses: Sequence[int]) -> tuple[Any, ...]:
-        made = kept.copy()
-        for place, each in fills:
-            made[place] = each(addresses)
-        return tuple(made)
-
-    return fill
+def _filled(kept: list[Any], fills: Fills, addresses: Sequence[int]) -> tuple[Any, ...]:
+    made = kept.copy()
+    for gap, of, make in fills:
+        made[gap] = make(addresses[of]) if make else addresses[of]
+    return tuple(made)
