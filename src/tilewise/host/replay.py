@@ -11,8 +11,8 @@ from .launch import Launch, profiled
 
 Fill = tuple[int | slice, Callable[[Any], Any] | None]
 """Which of the addresses of a call's tensors an argument is made of, and by what; None for the address itself."""
-Fills = list[tuple[int | slice, *Fill]]
-"""What fills each gap in a list of arguments. A descriptor fills a slice, as the launcher takes it in several parts."""
+Fills = list[tuple[int | slice, int | slice, Callable[[Any], Any] | None]]
+"""A gap in a list of arguments, and what fills it. A descriptor's is a slice, as the launcher takes it in parts."""
 ALL = slice(None)
 
 Kept = tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]]
