@@ -22,9 +22,9 @@ from ..host.launch import (
     tile_lists,
     unplanned,
     with_contiguous_lse,
-    with_sink,
 )
 from ..host.replay import Replay
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from ..tile.schedule import assign

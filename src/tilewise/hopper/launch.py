@@ -29,9 +29,9 @@ from ..host.launch import (
     unused,
     with_contiguous_lse,
     with_lse_shift,
-    with_sink,
 )
 from ..host.quantize import quantized
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile

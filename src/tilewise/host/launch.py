@@ -1,6 +1,6 @@
 """Kernel arguments and launches, for all GPU back ends."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -12,7 +12,6 @@ from triton import knobs
 
 from ..dropout import dropout_rescale, dropout_threshold
 from ..mask import TileList
-from ..merge import sink_gradient
 from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
@@ -422,15 +421,6 @@ def empty_grads(p: Problem, x: Operands) -> Grads:
     device = x.q.device
     q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, device) for size in grad_sizes(p)]
     return Grads(q, k, v, empty_extra(p, x))
-
-
-def with_sink(p: Problem, x: Operands, lse: Tensor, grads: Grads, delta: Callable[[], Tensor]) -> Grads:
-    """Return the gradients with that of the sink, if it is wanted. `delta` is called for delta in the layout of lse."""
-    at = len(grads.extra) - 1 - p.recipe.of_layout
-    if not p.recipe.sink or grads.extra[at] is None:
-        return grads
-    found = sink_gradient(x.extra[at], lse, delta()).to(x.extra[at].dtype)
-    return grads._replace(extra=(*grads.extra[:at], found, *grads.extra[at + 1 :]))
 
 
 def empty_extra(p: Problem, x: Operands) -> tuple[Tensor | None, ...]:

@@ -9,10 +9,12 @@ from torch import Tensor
 from .direct import Map
 from .launch import Launch, profiled
 
-Fill = tuple[int | slice, Callable[[Any], Any] | None]
-"""Which of the addresses of a call's tensors an argument is made of, and by what; None for the address itself."""
-Fills = list[tuple[int | slice, int | slice, Callable[[Any], Any] | None]]
-"""A gap in a list of arguments, and what fills it. A descriptor's is a slice, as the launcher takes it in parts."""
+Fill = tuple[Any, Callable[[Any], Any] | None]
+"""Which of the addresses of a call's tensors an argument is made of, an index or a slice, and by what; None for the
+address itself."""
+Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
+"""A gap in a list of arguments, and what fills it. A descriptor's gap is a slice, as the launcher takes several
+parts."""
 ALL = slice(None)
 
 Kept = tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]]

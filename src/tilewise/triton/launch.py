@@ -29,10 +29,10 @@ from ..host.launch import (
     with_adjacent_rows,
     with_contiguous_lse,
     with_lse_shift,
-    with_sink,
 )
 from ..host.quantize import quantized
 from ..host.replay import Replay
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits, size_of
 from ..tile.blocks import Tile
