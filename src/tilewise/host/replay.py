@@ -31,7 +31,7 @@ class Replay:
     def __init__(self) -> None:
         self.kept: Kept | None = None
         self.hopeless = False
-        """Whether the launches read a tensor that they do not share with the call, such as a copy."""
+        """Whether a launch reads a tensor that is not among the call's, such as a copy, or is left to Triton's wrapper."""
 
     def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
         """Launch on a stream, given by its handle. Return False, without a launch, if nothing that fits is kept.
@@ -70,7 +70,8 @@ class Replay:
                 twice.append((n, first))
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
-            if compiled is None or at_once is None:
+            if at_once is None:
+                self.hopeless = compiled is not None
                 return
             start = [launch.programs, 1, 1, None, *at_once.base]
             try:
