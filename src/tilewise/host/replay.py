@@ -31,7 +31,7 @@ class Replay:
     def __init__(self) -> None:
         self.kept: Kept | None = None
         self.hopeless = False
-        """Whether a launch reads a tensor that is not among the call's, such as a copy, or is left to Triton's wrapper."""
+        """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
     def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
         """Launch on a stream, given by its handle. Return False, without a launch, if nothing that fits is kept.
