@@ -1,4 +1,4 @@
-"""Hopper's forward on keys in a cache, which no GPU has run yet: first whether TMA fills parts of a tile as a whole.
+"""Hopper's forward on keys in a cache: first whether TMA fills parts of a tile as a whole.
 
 python -m pytest tests/card/test_pages.py -k panels     the first thing to run
 """
@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 
 from .sizes import on_gpu
-from .test_decode import TYPES
+from .test_decode import TYPES, captured_short
 
 pytestmark = on_gpu
 WITHIN = [dtype for dtype in TYPES if dtype != torch.float32]
@@ -86,22 +86,8 @@ def test_chunks_of_prompts(name):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_graph_captured_short_is_replayed_long_without_a_wait():
     call = caches.make(replace(LONG, packed=False, queries=(130,) * 4, unowned=0), "cuda")
-    want, lengths = hopper(call), call.layout.lengths.clone()
-    call.layout.lengths.fill_(1)
-    hopper(call)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        hopper(call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, lse = hopper(call)
-    call.layout.lengths.copy_(lengths)
-    graph.replay()
-    assert torch.equal(o, want[0])
-    assert torch.equal(lse, want[1])
+    for found, want in zip(*captured_short(call, hopper), strict=True):
+        assert torch.equal(found, want)
 
 
 def test_max_q_bounds_nothing():

@@ -80,7 +80,8 @@ def ask_cache(page=64, dtype=None, M=256, **layout):
 def test_it_reads_caches_where_a_sequence_fills_a_warpgroup(given, tiles):
     (chosen, why, told), _ = ask_cache(**given)
     (for_few, _, _), (named, _, _) = ask_cache(M=63, **given)
-    assert (chosen, for_few, named) == ("hopper", "triton", "hopper")
+    (on_few, _, _), _ = ask_cache(M=128, **given)  # one tile for each of 32 heads
+    assert (chosen, for_few, on_few, named) == ("hopper", "triton", "triton", "hopper")
     assert not why
     assert tiles in told
 

@@ -56,10 +56,9 @@ class Hopper:
     def slower(self, problem: Problem, backward: bool) -> bool:
         """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
         SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
-        forward where it splits the keys among programs: for few rows, and in a cache below FULL queries. In a pack of
-        several sequences both kernels would run, which no GPU has shown yet."""
+        forward where it splits the keys among programs: for few rows, and with caches as in `_slower_on_cache`."""
         p, recipe = problem, problem.recipe
-        if not backward and (p.few_rows or (recipe.cached and (p.M < plan.FULL or plan.mixed(p)))):
+        if not backward and (p.few_rows or (recipe.cached and _slower_on_cache(p))):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
         size, most = (64, SINGLE) if backward else (128, SHORTEST)
@@ -110,6 +109,14 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
     if problem.dtype == torch.float32:
         return fp32_launch, fp32_launch.plan(problem)
     return launch, plan.plan(problem)
+
+
+def _slower_on_cache(p: Problem) -> bool:
+    """Tell whether the kernel that splits keys is faster: with fewer than FULL queries, or with less than a quarter of
+    the multiprocessors busy, as it takes 4 times as long on all of them. In a pack of several sequences both kernels
+    would run, which no GPU has shown yet."""
+    few = p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
+    return few or plan.mixed(p)
 
 
 def _told_of_cache(p: Problem) -> str:

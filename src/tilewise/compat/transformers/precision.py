@@ -29,13 +29,13 @@ def set_precision(model: nn.Module, precision: str | None, leave_out: Sequence[s
     if precision is not None and precision not in EIGHT_BITS:
         raise ValueError(f"precision must be None, int8 or fp8, got {precision!r}; leave it out for 16 bits")
     names = dict(model.named_modules())
-    for pattern in [leave_out] if isinstance(leave_out, str) else leave_out:
+    patterns = [leave_out] if isinstance(leave_out, str) else leave_out
+    for pattern in patterns:
         if not any(fits(name, pattern) for name in names):
             known = ", ".join([name for name in names if name.endswith(("attn", "attention"))][:3])
             raise ValueError(
                 f"leave_out must have names of the model's modules, got {pattern!r}; write names such as {known}"
             )
-    patterns = [leave_out] if isinstance(leave_out, str) else leave_out
     for name, module in names.items():
         exact = precision is None or any(fits(name, pattern) for pattern in patterns)
         setattr(module, PRECISION, None if exact else precision)
