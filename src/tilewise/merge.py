@@ -20,8 +20,8 @@ def merge(
             lse = -inf adds nothing. Pass the sink to one part only.
         into: (o, lse) of keys seen before, to which the parts are added in place, without gradients. Its o may have
             another type, fp32 for sums of 16-bit parts; begin with zeros and lse = -inf.
-        backend: "triton" requires the kernel that reads each part once, for results without gradients. By default a GPU
-            runs it where no gradient is asked for, and other calls compute in torch.
+        backend: "triton" requires the kernel that reads each part once, without gradients. By default a GPU runs it
+            where none is asked for, and other calls compute in torch.
 
     Returns:
         o (in the parts' type) and lse, as if attention had seen all keys at once; or `into`. They are
@@ -53,7 +53,7 @@ def merge(
 
 
 def _kernel_takes(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether the kernel merges parts by default: on a GPU, without gradients, not in fp64 or a compiled graph."""
+    """Tell whether the kernel runs by default: on a GPU, without gradients, not in fp64 or a compiled graph."""
     o, lse = parts[0]
     if not o.is_cuda or lse.dtype == torch.float64 or torch.compiler.is_compiling():
         return False

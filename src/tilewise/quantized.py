@@ -43,16 +43,16 @@ class Quantized(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class EightBits(Frozen):
-    """What 8-bit products are told beforehand, for `precision=`: constants of a layer, and the angles of rotary.
+    """What 8-bit products are told, for `precision=`: constants of a layer, and the angles of rotary.
 
     name: "int8" or "fp8".
     mean: fp32 (H_k, D) or (B, H_k, D), what K's rows lose. Any numbers are right, as softmax does not see them; good
         ones make K small. With a score or a sink, nothing is subtracted.
     balance: of mean's shapes, powers of two: channels of Q are multiplied by it, and those of K divided. Without mean
         and balance, 256 rows of each call decide them.
-    cos, sin: (positions, R / 2), as for `rotary`. The pass that writes codes then turns q and k itself, from position 0
-        of each sequence on. Results and gradients are those of `rotary_qk` before the call. They must have rows for
-        M and N positions, with a Varlen for max_q and max_k.
+    cos, sin: (positions, R / 2), as for `rotary`. The pass that writes codes then rotates q and k, from position 0 of
+        each sequence on. Results and gradients are those of `rotary_qk` before the call. They cover M and N positions,
+        with a Varlen max_q and max_k.
     interleaved: how pairs lie, as for `rotary`.
 
     They have no gradients. Raises TypeError or ValueError for anything else, for cos and sin in the call.

@@ -54,9 +54,8 @@ class Hopper:
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:
-        """Tell whether the portable kernels are faster for plain 16-bit calls: their backward at head size 64 up to
-        SINGLE tokens, and their forward at 128 up to SHORTEST (benchmarks/results: the suite `short`); and their
-        forward where it splits the keys among programs: for few rows, and with caches as in `_slower_on_cache`."""
+        """Tell whether the portable kernels are faster: their backward at head size 64 up to SINGLE tokens and their
+        forward at 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
         p, recipe = problem, problem.recipe
         if not backward and (p.few_rows or (recipe.cached and _slower_on_cache(p))):
             return True
@@ -112,9 +111,8 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
 
 
 def _slower_on_cache(p: Problem) -> bool:
-    """Tell whether the kernel that splits keys is faster: with fewer than FULL queries, or with less than a quarter of
-    the multiprocessors busy, as it takes 4 times as long on all of them. In a pack of several sequences both kernels
-    would run, which no GPU has shown yet."""
+    """Tell whether splitting keys is faster, or right: for few queries; where under a quarter of the multiprocessors
+    have a tile, as it takes 4 times as long on all; for `mixed` packs, which no GPU has run."""
     few = p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
     return few or plan.mixed(p)
 

@@ -148,8 +148,7 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
 
 
 def mixed(p: Problem) -> bool:
-    """Tell whether a pack may hold sequences both with and without FULL queries; the portable kernel takes the latter,
-    as a tile would be mostly empty."""
+    """Tell whether a pack may also hold sequences below FULL queries, which then run on the portable kernel."""
     return p.recipe.cached and p.rows_packed and p.B > 1 and p.out_dtype == p.dtype
 
 

@@ -22,7 +22,7 @@ from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_ad
 
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
-    """Return the codes of a call. `compiled` is the problem's cache of kernels."""
+    """Return the codes of a call."""
     if p.recipe.quantized:
         return in_blocks(p, x)
     codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)

@@ -9,8 +9,8 @@ import triton.language as tl
 class Batch(NamedTuple):
     """Describe a batch by tensors, each of them None where it does not differ: cu_q (B + 1,), lengths (B,), starts
     (B,), index (B,), and the table (entries, width) with its stride. Host integers are given as 2 n + 1 (see
-    `rows.Packed`): how many sequences, queries of each, rows of q in all, and rows of an entry; and how many queries a
-    packed sequence has at least and at most, each None without a bound: others have no queries for this kernel."""
+    `rows.Packed`): how many sequences, queries of each, rows of q in all, and rows of an entry; the least and the most
+    queries of a packed sequence that counts, or None."""
 
     cu_q: object
     lengths: object

@@ -12,8 +12,7 @@ class Call(NamedTuple):
     packed: object
     variant: object
     cache: object = ()
-    """Says where keys lie in a cache: a `tile.cache.Batch`. Triton compares no tuple that holds None, so a constant of
-    the kernel's tile says whether there is one."""
+    """Is a `tile.cache.Batch` where the tile's PAGE says so: Triton compares no tuple that holds None."""
 
 
 class Scratch(NamedTuple):
