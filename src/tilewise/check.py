@@ -425,8 +425,7 @@ def _check_recipe(p: Problem) -> None:
 
 
 def _check_lengths(p: Problem) -> None:
-    """Raise ValueError for sequences of 2^30 rows or more: kernels use 32-bit indices, and OPEN as "no bound"; and for
-    those that are longer than rotary's tables.
+    """Raise ValueError for sequences longer than rotary's tables, or of 2^30 rows, as indices have 32 bits.
 
     Symbolic lengths are not compared, because an exported graph would then carry the bound.
     """

@@ -63,7 +63,7 @@ def refuse_gradients_of_e4m3(scales: Sequence[Tensor], tensors: Sequence[Tensor]
 
 
 def in_bf16(t: Quantized, B: int, H_k: int, cu: Tensor | None = None) -> Tensor:
-    """Return x * scale, rounded once. Query heads have their key head's scale."""
+    """Return x * scale. Query heads have their key head's scale."""
     scale = of_rows(t.scale.expand(B, H_k), t.x.shape[-2], t.x.shape[0], cu)
     return (t.x.float() * scale).to(torch.bfloat16)
 
@@ -80,8 +80,7 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
 def given_beforehand(
     precision: str | EightBits | None, q: Tensor, layout: Layout | None
 ) -> tuple[str | None, tuple[Tensor, ...], tuple[Tensor, ...], str | None]:
-    """Return a precision's name, and of an EightBits: mean and balance for each sequence, (B, H_k, D), or (); cos and
-    sin, or (), and how their pairs lie."""
+    """Return a precision's name, and of an EightBits mean and balance, (B, H_k, D), cos and sin, and how pairs lie."""
     if not isinstance(precision, EightBits):
         return precision, (), (), None
     told, tables = (), ()

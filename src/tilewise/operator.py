@@ -407,8 +407,8 @@ def _vmap(
 ) -> Any:
     """Fold the mapped dimension into the batch.
 
-    Packed sequences, a mapped sink, mapped tables of rotary and dropout run one call at a time instead. Dropout's mask
-    depends on the batch index, which folding would change.
+    Packed sequences, a mapped sink or mapped tables of rotary, and dropout, whose mask depends on the batch index, run
+    one call at a time.
     """
     mapped = recipe.sink and dims[-1 - recipe.of_layout] is not None
     mapped = mapped or (recipe.rotary and any(dim is not None for dim in dims[-2:]))

@@ -16,9 +16,7 @@ unit's accumulators of S then hold P as the next product wants it.
 Rows lie in blocks, of 64 queries and of 128 keys. A sequence begins with a block and ends in zeros, so no scale depends
 on another sequence; nor does it on keys outside the Padding of a mask.
 
-Before all that, rotary turns Q and K where its tables are given (`EightBits`), and rounds them to their type.
-
-Where q, k and v are in e4m3 already (`Quantized`), they are codes as they are: nothing moves, and nothing is rounded.
+Rotary comes first where its tables are given (`EightBits`). What is e4m3 already (`Quantized`) is a code as it is.
 
 What is not finite: a row of Q gets a NaN scale, as does a block of K; an entry of V becomes NaN. So NaN reaches every
 row that it reaches in 16 bits, and from K also rows that see other keys of its block.

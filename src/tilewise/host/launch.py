@@ -232,7 +232,7 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 
 
 def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
-    """Return the layout of a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
+    """Return a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
     names = ("cu_q", "lengths", "starts", "index")
     tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
     table: Tensor | None = p.in_layout("table", x.extra)

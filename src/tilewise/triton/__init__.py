@@ -106,7 +106,7 @@ class Portable:
             return of.forward(problem, of.plan(problem), x, seed)
 
     def write_short(self, problem: Problem, x: Operands, saved: Saved, most: int) -> None:
-        """Write o and lse of packed sequences of at most `most` queries, whose keys are in a cache."""
+        """Write o and lse of packed sequences of at most `most` queries on a cache."""
         short = problem._replace(max_q=most)
         decode_launch.write_sums(short, decode_launch.plan(short, most), x, saved)
 

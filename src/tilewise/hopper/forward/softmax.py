@@ -23,8 +23,8 @@ def indices(S, place, row0, j0):
 
 @gluon.jit
 def scored(S, partial, place, row0, j0, variant):
-    """Return the logits after all scores. Those that the mask hides are zeroed first: they may be NaN, and soft caps
-    share a reciprocal with their neighbors."""
+    """Return the logits after all scores. What the mask hides is zeroed first: it may be NaN, and soft caps share a
+    reciprocal."""
     if len(variant.scores) == 0:
         return S
     else:
