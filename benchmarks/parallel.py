@@ -103,10 +103,10 @@ def mask_of(name: str, tokens: int) -> tw.Mask:
     return tw.Causal() & tw.Documents(ids, ids)
 
 
-def rows(deadline: float, backend: str | None) -> Iterator[dict[str, Any]]:
-    """Measure all cases, until the time has come."""
+def rows(deadline: float, backend: str | None, masks: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Measure all cases of some masks, until the time has come."""
     P, group, room = dist.get_world_size(), dist.group.WORLD, torch.cuda.get_device_properties(0).total_memory
-    for heads, tokens, name in product(HEADS, LENGTHS, MASKS):
+    for heads, tokens, name in product(HEADS, LENGTHS, masks):
         if BYTES * tokens // P * heads[0] * D > 0.9 * room:
             continue
         mask = mask_of(name, tokens)
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/seen"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backend", help="the kernels of all calls; left out, tilewise chooses")
+    parser.add_argument("--mask", choices=MASKS, help="measure this one alone; other rows of the file stay")
     parser.add_argument("--fit", action="store_true", help="measure nothing; fit the model to the rows of --results")
     given = parser.parse_args()
     if given.fit:
@@ -216,7 +217,10 @@ def main() -> None:
     path = given.results / f"parallel-{card}-x{dist.get_world_size()}.json"
     given.results.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
-    for row in rows(deadline, given.backend) if dist.get_world_size() > 1 else parts():
+    if given.mask and path.exists():
+        found = [row for row in json.loads(path.read_text()) if row["mask"] != given.mask]
+    masks = (given.mask,) if given.mask else MASKS
+    for row in rows(deadline, given.backend, masks) if dist.get_world_size() > 1 else parts():
         found.append(row)
         if dist.get_rank() == 0:
             path.write_text("[\n" + ",\n".join(json.dumps(one) for one in found) + "\n]\n")

@@ -1,7 +1,4 @@
-"""One sequence over four processes on gloo: one spawn runs every case of ranks.py, and each is a test here.
-
-A second, short spawn runs the cases of six ranks.
-"""
+"""One sequence over processes on gloo: each spawn runs its cases of ranks.py, and each case is a test here."""
 
 import json
 import os
@@ -27,13 +24,13 @@ SECONDS = 240
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """Return what every rank of so many wrote about every case; each number of ranks runs once."""
+    """Return what every rank of a spawn wrote about every case; each spawn runs once."""
 
     @cache
-    def run(count):
-        folder = tmp_path_factory.mktemp(f"ranks-{count}")
+    def run(spawn):
+        folder = tmp_path_factory.mktemp(spawn)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "tests.parallel.ranks", str(count), str(folder)]
+        command = [sys.executable, "-m", "tests.parallel.ranks", spawn, str(folder)]
         started = subprocess.Popen(
             command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -42,16 +39,16 @@ def results(tmp_path_factory):
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
-        files = [folder / f"{rank}.json" for rank in range(count)]
+        files = [folder / f"{rank}.json" for rank in range(ranks.SPAWNS[spawn])]
         assert all(file.exists() for file in files), errors
         return [json.loads(file.read_text()) for file in files]
 
     return run
 
 
-@pytest.mark.parametrize(("count", "name"), [(count, name) for count, cases in ranks.CASES.items() for name in cases])
-def test_on_ranks(count, name, results):
-    found = results(count)
+@pytest.mark.parametrize(("spawn", "name"), [(spawn, name) for spawn, cases in ranks.CASES.items() for name in cases])
+def test_on_ranks(spawn, name, results):
+    found = results(spawn)
     wrong = {rank: of.get(name, {"wrong": "it did not run"})["wrong"] for rank, of in enumerate(found)}
     assert not any(wrong.values()), "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items() if text)
     assert torch.isfinite(torch.tensor([of[name]["seconds"] for of in found])).all()

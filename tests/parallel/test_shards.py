@@ -143,13 +143,14 @@ def measured(c):
             for plan in ("ulysses", "gather", "ring")]  # fmt: skip
     return [
         {"mask": mask, "tokens": N, "gpus": 8, "heads": heads, "plan": plan,
-         "milliseconds": 1e3 * cost(plan, 1, Sizes(N, 8, *heads, 128), c).seconds}
+         "milliseconds": 1e3 * cost(plan, 1, Sizes(N, 8, *heads, 128), c).seconds,
+         "milliseconds_of_share": 1e3 * cost("ulysses", 1, Sizes(N, 1, heads[0] // 8, heads[1] // 8, 128), c).seconds}
         for mask, N, heads, plan in told
     ]  # fmt: skip
 
 
 def test_the_model_is_fitted_to_what_was_measured(tmp_path, monkeypatch):
-    true = Cluster(forward=400e12, backward=350e12, link=120e9, start=60e-6)
+    true = Cluster(forward=400e12, backward=350e12, link=120e9)
     rows = measured(true)
     found = fit([*rows, {"mask": "window", "gpus": 8, "plan": "ring"}])
     for row in rows:

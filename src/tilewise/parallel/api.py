@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -55,14 +56,15 @@ def attention(
         plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
     _refuse(plan, w, q.shape[2])
     plain = [part.plain for part in (*w.mask.parts, *w.score)]
+    sizes = map(index, (*q.shape[::2], *k.shape[2:], v.shape[3]))  # numbers, in a graph too: it is of one size
     fact = {
-        "the sizes of q, k and v": str((*q.shape[::2], *k.shape[2:], v.shape[3], q.dtype)),
+        "the sizes of q, k and v": str((*sizes, q.dtype)),
         "the length": w.N,
         "the sharding": w.pieces,
         "the plan": str(plan),
         "the options": str((plain, w.options, sink is not None)),
     }
-    agree(sharding, fact)
+    agree(sharding, q.device, fact)
     if w.options["dropout"]:
         w.options["seed"] = same_seed(options.get("seed"), q.device, sharding)
     if (kind := autocast_type(q)) is not None:

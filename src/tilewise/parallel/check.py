@@ -1,5 +1,6 @@
 """What a parallel call may be: errors that one rank can see, and those that only all ranks see together."""
 
+from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from ..options import refuse_mask
 from ..problem import KINDS, Operands
 from ..quantized import EightBits
 from ..score import Bias
-from .exchange import gather, told
+from .exchange import alike, gather, told
 from .pieces import length
 from .shardings import Sharding
 
@@ -51,7 +52,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dic
                 "pass all three sharded alike, and no caches of keys"
             )
     describe_fake(Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=()), longest)
-    N = sharding.whole(q.shape[1])
+    N = index(sharding.whole(q.shape[1]))
     own = length(sharding.pieces(N)[sharding.rank])
     if q.shape[1] != own:
         raise ValueError(
@@ -81,20 +82,19 @@ def _check_values(mask: Mask, score: Any, own: int, N: int) -> None:
                 raise ValueError(f"{kind.public_name()}: {name} must be of {wanted}, got {got}; pass it unsharded")
 
 
-def agree(sharding: Sharding, fact: dict[str, Any]) -> None:
+def agree(sharding: Sharding, device: torch.device, fact: dict[str, Any]) -> None:
     """Compare what must be alike on every rank, once for each new fact. Raise ValueError on every rank if it is not."""
     first = sharding.axes[0]
     known = AGREED.setdefault(first, set()) if first is not None else _DEFAULT
     key = sharding, tuple(fact.items())
     if key in known:
         return
-    facts = told(fact, sharding.axes)
-    for name in fact:
-        heard = [str(one[name]) for one in facts]
-        if len(set(heard)) > 1:
-            raise ValueError(
-                f"{name} must be alike on every rank, got {' and '.join(dict.fromkeys(heard))}; pass the same to all"
-            )
+    words = {name: str(value) for name, value in fact.items()}
+    if not alike(str(words), device, sharding.axes):
+        heard = told(words, sharding.axes)
+        name = next(name for name in words if len({one[name] for one in heard}) > 1)
+        each = " and ".join(dict.fromkeys(one[name] for one in heard))
+        raise ValueError(f"{name} must be alike on every rank, got {each}; pass the same to all")
     known.add(key)
 
 

@@ -3,15 +3,13 @@ one fitted to what benchmarks/parallel.py measured."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
 VARIABLE = "TILEWISE_CLUSTER"
-FITTED = ("rates", "link", "start")
-"""What `fit` changes, in turn; "rates" is forward and backward together."""
 
 
 class Cluster(NamedTuple):
@@ -109,6 +107,9 @@ def _rate(peak: float, rows: float) -> float:
 def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Cluster:  # noqa: B008, a value
     """Return the cluster whose costs come closest to measured ones, by the mean square of their logarithms.
 
+    Rates follow from one GPU with its share of the work; then the link from plans over that, as the rounds of the two
+    alternated: a GPU whose clock changes from row to row slows both.
+
     Args:
         rows: those of benchmarks/parallel.py with a causal mask; others are left out.
         cluster: where the search begins. What one node cannot show stays as it is.
@@ -117,7 +118,7 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
         ValueError: no row is left.
     """
     of_model = [
-        (row["plan"], Sizes(row["tokens"], row["gpus"], H, H_k, 128), row["milliseconds"] / 1e3)
+        (row["plan"], Sizes(row["tokens"], row["gpus"], H, H_k, 128), row["milliseconds_of_share"], row)
         for row in rows
         for H, H_k in [row.get("heads", (0, 0))]
         if row.get("mask") == "causal" and row["gpus"] > 1
@@ -127,18 +128,29 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
             "fit: rows must hold calls with a causal mask on several GPUs, got none; run benchmarks/parallel.py"
         )
 
-    def error(c: Cluster) -> float:
-        return sum(log(cost(plan, 1, x, c).seconds / seconds) ** 2 for plan, x, seconds in of_model)
+    def of_share(x: Sizes, c: Cluster) -> float:
+        return cost("ulysses", 1, x._replace(ranks=1, H=x.H // x.ranks, H_k=max(1, x.H_k // x.ranks)), c).seconds
 
+    def of_rates(c: Cluster) -> float:
+        return sum(log(of_share(x, c) * 1e3 / share) ** 2 for _, x, share, _ in of_model)
+
+    def of_link(c: Cluster) -> float:
+        ratios = [(cost(plan, 1, x, c).seconds / of_share(x, c), row["milliseconds"] / share)
+                  for plan, x, share, row in of_model]  # fmt: skip
+        return sum(log(found / true) ** 2 for found, true in ratios)
+
+    return _closest(_closest(cluster, of_rates, "forward", "backward"), of_link, "link")
+
+
+def _closest(cluster: Cluster, error: Callable[[Cluster], float], *fields: str) -> Cluster:
+    """Return the cluster of least error, its fields times one factor, by steps that shrink."""
     best, step = error(cluster), 2.0
     while step > 1.0005:
         before = best
-        for name in FITTED:
-            for factor in (step, 1 / step):
-                fields = ("forward", "backward") if name == "rates" else (name,)
-                trial = cluster._replace(**{field: getattr(cluster, field) * factor for field in fields})
-                if (found := error(trial)) < best:
-                    best, cluster = found, trial
+        for factor in (step, 1 / step):
+            trial = cluster._replace(**{name: getattr(cluster, name) * factor for name in fields})
+            if (found := error(trial)) < best:
+                best, cluster = found, trial
         step = step if best < before else step**0.5
     return cluster
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -83,6 +84,16 @@ def told(fact: Any, axes: Axes) -> list[Any]:
             dist.all_gather_object(every, facts, group=axis)
         facts = [one for part in every for one in part]
     return facts
+
+
+def alike(fact: str, device: torch.device, axes: Axes) -> bool:
+    """Tell on every rank whether all say the same, by one exchange of 16 bytes a dimension."""
+    digest = int.from_bytes(sha256(fact.encode()).digest()[:7], "big")
+    largest = torch.tensor((digest, -digest), device=device)  # of digests, and of their opposites
+    for axis in axes:
+        with answered():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis)
+    return bool(largest[0] == -largest[1])
 
 
 def gather(x: Tensor, axes: Axes) -> Tensor:

@@ -50,10 +50,10 @@ def in_graph(
 
 
 def rebuilt(
-    recipe: Recipe, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
+    recipe: Recipe, q: Tensor, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
 ) -> Kept:
     """Return what the text and tensors of an operator describe. A bias that is `wanted` gets a gradient."""
-    plan, group, N, pieces, own, *heads = _read(where)
+    plan, group, N, pieces, own, head, heads = _read(where)
     learned = [*wanted, *[False] * (len(extra) - len(wanted))]
     tensors = iter([t.detach().requires_grad_() if wants else t for t, wants in zip(extra, learned, strict=True)])
     built: list[Any] = [
@@ -63,7 +63,7 @@ def rebuilt(
     count = len(recipe.mask)
     names = "scale", "dropout", "precision", "deterministic", "backend"
     options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
-    s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, *heads)
+    s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, head, heads, q)
     axis = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
     return s, plan, axis, next(tensors) if recipe.sink else None
 
@@ -77,7 +77,7 @@ def parallel_op(
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse of this rank's rows. `recipe` and `where` are encoded text."""
     with torch.no_grad():
-        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where)
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), q, extra, seed, where)
         return results(s, plan, axis, q, k, v, sink)
 
 
@@ -88,7 +88,7 @@ def parallel_backward_op(
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv; then the gradients of the extras in `wanted`."""
     with torch.no_grad():
-        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), extra, seed, where, wanted)
+        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), q, extra, seed, where, wanted)
         dq, dk, dv, d_sink, *of_biases = gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
     last = [d_sink] if d_sink is not None and wanted[-1] else []
     return [dq, dk, dv, *[t for t in of_biases if t is not None], *last]  # type: ignore[list-item]

@@ -158,7 +158,7 @@ def walked(
     if torch.compiler.is_compiling():
         where = described(plan, w.sharding, w.N, pieces, own, *heads)
         return in_graph(where, w.mask, w.score, w.options, q, k, v, sink)
-    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads)
+    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads, q)
     return walk(s, plan, w.sharding.axes[0], q, k, v, sink)
 
 

@@ -56,14 +56,17 @@ class Reach(NamedTuple):
         starts, ends = self.each
         return int(starts[:, i0:i1].max()) <= j0 and j1 <= int(ends[:, i0:i1].min())
 
-    def counts(self) -> Tensor:
-        """Return how many keys each row sees, (N,) fp64, the mean over batch entries."""
-        i = torch.arange(self.N)
+    def intervals(self) -> tuple[Tensor, Tensor]:
+        """Return the first keys and ends of rows, int64 (B, N) by batch entry, or (1, N) where all are alike."""
+        i = torch.arange(self.N)[None]
         lo = torch.zeros_like(i) if self.lo is None else (i + self.lo).clamp(min=0)
         hi = torch.full_like(i, self.N) if self.hi is None else (i + self.hi + 1).clamp(max=self.N)
-        if self.each is None:
-            return (hi - lo).clamp(min=0).double()
-        return (torch.minimum(self.each[1], hi) - torch.maximum(self.each[0], lo)).clamp(min=0).double().mean(0)
+        return (lo, hi) if self.each is None else (torch.maximum(self.each[0], lo), torch.minimum(self.each[1], hi))
+
+    def counts(self) -> Tensor:
+        """Return how many keys each row sees, (N,) fp64, the mean over batch entries."""
+        first, end = self.intervals()
+        return (end - first).clamp(min=0).double().mean(0)
 
 
 def reach_of(mask: Mask, N: int) -> Reach:

@@ -12,11 +12,15 @@ from ..mask import Causal, Dense, Documents, Full, Mask, PaddingKeys, Spans, Win
 from ..merge import merge
 from ..place import Origin
 from ..score import Alibi, Bias, Score
-from .pieces import Box, Pieces, crop, join, length
+from .pieces import Box, Pieces, crop, index, join, length
 from .reach import Reach, reach_of
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
+
+
+FEW = 3
+"""Calls of bands that are no slower than one of Spans: so many has a rank of Zigzag with its own keys."""
 
 
 class Visit(NamedTuple):
@@ -29,6 +33,8 @@ class Visit(NamedTuple):
     box: Box
     full: bool
     """Whether the mask hides nothing."""
+    spans: Spans | None = None
+    """What rows see of the buffer, where they and the keys are no box of the whole."""
 
 
 class Parts(NamedTuple):
@@ -55,6 +61,8 @@ class Shards:
     """scale, dropout, seed, precision, deterministic, backend."""
     head: int = 0
     heads: int | None = None
+    batch: int = 1
+    device: torch.device | str = "cpu"
     known: dict[tuple[int, int], Parts] = field(default_factory=dict)
 
     def pair(self, to: int, source: int) -> Parts:
@@ -78,7 +86,28 @@ class Shards:
                     self.add(visits, Visit(*at, box, self.reach.covers(*box)))
                 c += 0 if hull is None else hull[1] - hull[0]
             r += a1 - a0
-        return Parts(tuple(hull for hull in hulls if hull), tuple(visits))
+        seen = tuple(hull for hull in hulls if hull)
+        few = len(visits) <= FEW and (self.reach.each is None or all(v.full for v in visits))
+        if self.joins and self.reach.exact and not few:
+            visits = self.one_call(rows, seen) or visits
+        return Parts(seen, tuple(visits))
+
+    def one_call(self, rows: Pieces, keys: Pieces) -> list[Visit]:
+        """Return the one call of rows with keys, pieces of the whole: an interval of it is one of theirs, too.
+
+        [] if some row's keys begin or end before those of the row above it.
+        """
+        at = index(rows)
+        ends = [end[:, at] for end in self.reach.intervals()]
+        if any(bool((end.diff(dim=1) < 0).any()) for end in ends):
+            return []
+        lo, hi = (torch.stack([(end - a).clamp(0, b - a) for a, b in keys]).sum(0) for end in ends)
+        seen = (lo < hi).any(0).nonzero()
+        r0, r1 = int(seen[0]), int(seen[-1]) + 1
+        spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
+        return [
+            Visit(r0, r1, 0, length(keys), (int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]), False, spans)
+        ]
 
     def box(self, rows: tuple[int, int], keys: tuple[int, int]) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
@@ -117,6 +146,8 @@ class Shards:
 
     def arguments(self, v: Visit) -> dict[str, Any]:
         """Return the options of one call."""
+        if v.spans is not None:
+            return self.options | {"mask": v.spans, "score": self.score, "place": None}
         i0, i1, j0, j1 = v.box
         place = Origin(i0, j0, self.head, self.heads) if not v.full or not self.joins else None
         mask = Full() if v.full else intersect(tuple(part for one in self.mask.parts for part in self.cut(one, v)))
@@ -170,7 +201,7 @@ class Shards:
 
 def shards_of(
     plan: str, N: int, pieces: tuple[Pieces, ...], own: int, mask: Mask, score: tuple[Score, ...],
-    options: dict[str, Any], head: int = 0, heads: int | None = None,
+    options: dict[str, Any], head: int, heads: int | None, q: Tensor,
 ) -> Shards:  # fmt: skip
     """Return the problem in pieces. Only for "ring" are tensors of a mask read."""
     plain = tuple([part for part in mask.parts if not part.captures])
@@ -178,9 +209,10 @@ def shards_of(
         reach = reach_of(mask, N)
     else:
         reach = reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
-    s = Shards(pieces, own, reach, mask, score, options, head, heads)
+    s = Shards(pieces, own, reach, mask, score, options, head, heads, q.shape[0], q.device)
     versions = tuple([t._version for part in mask.parts for t in part.tensors])
-    s.known = _known(pieces, mask, versions, plan, N, (s.joins, bool(options.get("dropout"))))
+    like = s.joins, bool(options.get("dropout")), s.batch, s.device
+    s.known = _known(pieces, mask, versions, plan, N, like)
     return s
 
 
