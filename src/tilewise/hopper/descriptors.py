@@ -70,8 +70,12 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 def addressable(t: Tensor) -> Tensor:
     """Return the tensor, copied if TMA cannot read it where it lies."""
-    good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
-    return t if good and 0 not in t.stride() else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 and _steps_fit(t.stride(), t.itemsize) else t.contiguous()
+
+
+@lru_cache(4096)
+def _steps_fit(steps: tuple[int, ...], itemsize: int) -> bool:
+    return steps[-1] == 1 and 0 not in steps and all(step * itemsize % 16 == 0 for step in steps[:-1])
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unused
+from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unplanned, unused
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
@@ -185,16 +185,13 @@ def preprocess_launch(
 ) -> Launch:
     """Return the preprocess launch over blocks of queries and of keys."""
     row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
-    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
     scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
     operands = preprocess.Operands(
         Split(rows(p, x.q), scratch.q, scales.q),
         Split(rows(p, x.k), k, scales.k, None, k_centre),
         Split(rows(p, x.v), v, scales.v, scales.v_norm, v_centre),
         Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
-        rows(p, saved.o), dL, lse,
+        rows(p, saved.o), dlse, saved.lse,
     )  # fmt: skip
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
     if p.recipe.sink:  # never centred
@@ -204,13 +201,14 @@ def preprocess_launch(
         p.H // p.H_k, p.B, of_keys, of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
-    centred = dL is None and not p.recipe.sink
+    centred = dlse is None and not p.recipe.sink
     constants = {
         "tile": preprocess.Tile(p.D, p.D_v, row.B_c, D, centred), "PDL": True,
         "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
-    return Launch(preprocess.attention_backward_preprocess_fp32, programs, arguments, constants, pl.compiled, key)
+    key, kernel = unplanned(saved, do, dlse), preprocess.attention_backward_preprocess_fp32
+    return Launch(kernel, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:

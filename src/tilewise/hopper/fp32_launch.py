@@ -1,5 +1,6 @@
 """Launch the fp32 kernels on Hopper: split operands into 16-bit pieces, then run attention on the pieces."""
 
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,10 +17,14 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
+    present,
     rows,
     tile_lists,
+    unplanned,
+    with_contiguous_lse,
 )
-from ..merge import sink_gradient
+from ..host.replay import Replay
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from ..tile.schedule import assign
@@ -27,7 +32,7 @@ from ..tile.softmax import LOG2E
 from . import fp32_backward_launch as gradients
 from .descriptors import TYPES, Box, Descriptor, addressable, box
 from .fp32 import forward as kernels
-from .launch import by_row, counter
+from .launch import by_row, counter, each
 from .plan import CACHED_KEYS, SECTION, TINY, even_section, needs_mask_in_loop, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
@@ -56,6 +61,8 @@ class Plan(NamedTuple):
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by what the problem does not tell."""
 
 
 @lru_cache(4096)
@@ -84,7 +91,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
         {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
-        keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
+        keeps(p), p.listed, None if p.extra else device_values(p, ()), {}, defaultdict(Replay),
     )  # fmt: skip
 
 
@@ -144,21 +151,24 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o, lse and pieces of K and V, and keep the pieces if the plan says so."""
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
-    for launch in forward_launches(p, pl, x, saved, keys, counter(x.q.device, stream)):
-        launch.run(stream)
+    zeros = counter(x.q.device, stream)
+    tensors, replay = present(*x[:3], *x.extra, *saved[:3], *keys, zeros), pl.replays[None]
+    if not replay.run(stream, tensors):
+        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
     grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
-    extra, stream = list(grads.extra), current_stream(x.q.device)
+    stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
-        launch.run(stream)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, gradients.BLOCK, x, scratch.rows.delta)
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
+    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra)
+    replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
+    if not replay.run(stream, tensors):
+        made = gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
+        replay.run_first(stream, tensors, made)
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))

@@ -16,18 +16,22 @@ from ..host.launch import (
     current_stream,
     device_values,
     dropout,
+    empty,
     empty_grads,
     empty_saved,
     lengths,
     packed,
+    present,
     renormalize_launches,
     rows,
     tile_lists,
+    unplanned,
     unused,
+    with_contiguous_lse,
     with_lse_shift,
 )
 from ..host.quantize import quantized
-from ..merge import sink_gradient
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile
@@ -43,8 +47,8 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, row_blocks
-from .tiles import BIAS, padded
+from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed
+from .tiles import BIAS
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
@@ -84,9 +88,7 @@ def backward_launches(
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends."""
     row, where, shape = pl.backward, packed(p, x), pl.backward_shape
-    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
+    lse, key = saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
@@ -94,7 +96,7 @@ def backward_launches(
         order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
-    before = preprocess_launch(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
+    before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = postprocess_launch(p, pl, scratch, grads.q, where)
     sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
@@ -169,49 +171,46 @@ def bias_gradients(
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    B_r = pl.backward.B_r
-    blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
-    sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
+    logs, delta, dq, ready, done = [size and empty(*size, device=device) for size in pl.scratch]
+    blocks = logs.numel() // pl.backward.B_r
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    loops = pl.backward_shape.heads
-    ready = None if p.recipe.varlen or pl.backward.split_dkdv else torch.empty(loops, dtype=torch.int32, device=device)
-    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    return Scratch(
-        logs,
-        delta,
-        dq,
-        dq_semaphore,
-        ready,
-        empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device),
-        done,
-    )
+    sums = empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device)
+    return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
+
+
+def each(scratch: Scratch) -> tuple[Any, ...]:
+    """Return all tensors of a scratch, and None in place of some."""
+    sums: Any = scratch.gqa_sums or ()
+    return *scratch[:5], *sums, scratch.done
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
-    saved = empty_saved(p, x, seed)
-    stream = current_stream(x.q.device)
+    saved, device = empty_saved(p, x, seed), x.q.device
+    stream = current_stream(device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
-        launch.run(stream)
+    zeros = counter(device, stream)
+    tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept, zeros)
+    replay = pl.replays[None]
+    if not replay.run(stream, tensors):
+        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
-    extra, stream = list(grads.extra), current_stream(x.q.device)
+    stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
-        launch.run(stream)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, pl.backward.B_r, x, scratch.delta)
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros)
+    replay = pl.replays[unplanned(saved, do, dlse)]
+    if not replay.run(stream, tensors):
+        made = backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
+        replay.run_first(stream, tensors, made)
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 
 def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:

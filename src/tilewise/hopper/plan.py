@@ -4,6 +4,7 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 """
 
 import os
+from collections import defaultdict
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import cdiv, device_values, lengths
+from ..host.launch import cdiv, device_values, lengths, size
+from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
 from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
@@ -55,6 +57,8 @@ class Plan(NamedTuple):
     backward: Backward
     backward_tile: Any
     backward_shape: Any
+    scratch: list[Any]
+    """Holds the sizes of the backward's logs, delta, dq, ready and done (parts/call.py)."""
     c: float
     """Turns logits into base 2, as a factor."""
     forward_c: float | None
@@ -73,6 +77,8 @@ class Plan(NamedTuple):
     variant: Variant | None
     """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by what the problem does not tell."""
 
 
 @lru_cache(4096)
@@ -107,9 +113,10 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back, c), scratch_sizes(p, back), c,
+        None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
-        p.listed, values, backward_values, variant, {},
+        p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip
 
 
@@ -207,6 +214,15 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
         unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
         key_tiles(p, row.B_c),
     )  # fmt: skip
+
+
+def scratch_sizes(p: Problem, row: Backward) -> list[Any]:
+    """Return the sizes of the backward's scratch that every call has; None for a count that it does without."""
+    rows = row_blocks(p, row.B_r) * row.B_r * p.H * (1 if p.recipe.varlen else p.B)
+    loops = p.B * p.H // heads_per_loop(p, row)
+    ready = None if p.recipe.varlen or row.split_dkdv else size(loops, dtype=torch.int32)
+    sums = [size(count, dtype=torch.float32) for count in (rows, rows, rows * padded(p))]
+    return [*sums, ready, size(p.B * p.H, dtype=torch.int32)]
 
 
 def dropout_warps(p: Problem, crowded: int) -> int:

@@ -32,9 +32,5 @@ def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, 
     """
     known, stream = kept((kind, seen(tensors))), current_stream(tensors[0].device)
     with on_device(tensors[0]):
-        if known.replay.run(stream, tensors):
-            return
-        made = make(known.compiled)
-        for each in made:
-            each.run(stream)
-        known.replay.keep(made, tensors)
+        if not known.replay.run(stream, tensors):
+            known.replay.run_first(stream, tensors, make(known.compiled))

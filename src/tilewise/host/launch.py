@@ -41,13 +41,16 @@ EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) 
 TILE_LIST = TileList.__name__
 """What a recipe calls it."""
 
+Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""The shape, the strides and the type of a tensor."""
+
 NO_CONTEXT = nullcontext()
 """A context that does nothing, made once because every call enters it."""
 
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Return a context that makes q's device current, as Triton launches there. It is free if that is so already."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+    if not q.is_cuda or q.device.index == torch._C._cuda_getDevice():
         return NO_CONTEXT
     return torch.cuda.device(q.device)
 
@@ -118,6 +121,24 @@ class Launch(NamedTuple):
 RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 """A list that records launches of kernels that are not compiled, in place of running them; None runs them. A back end
 called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """Return the tensors that are not None."""
+    return [t for t in tensors if t is not None]
+
+
+def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
+    """Return what the kernels of a backward depend on and its problem does not tell. lse and dlse are contiguous."""
+    o, of_lse = saved.o, 0 if dlse is None else dlse.data_ptr()
+    aligned = (do.data_ptr() | o.data_ptr() | saved.lse.data_ptr() | of_lse) % 16
+    return do.stride(), o.stride(), aligned, dlse is None
+
+
+def with_contiguous_lse(saved: Saved, dlse: Tensor | None) -> tuple[Saved, Tensor | None]:
+    """Return a forward's results and the gradient of lse, copied where lse or that gradient is not contiguous."""
+    dlse = None if dlse is None else dlse.contiguous()
+    return saved if saved.lse.is_contiguous() else saved._replace(lse=saved.lse.contiguous()), dlse
 
 
 def tile_lists(
@@ -366,16 +387,27 @@ def renormalize_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
     of_o, of_lse = saved_sizes(p)
-    return Saved(empty(*of_o, p.out_dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
+    device = x.q.device
+    return Saved(empty(*of_o, device), empty(*of_lse, device), seed)
 
 
 @lru_cache(4096)
-def saved_sizes(p: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return the shape and the strides of o, and those of lse."""
+def saved_sizes(p: Problem) -> tuple[Size, Size]:
+    """Return the shape, the strides and the type of o, and those of lse."""
     *rows, H, _ = p.q.shape
-    o = torch.empty((*rows, H, p.D_v), device="meta")
-    lse = torch.empty((H, *rows) if p.rows_packed else (rows[0], H, rows[1]), device="meta")
-    return (tuple(o.shape), o.stride()), (tuple(lse.shape), lse.stride())  # a torch.Size is no tuple for PyTorch here
+    of_lse = (H, *rows) if p.rows_packed else (rows[0], H, rows[1])
+    return size(*rows, H, p.D_v, dtype=p.out_dtype), size(*of_lse, dtype=torch.float32)
+
+
+@lru_cache(4096)
+def grad_sizes(p: Problem) -> list[Size]:
+    """Return the same for dq, dk and dv."""
+    return [size(*t.shape, dtype=p.out_dtype) for t in (p.q, p.k, p.v)]
+
+
+def size(*shape: int, dtype: torch.dtype) -> Size:
+    """Return what `empty` takes for a contiguous tensor. (A torch.Size is no tuple for it.)"""
+    return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
 def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -387,7 +419,8 @@ def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) ->
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Allocate all gradients, unwritten."""
-    q, k, v = empty_parts(p, x)
+    device = x.q.device
+    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, device) for size in grad_sizes(p)]
     return Grads(q, k, v, empty_extra(p, x))
 
 

@@ -112,10 +112,7 @@ def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
     stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
     if not pl.replay.run(stream, tensors):
-        made = launches(p, pl, x, saved, partial)
-        for launch in made:
-            launch.run(stream)
-        pl.replay.keep(made, tensors)
+        pl.replay.run_first(stream, tensors, launches(p, pl, x, saved, partial))
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
