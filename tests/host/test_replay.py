@@ -20,8 +20,8 @@ from tilewise.hopper import fp32_launch
 from tilewise.hopper import launch as hopper_launch
 from tilewise.hopper.descriptors import Descriptor
 from tilewise.hopper.plan import plan
-from tilewise.host import kept as host_kept
 from tilewise.host import launch as host
+from tilewise.host import replay as host_replay
 from tilewise.host.replay import Replay
 from tilewise.triton import decode_launch
 from tilewise.triton import launch as portable_launch
@@ -66,12 +66,12 @@ def launched(monkeypatch):
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_kept, hopper_launch, fp32_launch, portable_launch):
+    for module in (host, decode_launch, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
-    cached = check._described, decode_launch.plan, host_kept.kept, plan, fp32_launch.plan, portable_launch.plan
+    cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_launch.plan
     for each in cached:
         each.cache_clear()
     yield given

@@ -152,9 +152,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    tensors, replay = present(*x[:3], *x.extra, *saved[:3], *keys, zeros), pl.replays[None]
-    if not replay.run(stream, tensors):
-        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved, keys, zeros))
+    tensors = present(*x[:3], *x.extra, *saved[:3], *keys, zeros)
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
 
 
@@ -168,7 +167,5 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
     tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra)
     replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
-    if not replay.run(stream, tensors):
-        made = gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
-        replay.run_first(stream, tensors, made)
+    replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))

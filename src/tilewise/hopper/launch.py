@@ -192,9 +192,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     zeros = counter(device, stream)
     tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept, zeros)
-    replay = pl.replays[None]
-    if not replay.run(stream, tensors):
-        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved, zeros))
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
@@ -207,9 +205,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     zeros = counter(x.q.device, stream)
     tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros)
     replay = pl.replays[unplanned(saved, do, dlse)]
-    if not replay.run(stream, tensors):
-        made = backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros)
-        replay.run_first(stream, tensors, made)
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 

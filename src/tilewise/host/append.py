@@ -8,8 +8,8 @@ from torch import Tensor
 from ..tile.append import New, Turn, cache_append
 from ..tile.cache import Batch, Scales
 from ..tile.rows import Rows
-from .kept import launch_kept
 from .launch import Launch, adjacent, cdiv
+from .replay import launch_kept
 
 power_of_2: Any = triton.next_power_of_2
 HEADS = 8

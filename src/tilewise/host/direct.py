@@ -6,7 +6,8 @@ description is made once for every address at which a kernel finds a tensor.
 
 import inspect
 import sys
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +29,13 @@ class Map(dict[int, list[Any]]):
     def __init__(self, describe: Any, metadata: Any, descriptor: Any) -> None:
         super().__init__()
         self.describe, self.metadata = describe, metadata
-        self.rest = descriptor.shape, descriptor.strides, descriptor.padding
+        self.rest = {name: getattr(descriptor, name) for name in ("shape", "strides", "padding")}
 
     def __missing__(self, address: int) -> list[Any]:
         """Describe a tensor at an address, and keep the description."""
         if len(self) >= MOST:
             self.clear()
-        found = self[address] = self.describe(Described(Address(address), *self.rest), self.metadata)
+        found = self[address] = self.describe(SimpleNamespace(base=Address(address), **self.rest), self.metadata)
         return found
 
 
@@ -43,15 +44,6 @@ class Address(int):
 
     def data_ptr(self) -> int:
         return self
-
-
-class Described(NamedTuple):
-    """What Triton's wrapper asks a descriptor for."""
-
-    base: Address
-    shape: Any
-    strides: Any
-    padding: str
 
 
 class Direct:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..tile.merge import attention_merge
 from ..tile.rows import Rows
-from .kept import launch_kept
 from .launch import Launch, adjacent, cdiv
+from .replay import launch_kept
 
 power_of_2: Any = triton.next_power_of_2
 ENTRIES = 4096

@@ -1,73 +1,64 @@
-"""Launch once more what a problem has launched before: of all arguments, only addresses of tensors are new."""
+"""Launch once more what calls have launched before: of all arguments, only addresses of tensors are new."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
 
+from ..check import seen
 from .direct import Map
-from .launch import Launch, profiled
+from .launch import Launch, current_stream, on_device, profiled
 
-Fill = tuple[Any, Callable[[Any], Any] | None]
-"""Which of the addresses of a call's tensors an argument is made of, an index or a slice, and by what; None for the
-address itself."""
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
-"""A gap in a list of arguments, and what fills it. A descriptor's gap is a slice, as the launcher takes several
-parts."""
-ALL = slice(None)
-
-Kept = tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]]
-"""Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
+"""A gap in a list of arguments, which addresses fill it, and what turns them into an argument. A descriptor's gap is a
+slice, as the launcher takes several parts."""
 
 
 class Replay:
-    """The launches of a call, with the addresses of its tensors left open.
+    """The launches of a call, with the stream and the addresses of its tensors left open.
 
     Everything else that kernels take follows from the problem. Without it, a call of two kernels spends as long on
     building their arguments as on the rest.
     """
 
     def __init__(self) -> None:
-        self.kept: Kept | None = None
+        self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
+        """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
         self.hopeless = False
         """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
-    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
-        """Launch on a stream, given by its handle. Return False, without a launch, if nothing that fits is kept.
+    def __call__(self, stream: int | None, tensors: Sequence[Tensor], make: Callable[[], Iterable[Launch]]) -> None:
+        """Launch on a stream, given by its handle, what is kept; or else what `make` returns, and keep that.
 
         `tensors` are all that the launches read or write, in the same order in every call.
         """
-        if self.kept is None or stream is None or profiled():
-            return False
-        twice, launches = self.kept
-        addresses = [t.data_ptr() for t in tensors]
-        for n, first in twice:
-            if addresses[n] != addresses[first]:
-                return False
-        for launch, kept, fills in launches:
-            given = kept.copy()
-            given[3] = stream
-            for gap, of, make in fills:
-                given[gap] = make(addresses[of]) if make else addresses[of]
-            launch(*given)
-        return True
-
-    def run_first(self, stream: int | None, tensors: Sequence[Tensor], launches: Iterable[Launch]) -> None:
-        """Run launches as they are, and keep them for the next call."""
-        made = list(launches)
+        if self.run(stream, tensors):
+            return
+        made = list(make())
         for each in made:
             each.run(stream)
         if not self.hopeless:
             self.keep(made, tensors)
 
+    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
+        """Launch what is kept. Return False, without a launch, if nothing that fits is."""
+        if self.kept is None or stream is None or profiled():
+            return False
+        twice, launches = self.kept
+        numbers = [t.data_ptr() for t in tensors]
+        for n, first in twice:
+            if numbers[n] != numbers[first]:
+                return False
+        numbers.append(stream)
+        for launch, kept, fills in launches:
+            launch(*_filled(kept, fills, numbers))
+        return True
+
     def keep(self, launches: Sequence[Launch], tensors: Sequence[Tensor]) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
-        kept, twice = [], []
-        places: dict[int, int] = {}
-        for n, t in enumerate(tensors):
-            if (first := places.setdefault(id(t), n)) != n:
-                twice.append((n, first))
+        kept, places = [], dict[int, int]()
+        firsts = [places.setdefault(id(t), n) for n, t in enumerate(tensors)]
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
             if at_once is None:
@@ -75,45 +66,59 @@ class Replay:
                 return
             start = [launch.programs, 1, 1, None, *at_once.base]
             try:
-                kept.append((at_once.launch, *_open(start, (*launch.arguments, *rest), places, at_once.maps)))
+                given, fills = _open(start, (*launch.arguments, *rest), places, at_once.maps)
             except KeyError:
                 self.hopeless = True
                 return
-        self.kept = twice, kept
+            kept.append((at_once.launch, given, [(3, -1, None), *fills]))
+        self.kept = [(n, first) for n, first in enumerate(firsts) if n != first], kept
 
 
 def _open(
-    start: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
+    kept: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
 ) -> tuple[list[Any], Fills]:
-    """Return `start`, and after it values without their tensors; and what fills each gap.
+    """Append values without their tensors to `kept`; return it, and what fills the gaps.
 
     `places`: where a tensor is among the call's. `maps`: those of values that are descriptors.
     """
-    kept, fills = start, []
+    fills: Fills = []
     for n, value in enumerate(values):
+        at = len(kept)
+        kept.append(value)
         if n in maps:
-            parts = maps[n][value.base.data_ptr()]
-            fills.append((slice(len(kept), len(kept) + len(parts)), places[id(value.base)], maps[n].__getitem__))
-            kept += parts
-            continue
-        if fill := _fill(value, places):
-            fills.append((len(kept), *fill))
-        kept.append(None if fill else value)
+            kept[at:] = parts = maps[n][value.base.data_ptr()]
+            fills.append((slice(at, at + len(parts)), places[id(value.base)], maps[n].__getitem__))
+        elif isinstance(value, Tensor):
+            fills.append((at, places[id(value)], None))
+        elif isinstance(value, tuple):
+            inner = _open([], value, places, {})
+            if inner[1]:
+                fills.append((at, slice(None), partial(_filled, *inner)))
+        if fills and fills[-1][0] == at:
+            kept[at] = None
     return kept, fills
 
 
-def _fill(value: Any, places: dict[int, int]) -> Fill | None:
-    """Return what makes an argument again, if it is a tensor or holds some."""
-    if isinstance(value, Tensor):
-        return places[id(value)], None
-    if isinstance(value, tuple):
-        kept, fills = _open([], value, places, {})
-        return (ALL, partial(_filled, kept, fills)) if fills else None
-    return None
-
-
-def _filled(kept: list[Any], fills: Fills, addresses: Sequence[int]) -> tuple[Any, ...]:
-    made = kept.copy()
+def _filled(kept: list[Any], fills: Fills, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Return arguments with their gaps filled."""
+    given = kept.copy()
     for gap, of, make in fills:
-        made[gap] = make(addresses[of]) if make else addresses[of]
-    return tuple(made)
+        given[gap] = make(numbers[of]) if make else numbers[of]
+    return tuple(given)
+
+
+@lru_cache(4096)
+def of_kind(kind: Any) -> tuple[dict[Any, Any], Replay]:
+    """Return what calls of a kind share, at first nothing: compiled kernels, and launches."""
+    return {}, Replay()
+
+
+def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
+    """Launch once more what calls of a kind, with such tensors, have launched before; else what `make` returns.
+
+    `make` gets the kind's cache of compiled kernels. `kind` and what is seen of the tensors must say all that a launch
+    depends on but addresses.
+    """
+    compiled, replay = of_kind((kind, seen(tensors)))
+    with on_device(tensors[0]):
+        replay(current_stream(tensors[0].device), tensors, lambda: make(compiled))

@@ -111,8 +111,7 @@ def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
     device = x.q.device
     stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
-    if not pl.replay.run(stream, tensors):
-        pl.replay.run_first(stream, tensors, launches(p, pl, x, saved, partial))
+    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, partial))
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:

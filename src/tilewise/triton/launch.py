@@ -110,9 +110,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept)
-    replay = pl.replays[None]
-    if not replay.run(stream, tensors):
-        replay.run_first(stream, tensors, forward_launches(p, pl, x, saved))
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
 
 
@@ -129,8 +127,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     stream = current_stream(x.q.device)
     tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra)
     replay = pl.replays[unplanned(saved, do, dlse)]
-    if not replay.run(stream, tensors):
-        replay.run_first(stream, tensors, backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
