@@ -158,7 +158,7 @@ def launches(
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.rows.dq, rows(p, grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
+        scratch.rows.dq, rows(grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
         cdiv(p.N, row.B_c), query_tiles, heads,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
@@ -172,8 +172,8 @@ def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | No
     row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
-        Split(rows(p, x.k), keys.k, keys.k_descale, None, keys.k_centre),
-        Split(rows(p, x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
+        Split(rows(x.k), keys.k, keys.k_descale, None, keys.k_centre),
+        Split(rows(x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
     )
     arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
     constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "PDL": True, "num_warps": 8}
@@ -187,11 +187,11 @@ def preprocess_launch(
     row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
     scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
     operands = preprocess.Operands(
-        Split(rows(p, x.q), scratch.q, scales.q),
-        Split(rows(p, x.k), k, scales.k, None, k_centre),
-        Split(rows(p, x.v), v, scales.v, scales.v_norm, v_centre),
-        Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
-        rows(p, saved.o), dlse, saved.lse,
+        Split(rows(x.q), scratch.q, scales.q),
+        Split(rows(x.k), k, scales.k, None, k_centre),
+        Split(rows(x.v), v, scales.v, scales.v_norm, v_centre),
+        Split(rows(do), scratch.do, scales.do, scales.do_norm),
+        rows(saved.o), dlse, saved.lse,
     )  # fmt: skip
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
     if p.recipe.sink:  # never centred
@@ -235,7 +235,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     sums = Descriptor(scratch.rows.dq, Box([scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(p, grads.k), rows(p, grads.v),
+        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(grads.k), rows(grads.v),
         scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}

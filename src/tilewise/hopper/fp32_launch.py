@@ -119,7 +119,7 @@ def forward_launches(
     B_c = pl.forward.B_c
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
-        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
+        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(saved.o), saved.lse, counter,
         packed(p, x), Variant(parts, (), None, lists, sink), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)

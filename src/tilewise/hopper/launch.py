@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..host.launch import (
     present,
     renormalize_launches,
     rows,
+    size,
     tile_lists,
     unplanned,
     unused,
@@ -47,8 +49,8 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed
-from .tiles import BIAS
+from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, row_blocks
+from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
@@ -65,7 +67,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     of_q, of_k, of_v, of_o, *_ = pl.boxes
     cache = batch_of(p, x, least=FULL if mixed(p) else None) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
-    of_rows = rows(p, saved.o) if wide or p.rows_packed else None
+    of_rows = rows(saved.o) if wide or p.rows_packed else None
     arguments = (
         Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
         Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
@@ -113,7 +115,7 @@ def preprocess_launch(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(p, o), rows(p, do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
+        rows(o), rows(do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
         shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
@@ -133,7 +135,7 @@ def main_launch(
     pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        (rows(p, grads.k), rows(p, grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
+        (rows(grads.k), rows(grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
         variant, shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
@@ -145,7 +147,7 @@ def postprocess_launch(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.dq, rows(p, dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
+        scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
         pl.backward_tile.GROUP,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
@@ -158,7 +160,7 @@ def bias_gradients(
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
     """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
     scores."""
-    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
+    operands = (*(rows(adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
     tiles = BIAS[pl.backward_tile.D]
     tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
     constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -171,11 +173,21 @@ def bias_gradients(
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    logs, delta, dq, ready, done = [size and empty(*size, device=device) for size in pl.scratch]
-    blocks = logs.numel() // pl.backward.B_r
+    row = pl.backward
+    blocks, *sizes = scratch_sizes(p, row, pl.backward_shape.heads)
+    logs, delta, dq, ready, done = [size and empty(*size, device) for size in sizes]
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    sums = empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device)
+    sums = empty_gqa_sums(p, row, pl.backward_tile.GQA_PROGRAMS, device)
     return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
+
+
+@lru_cache(4096)
+def scratch_sizes(p: Problem, row: Any, loops: int) -> list[Any]:
+    """Return the blocks of rows, and the sizes of a scratch's logs, delta, dq, ready (or None) and done."""
+    blocks = row_blocks(p, row.B_r) * p.H * (1 if p.recipe.varlen else p.B)
+    sums = [size(torch.float32, blocks * row.B_r * width) for width in (1, 1, padded(p))]
+    ready = None if p.recipe.varlen or row.split_dkdv else size(torch.int32, loops)
+    return [blocks, *sums, ready, size(torch.int32, p.B * p.H)]
 
 
 def each(scratch: Scratch) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import cdiv, device_values, lengths, size
+from ..host.launch import cdiv, device_values, lengths
 from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
@@ -57,8 +57,6 @@ class Plan(NamedTuple):
     backward: Backward
     backward_tile: Any
     backward_shape: Any
-    scratch: list[Any]
-    """Holds the sizes of the backward's logs, delta, dq, ready and done (parts/call.py)."""
     c: float
     """Turns logits into base 2, as a factor."""
     forward_c: float | None
@@ -113,8 +111,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back, c), scratch_sizes(p, back), c,
-        None if p.biased else c, boxes,
+        row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
         p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip
@@ -214,15 +211,6 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
         unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
         key_tiles(p, row.B_c),
     )  # fmt: skip
-
-
-def scratch_sizes(p: Problem, row: Backward) -> list[Any]:
-    """Return the sizes of the backward's scratch that every call has; None for a count that it does without."""
-    rows = row_blocks(p, row.B_r) * row.B_r * p.H * (1 if p.recipe.varlen else p.B)
-    loops = p.B * p.H // heads_per_loop(p, row)
-    ready = None if p.recipe.varlen or row.split_dkdv else size(loops, dtype=torch.int32)
-    sums = [size(count, dtype=torch.float32) for count in (rows, rows, rows * padded(p))]
-    return [*sums, ready, size(p.B * p.H, dtype=torch.int32)]
 
 
 def dropout_warps(p: Problem, crowded: int) -> int:

@@ -1,6 +1,6 @@
 """Kernel arguments and launches, for all GPU back ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -16,7 +16,7 @@ from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
 from ..tile.bias import Broadcast, Kind, attention_backward_dbias
-from ..tile.cache import Batch
+from ..tile.cache import Batch, Scales
 from ..tile.dropout import Counters, Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
@@ -40,9 +40,6 @@ EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) 
 
 TILE_LIST = TileList.__name__
 """What a recipe calls it."""
-
-Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""The shape, the strides and the type of a tensor."""
 
 NO_CONTEXT = nullcontext()
 """A context that does nothing, made once because every call enters it."""
@@ -130,9 +127,8 @@ def present(*tensors: Tensor | None) -> list[Tensor]:
 
 def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
     """Return what the kernels of a backward depend on and its problem does not tell. lse and dlse are contiguous."""
-    o, of_lse = saved.o, 0 if dlse is None else dlse.data_ptr()
-    aligned = (do.data_ptr() | o.data_ptr() | saved.lse.data_ptr() | of_lse) % 16
-    return do.stride(), o.stride(), aligned, dlse is None
+    aligned = [t.data_ptr() % 16 == 0 for t in present(do, saved.o, saved.lse, dlse)]
+    return do.stride(), saved.o.stride(), *aligned
 
 
 def with_contiguous_lse(saved: Saved, dlse: Tensor | None) -> tuple[Saved, Tensor | None]:
@@ -254,16 +250,25 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 
 def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
     """Return a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
-    names = ("cu_q", "lengths", "starts", "index")
-    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
-    table: Tensor | None = p.in_layout("table", x.extra)
+    return batch_from(lambda name: p.in_layout(name, x.extra), p.B, p.M, total_rows(p), p.N, least, most)
+
+
+def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
+    """Return the tensors of a cache's layout, which `get` gives by name, and its sizes and bounds."""
+    cu_q, lengths, starts, index, table = map(get, ("cu_q", "lengths", "starts", "index", "table"))
+    tensors = [None if t is None else t.contiguous() for t in (cu_q, lengths, starts, index)]
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     width = 0 if table is None else 2 * table.stride(0) + 1
-    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
-    cu_q, lengths, starts, index = tensors
-    bounds = [None if n is None else 2 * n + 1 for n in (least, most)]
-    return Batch(cu_q, lengths, starts, index, table, width, *sizes, *bounds)  # type: ignore[call-arg]
+    return Batch(*tensors, table, width, *(None if n is None else 2 * n + 1 for n in sizes))  # type: ignore[call-arg]
+
+
+def scales_of(get: Callable[[str], Any], B: int, H_k: int) -> Scales | None:
+    """Return the scales of 8-bit keys and values of a cache's layout as a kernel argument."""
+    k_scale, v_scale = get("k_scale"), get("v_scale")
+    if k_scale is None:
+        return None
+    return Scales(k_scale, *k_scale.expand(B, H_k).stride(), v_scale, *v_scale.expand(B, H_k).stride())
 
 
 def total_rows(p: Problem) -> int:
@@ -277,10 +282,10 @@ def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -
         return None
     of_queries, of_keys, lse = (), (), None
     if saved:
-        of_queries, lse = (Output(rows(p, saved.o), p.H, p.D_v),), saved.lse
+        of_queries, lse = (Output(rows(saved.o), p.H, p.D_v),), saved.lse
     elif grads:
-        of_queries = (Output(rows(p, grads.q), p.H, p.D),)
-        of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
+        of_queries = (Output(rows(grads.q), p.H, p.D),)
+        of_keys = Output(rows(grads.k), p.H_k, p.D), Output(rows(grads.v), p.H_k, p.D_v)
     return Unused(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
@@ -306,13 +311,16 @@ def lengths(p: Problem) -> tuple[int, int]:
     return p.q.shape[0] if p.rows_packed else p.M, p.k.shape[0] if p.recipe.varlen else p.N
 
 
-def rows(p: Problem, t: Tensor) -> Rows:
-    """Return an operand with its strides. The last one must be 1 (see `adjacent`)."""
-    if p.rows_packed:
-        row, head, _ = t.stride()
-        return Rows(t, 0, row, head)
-    batch, row, head, _ = t.stride()
-    return Rows(t, batch, row, head)
+def rows(t: Tensor) -> Rows:
+    """Return an operand (B, M, H, D), or packed (T, H, D), with its strides. The last must be 1 (see `adjacent`)."""
+    *batch, row, head, _ = t.stride()
+    return Rows(t, batch[0] if batch else 0, row, head)
+
+
+def rows_of_lse(lse: Tensor) -> Rows:
+    """Return lse (B, H, M) or (H, M) with its strides, as rows of one number that lie side by side."""
+    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
+    return Rows(lse, lse.stride(0) if lse.ndim == 3 else 0, 1, lse.stride(-2))
 
 
 def with_adjacent_rows(x: Operands) -> Operands:
@@ -386,26 +394,20 @@ def renormalize_launches(
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
-    of_o, of_lse = saved_sizes(p)
-    device = x.q.device
-    return Saved(empty(*of_o, device), empty(*of_lse, device), seed)
+    of_o, of_lse, *_ = sizes(p)
+    return Saved(empty(*of_o, x.q.device), empty(*of_lse, x.q.device), seed)
 
 
 @lru_cache(4096)
-def saved_sizes(p: Problem) -> tuple[Size, Size]:
-    """Return the shape, the strides and the type of o, and those of lse."""
+def sizes(p: Problem) -> list[Any]:
+    """Return the sizes of o, lse, dq, dk and dv."""
     *rows, H, _ = p.q.shape
     of_lse = (H, *rows) if p.rows_packed else (rows[0], H, rows[1])
-    return size(*rows, H, p.D_v, dtype=p.out_dtype), size(*of_lse, dtype=torch.float32)
+    of_o, *others = [size(p.out_dtype, *shape) for shape in ((*rows, H, p.D_v), p.q.shape, p.k.shape, p.v.shape)]
+    return [of_o, size(torch.float32, *of_lse), *others]
 
 
-@lru_cache(4096)
-def grad_sizes(p: Problem) -> list[Size]:
-    """Return the same for dq, dk and dv."""
-    return [size(*t.shape, dtype=p.out_dtype) for t in (p.q, p.k, p.v)]
-
-
-def size(*shape: int, dtype: torch.dtype) -> Size:
+def size(dtype: torch.dtype, *shape: int) -> Any:
     """Return what `empty` takes for a contiguous tensor. (A torch.Size is no tuple for it.)"""
     return shape, torch.empty(shape, device="meta").stride(), dtype
 
@@ -419,8 +421,7 @@ def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) ->
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Allocate all gradients, unwritten."""
-    device = x.q.device
-    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, device) for size in grad_sizes(p)]
+    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, x.q.device) for size in sizes(p)[2:]]
     return Grads(q, k, v, empty_extra(p, x))
 
 

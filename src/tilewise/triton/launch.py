@@ -145,7 +145,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
-    q, k, v, o = (rows(p, t) for t in (*x[:3], saved.o))
+    q, k, v, o = (rows(t) for t in (*x[:3], saved.o))
     codes = None
     if eight_bits(p):
         made, size = Codes(*saved.kept), size_of(p)
@@ -172,7 +172,7 @@ def backward_launches(
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
-    arguments = (rows(p, saved.o), rows(p, do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
+    arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     yield Launch(
         kernels.attention_backward_delta,
         heads * tiles,
@@ -182,7 +182,7 @@ def backward_launches(
         key,
     )
 
-    given = (*(rows(p, t) for t in (*x[:3], do)), scratch)
+    given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
     of_dkdv, of_dq = constants(p, pl, pl.dkdv), constants(p, pl, pl.dq)
     yield from renormalize_launches(
@@ -193,14 +193,14 @@ def backward_launches(
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (M, N, p.H_k, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), factors, *sizes)
+    arguments = (*given, rows(grads.k), rows(grads.v), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
 
     lists, listing = tile_lists(p, pl, pl.dq, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (M, N, p.H, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), factors, *sizes)
+    arguments = (*given, rows(grads.q), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
     of_bias = constants(p, pl, pl.bias)
