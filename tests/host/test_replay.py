@@ -23,6 +23,7 @@ from tilewise.hopper.plan import plan
 from tilewise.host import launch as host
 from tilewise.host import replay as host_replay
 from tilewise.host.replay import Replay
+from tilewise.problem import Recipe, Saved
 from tilewise.triton import decode_launch
 from tilewise.triton import launch as portable_launch
 
@@ -92,6 +93,15 @@ def cached(B=3):
     return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout), (q, k, v, layout.lengths, table)
 
 
+def pack():
+    """Sequences of 1 and of 100 queries: those below FULL run on the portable kernel, after Hopper's own."""
+    q, k, v = (torch.randn(*shape, 128, dtype=BF16) for shape in ((101, 32), (64, 64, 8), (64, 64, 8)))
+    table, cu_q = torch.randint(0, 64, (2, 8), dtype=torch.int32), torch.tensor([0, 1, 101], dtype=torch.int32)
+    layout = tw.Cached(torch.full((2,), 100, dtype=torch.int32), table, cu_q=cu_q)
+    tensors = q, k, v, cu_q, layout.lengths, table
+    return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout, backend="hopper"), tensors
+
+
 def appended(B=3):
     q, k, v = (torch.randn(*shape, 128, dtype=BF16) for shape in ((B, 1, 32), (64, 64, 8), (64, 64, 8)))
     k_new, v_new = torch.randn(2, B, 1, 8, 128, dtype=BF16).unbind()
@@ -155,7 +165,7 @@ def flat(value, names):
     return names.setdefault(address, f"made {len(names)}") if made else names.get(address, address)
 
 
-CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "append": appended}
+CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "pack": pack, "append": appended}
 CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
 for way, pass_ in (("", forward), (" backward", backward)):
     CALLS |= {f"hopper {name}{way}": partial(pass_, name) for name in OPTIONS}
@@ -163,8 +173,15 @@ for way, pass_ in (("", forward), (" backward", backward)):
     fp32 = [name for name in OPTIONS if name not in ("bias", "dropout")]
     CALLS |= {f"fp32 {name}{way}": partial(pass_, name, dtype=torch.float32, backend="hopper") for name in fp32}
 CALLS |= {"hopper lse backward": partial(backward, "causal", of_lse=True)}
-LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "hopper": 1, "portable": 1, "append": 1, "merge": 1, "merge packed": 1}
-LAUNCHES |= {"fp32": 2, "fp32 backward": 4, "fp32 deterministic backward": 5, "hopper backward": 3}
+LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "pack": 3, "append": 1, "merge": 1, "merge packed": 1}
+LAUNCHES |= {
+    "hopper": 1,
+    "portable": 1,
+    "fp32": 2,
+    "fp32 backward": 4,
+    "fp32 deterministic backward": 5,
+    "hopper backward": 3,
+}
 LAUNCHES |= {"hopper bias backward": 4, "hopper deterministic backward": 4, "portable backward": 3}
 LAUNCHES |= {"portable bias backward": 4}
 """How many there are, by the whole name of a call or its first and last words."""
@@ -247,6 +264,27 @@ def test_calls_at_one_address_are_told_apart(launched, monkeypatch):
     monkeypatch.setattr(Replay, "run", lambda *_: False)
     assert found == [given_to_launchers(launched, call, memory) for call in calls]
     assert len({repr(each) for each in found}) == len(calls)
+
+
+def test_which_tensor_is_unaligned_is_told_apart():
+    """A kernel that reads o in pieces of 16 bytes may not be launched again where lse alone begins at such a place."""
+    memory = torch.empty(1024)
+    places = [memory[:64], memory[2:66]]
+    kinds = [host.unplanned(Saved(o, lse), do, dlse) for o, lse, do, dlse in itertools.product(places, repeat=4)]
+    kinds += [host.unplanned(Saved(o, lse), do, None) for o, lse, do in itertools.product(places, repeat=3)]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_a_tensor_that_is_left_out_moves_no_other(launched):
+    """One more tensor among a call's, as a seed is, must not shift those that are kept by their places."""
+    q, k, v = (torch.randn(2, 300, 4, 128, dtype=BF16) for _ in range(3))
+    names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate((q, k, v))}
+    found = []
+    for seed in (None, None, torch.tensor(3)):
+        launched.clear()
+        operator.attend((q, k, v), seed, Recipe(backend="hopper"), (0, 0))
+        found.append([flat(given, dict(names)) for given in launched])
+    assert found[1] == found[2]
 
 
 @pytest.mark.parametrize("of_lse", [False, True])

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unplanned, unused
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, TYPES, Box, Descriptor, vector
+from .descriptors import Descriptor, blocks_box, sums_of_dq, vector
 from .fp32 import preprocess
 from .fp32.backward import Shape, Tile, attention_backward_fp32
 from .fp32.preprocess import Blocks, Scales
@@ -232,11 +231,10 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
     section = even_section(heads, least)
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
-    sums = Descriptor(scratch.rows.dq, Box([scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(grads.k), rows(grads.v),
-        scratch.rows, counter, where, variant, shape,
+        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
+        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))
@@ -246,6 +244,4 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
 def boxes(t: Tensor) -> Descriptor:
     """Describe pieces to TMA, (piece, row, column), in boxes of 64 rows of one piece."""
     count, blocks, rows, columns = t.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[t.dtype])
-    strides = [blocks * rows * columns, columns, 1]
-    return Descriptor(t, Box([count, blocks * rows, columns], strides, [1, 64, columns], layout))
+    return Descriptor(t, blocks_box((count, blocks * rows, columns), (1, 64, columns), t.dtype))

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from ..host.launch import (
     Launch,
@@ -17,7 +16,6 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
-    present,
     rows,
     tile_lists,
     unplanned,
@@ -30,7 +28,7 @@ from ..tile.ranges import Variant
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from . import fp32_backward_launch as gradients
-from .descriptors import TYPES, Box, Descriptor, addressable, box
+from .descriptors import Box, Descriptor, addressable, blocks_box, box
 from .fp32 import forward as kernels
 from .launch import by_row, counter, each
 from .plan import CACHED_KEYS, SECTION, TINY, even_section, needs_mask_in_loop, processors
@@ -62,7 +60,7 @@ class Plan(NamedTuple):
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
     replays: defaultdict[Any, Replay]
-    """Keep the launches of the forward, by None, and those of backwards, by what the problem does not tell."""
+    """Keep the launches of the forward, by None, and those of backwards, by `unplanned` and whether keys are kept."""
 
 
 @lru_cache(4096)
@@ -128,23 +126,14 @@ def forward_launches(
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA, row after row, in boxes of a tile."""
-    count, blocks, rows, size = pieces.shape
-    box = B_c, size
-    return Descriptor(pieces, Box([count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype)))
+    size = pieces.shape[-1]
+    return Descriptor(pieces, blocks_box((pieces.numel() // size, size), (B_c, size), pieces.dtype))
 
 
 def pairs(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA in boxes of a tile in two pieces, the second below the first."""
     count, blocks, rows, size = pieces.shape
-    box = 2, B_c, size
-    shape, strides = [count, blocks * rows, size], [blocks * rows * size, size, 1]
-    return Descriptor(pieces, Box(shape, strides, list(box), tile_layout(box, pieces.dtype)))
-
-
-@lru_cache(64)
-def tile_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the layout of a box in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), TYPES[dtype])
+    return Descriptor(pieces, blocks_box((count, blocks * rows, size), (2, B_c, size), pieces.dtype))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -152,7 +141,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    tensors = present(*x[:3], *x.extra, *saved[:3], *keys, zeros)
+    tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
 
@@ -165,7 +154,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
-    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra)
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
     replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
     replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))

@@ -22,7 +22,6 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
-    present,
     renormalize_launches,
     rows,
     size,
@@ -44,7 +43,7 @@ from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, Box, Descriptor, addressable, box, vector
+from .descriptors import Descriptor, addressable, box, sums_of_dq, vector
 from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
@@ -132,9 +131,8 @@ def main_launch(
     tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
     Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
-    pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), sums_of_dq(scratch.dq), dK, dV,
         (rows(grads.k), rows(grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
         variant, shape,
     )  # fmt: skip
@@ -175,7 +173,7 @@ def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
     row = pl.backward
     blocks, *sizes = scratch_sizes(p, row, pl.backward_shape.heads)
-    logs, delta, dq, ready, done = [size and empty(*size, device) for size in sizes]
+    logs, delta, dq, ready, done = [size and empty(size, device) for size in sizes]
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     sums = empty_gqa_sums(p, row, pl.backward_tile.GQA_PROGRAMS, device)
     return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
@@ -203,7 +201,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
     zeros = counter(device, stream)
-    tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept, zeros)
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept, zeros]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
@@ -215,7 +213,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros)
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))

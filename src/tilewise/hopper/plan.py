@@ -76,7 +76,7 @@ class Plan(NamedTuple):
     """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
     replays: defaultdict[Any, Replay]
-    """Keep the launches of the forward, by None, and those of backwards, by what the problem does not tell."""
+    """Keep the launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @lru_cache(4096)
@@ -125,10 +125,10 @@ def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
     if eight_bits(p):
         batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
         kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
-        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), 64, D, kind)
-        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), B_c, D, kind)
+        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), (1, 1, 64, D), kind)
+        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), (1, 1, B_c, D), kind)
         if p.recipe.precision == "fp8":
-            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), D, B_c, torch.float8_e4m3fn)
+            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), (1, 1, D, B_c), torch.float8_e4m3fn)
     return q, k, v
 
 
@@ -153,7 +153,7 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
 
 def mixed(p: Problem) -> bool:
     """Tell whether a pack may also hold sequences below FULL queries, which then run on the portable kernel."""
-    return p.recipe.cached and p.rows_packed and p.B > 1 and p.out_dtype == p.dtype
+    return p.rows_packed and p.recipe.cached and p.B > 1 and p.out_dtype == p.dtype
 
 
 def page_of(p: Problem) -> int | None:

@@ -21,9 +21,9 @@ MOST = 4096
 
 
 class Map(dict[int, list[Any]]):
-    """What the launcher in C takes for one of a kernel's descriptors, by the address of the tensor.
+    """What the launcher in C takes for one of a kernel's descriptors, by the tensor's address.
 
-    All else that a description tells is the same in all launches of a kernel (see `Launch.compiled`).
+    All else of it is the same in all launches (see `Launch.compiled`).
     """
 
     def __init__(self, describe: Any, metadata: Any, descriptor: Any) -> None:
@@ -32,7 +32,7 @@ class Map(dict[int, list[Any]]):
         self.rest = {name: getattr(descriptor, name) for name in ("shape", "strides", "padding")}
 
     def __missing__(self, address: int) -> list[Any]:
-        """Describe a tensor at an address, and keep the description."""
+        """Describe a tensor, and keep that."""
         if len(self) >= MOST:
             self.clear()
         found = self[address] = self.describe(SimpleNamespace(base=Address(address), **self.rest), self.metadata)

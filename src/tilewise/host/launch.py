@@ -120,19 +120,14 @@ RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
 
 
-def present(*tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors that are not None."""
-    return [t for t in tensors if t is not None]
-
-
 def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
-    """Return what the kernels of a backward depend on and its problem does not tell. lse and dlse are contiguous."""
-    aligned = [t.data_ptr() % 16 == 0 for t in present(do, saved.o, saved.lse, dlse)]
+    """Return what a backward's kernels depend on beside its problem. lse and dlse are contiguous."""
+    aligned = [None if t is None else t.data_ptr() % 16 == 0 for t in (do, saved.o, saved.lse, dlse)]
     return do.stride(), saved.o.stride(), *aligned
 
 
 def with_contiguous_lse(saved: Saved, dlse: Tensor | None) -> tuple[Saved, Tensor | None]:
-    """Return a forward's results and the gradient of lse, copied where lse or that gradient is not contiguous."""
+    """Return a forward's results and dlse, with lse and dlse contiguous."""
     dlse = None if dlse is None else dlse.contiguous()
     return saved if saved.lse.is_contiguous() else saved._replace(lse=saved.lse.contiguous()), dlse
 
@@ -255,20 +250,23 @@ def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None
 
 def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
     """Return the tensors of a cache's layout, which `get` gives by name, and its sizes and bounds."""
-    cu_q, lengths, starts, index, table = map(get, ("cu_q", "lengths", "starts", "index", "table"))
-    tensors = [None if t is None else t.contiguous() for t in (cu_q, lengths, starts, index)]
+    tensors = (None if t is None else t.contiguous() for t in map(get, ("cu_q", "lengths", "starts", "index")))
+    cu_q, lengths, starts, index = tensors
+    table = get("table")
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     width = 0 if table is None else 2 * table.stride(0) + 1
-    return Batch(*tensors, table, width, *(None if n is None else 2 * n + 1 for n in sizes))  # type: ignore[call-arg]
+    given = [None if n is None else 2 * n + 1 for n in sizes]
+    return Batch(cu_q, lengths, starts, index, table, width, *given)  # type: ignore[call-arg]
 
 
 def scales_of(get: Callable[[str], Any], B: int, H_k: int) -> Scales | None:
     """Return the scales of 8-bit keys and values of a cache's layout as a kernel argument."""
-    k_scale, v_scale = get("k_scale"), get("v_scale")
-    if k_scale is None:
+    k, v = get("k_scale"), get("v_scale")
+    if k is None:
         return None
-    return Scales(k_scale, *k_scale.expand(B, H_k).stride(), v_scale, *v_scale.expand(B, H_k).stride())
+    (k_batch, k_head), (v_batch, v_head) = (t.expand(B, H_k).stride() for t in (k, v))
+    return Scales(k, k_batch, k_head, v, v_batch, v_head)
 
 
 def total_rows(p: Problem) -> int:
@@ -395,7 +393,7 @@ def renormalize_launches(
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
     of_o, of_lse, *_ = sizes(p)
-    return Saved(empty(*of_o, x.q.device), empty(*of_lse, x.q.device), seed)
+    return Saved(empty(of_o, x.q.device), empty(of_lse, x.q.device), seed)
 
 
 @lru_cache(4096)
@@ -412,16 +410,17 @@ def size(dtype: torch.dtype, *shape: int) -> Any:
     return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
-def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(size: Any, device: torch.device) -> Tensor:
     """Allocate a tensor, unwritten, on the CPU or the current GPU."""
     if EMPTY_CUDA is not None and device.type == "cuda":
-        return EMPTY_CUDA(shape, strides, dtype)
+        return EMPTY_CUDA(*size)
+    shape, strides, dtype = size
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Allocate all gradients, unwritten."""
-    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(*size, x.q.device) for size in sizes(p)[2:]]
+    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(size, x.q.device) for size in sizes(p)[2:]]
     return Grads(q, k, v, empty_extra(p, x))
 
 

@@ -10,6 +10,7 @@ from ..check import seen
 from .direct import Map
 from .launch import Launch, current_stream, on_device, profiled
 
+Tensors = Sequence[Tensor | None]
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
 """A gap in a list of arguments, which addresses fill it, and what turns them into an argument. A descriptor's gap is a
 slice, as the launcher takes several parts."""
@@ -18,8 +19,7 @@ slice, as the launcher takes several parts."""
 class Replay:
     """The launches of a call, with the stream and the addresses of its tensors left open.
 
-    Everything else that kernels take follows from the problem. Without it, a call of two kernels spends as long on
-    building their arguments as on the rest.
+    All else that kernels take follows from the problem. For two kernels it takes as long as the rest of a call.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class Replay:
         self.hopeless = False
         """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
-    def __call__(self, stream: int | None, tensors: Sequence[Tensor], make: Callable[[], Iterable[Launch]]) -> None:
-        """Launch on a stream, given by its handle, what is kept; or else what `make` returns, and keep that.
+    def __call__(self, stream: int | None, tensors: Tensors, make: Callable[[], Iterable[Launch]]) -> None:
+        """Launch on a stream, given by its handle, what is kept, or what `make` returns.
 
-        `tensors` are all that the launches read or write, in the same order in every call.
+        `tensors` are all that the launches read or write, in one order; None stands for one that is left out.
         """
         if self.run(stream, tensors):
             return
@@ -41,21 +41,24 @@ class Replay:
         if not self.hopeless:
             self.keep(made, tensors)
 
-    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
+    def run(self, stream: int | None, tensors: Tensors) -> bool:
         """Launch what is kept. Return False, without a launch, if nothing that fits is."""
         if self.kept is None or stream is None or profiled():
             return False
         twice, launches = self.kept
-        numbers = [t.data_ptr() for t in tensors]
+        numbers = [0 if t is None else t.data_ptr() for t in tensors]
         for n, first in twice:
             if numbers[n] != numbers[first]:
                 return False
         numbers.append(stream)
         for launch, kept, fills in launches:
-            launch(*_filled(kept, fills, numbers))
+            given = kept.copy()
+            for gap, of, make in fills:
+                given[gap] = make(numbers[of]) if make else numbers[of]
+            launch(*given)
         return True
 
-    def keep(self, launches: Sequence[Launch], tensors: Sequence[Tensor]) -> None:
+    def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
         kept, places = [], dict[int, int]()
         firsts = [places.setdefault(id(t), n) for n, t in enumerate(tensors)]
@@ -77,9 +80,9 @@ class Replay:
 def _open(
     kept: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
 ) -> tuple[list[Any], Fills]:
-    """Append values without their tensors to `kept`; return it, and what fills the gaps.
+    """Append values to `kept`, without tensors; return it, and what fills the gaps.
 
-    `places`: where a tensor is among the call's. `maps`: those of values that are descriptors.
+    `places`: where a tensor is among the call's. `maps`: those of descriptors.
     """
     fills: Fills = []
     for n, value in enumerate(values):
@@ -114,10 +117,10 @@ def of_kind(kind: Any) -> tuple[dict[Any, Any], Replay]:
 
 
 def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
-    """Launch once more what calls of a kind, with such tensors, have launched before; else what `make` returns.
+    """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns.
 
-    `make` gets the kind's cache of compiled kernels. `kind` and what is seen of the tensors must say all that a launch
-    depends on but addresses.
+    `make` gets their compiled kernels. `kind` and what is seen of the tensors must say all that a launch depends on but
+    addresses.
     """
     compiled, replay = of_kind((kind, seen(tensors)))
     with on_device(tensors[0]):

@@ -110,7 +110,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
     """Write the rows of o and lse that a plan sums."""
     device = x.q.device
-    stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
+    stream, partial = current_stream(device), empty(((pl.partial,), (1,), torch.float32), device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
     pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, partial))
 

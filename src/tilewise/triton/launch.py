@@ -20,7 +20,6 @@ from ..host.launch import (
     empty_saved,
     lengths,
     packed,
-    present,
     renormalize_launches,
     rows,
     tile_lists,
@@ -74,7 +73,7 @@ class Plan(NamedTuple):
     compiled: dict[Any, Any]
     """The compiled kernels of this problem."""
     replays: defaultdict[Any, Replay]
-    """The launches of the forward, by None, and those of backwards, by what the problem does not tell."""
+    """The launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @lru_cache(4096)
@@ -109,7 +108,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     stream = current_stream(x.q.device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    tensors = present(*x[:3], *x.extra, *saved[:3], *saved.kept)
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
 
@@ -125,7 +124,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    tensors = present(*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra)
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
