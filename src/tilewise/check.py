@@ -79,7 +79,10 @@ def check_arguments(
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
-    precision, told, tables, rotary = given_beforehand(precision, q, layout)
+    told: tuple[Tensor, ...] = ()
+    tables, rotary = told, None
+    if isinstance(precision, EightBits):
+        precision, told, tables, rotary = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
