@@ -79,7 +79,10 @@ def check_arguments(
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
         _refuse_operands(q=q, k=k, v=v)
-    precision, told, tables, rotary = given_beforehand(precision, q, layout)
+    told: tuple[Tensor, ...] = ()
+    tables, rotary = told, None
+    if isinstance(precision, EightBits):
+        precision, told, tables, rotary = given_beforehand(precision, q, layout)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
@@ -109,11 +112,11 @@ def check_arguments(
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
-    if parts or changes:
-        check_values((*parts, *changes))
+    values: tuple[Value, ...] = parts + changes
+    check_values(values)
     if place is not None:
-        parts, changes = (_placed(values, place, q, k, layout, rotary) for values in (parts, changes))
-    values = (*parts, *changes)
+        parts, changes = [_placed(each, place, q, k, layout, rotary) for each in (parts, changes)]
+        values = parts + changes
     extra = [t for value in values if value.captures for t in value.tensors]
     extra += [*([] if sink is None else [sink]), *of_all, *told, *tables]
     extra += () if layout is None else (*layout.tensors, *scales)

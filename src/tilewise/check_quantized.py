@@ -78,11 +78,9 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
 
 
 def given_beforehand(
-    precision: str | EightBits | None, q: Tensor, layout: Layout | None
-) -> tuple[str | None, tuple[Tensor, ...], tuple[Tensor, ...], str | None]:
-    """Return a precision's name, and of an EightBits mean and balance, (B, H_k, D), cos and sin, and how pairs lie."""
-    if not isinstance(precision, EightBits):
-        return precision, (), (), None
+    precision: EightBits, q: Tensor, layout: Layout | None
+) -> tuple[str, tuple[Tensor, ...], tuple[Tensor, ...], str | None]:
+    """Return the precision's name, mean and balance, (B, H_k, D), cos and sin, and how pairs lie."""
     told, tables = (), ()
     if precision.mean is not None and precision.balance is not None:
         batch = q if layout is None else layout.cu_q[1:] if isinstance(layout, Varlen) else layout.lengths

@@ -1,6 +1,6 @@
 """Merge partial results over disjoint sets of keys; the gradient of a sink, which is a part with one key of value 0."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import Missing, load
+from .problem import Grads, Operands, Problem
 
 
 def merge(
@@ -123,3 +124,12 @@ def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
     dS = torch.exp(sink.to(L.dtype)[:, None] - L) * -delta
     dS = dS.masked_fill(L == -torch.inf, 0.0)  # a row without keys whose sink is -inf, or a row outside all sequences
     return dS.sum(-1).reshape(-1, sink.shape[0]).sum(0)
+
+
+def with_sink(p: Problem, x: Operands, lse: Tensor, grads: Grads, delta: Callable[[], Tensor]) -> Grads:
+    """Return the gradients with that of the sink, if it is wanted. `delta` is called for delta in the layout of lse."""
+    at = len(grads.extra) - 1 - p.recipe.of_layout
+    if not p.recipe.sink or grads.extra[at] is None:
+        return grads
+    found = sink_gradient(x.extra[at], lse, delta()).to(x.extra[at].dtype)
+    return grads._replace(extra=(*grads.extra[:at], found, *grads.extra[at + 1 :]))

@@ -86,7 +86,7 @@ def intercepted(tensors: Sequence[Tensor]) -> bool:
         or not PLAIN.issuperset(map(type, tensors))
         or tensors[0].is_meta
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(map(Tensor.is_neg, tensors))
+        or any([t.is_neg() for t in tensors])
     )
 
 

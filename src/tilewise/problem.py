@@ -5,7 +5,7 @@ strides and device of the operands. The choices of back end, tiles and kernels d
 """
 
 import ast
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -187,36 +187,37 @@ class Problem(Call):
 
     def __hash__(self) -> int:
         """Return the hash, computed once: every call looks up its back end and its plan."""
-        known = self.__dict__.get("hash")
-        if known is None:
-            known = self.__dict__["hash"] = super().__hash__()
-        return known
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
     def __getstate__(self) -> None:
-        """Leave the hash out of a pickle, as another process hashes text to other numbers."""
+        """Leave what is computed once out of a pickle, as another process hashes text to other numbers."""
 
-    @property
+    @cached_property
     def B(self) -> int:  # noqa: N802
         """Return the number of batch entries or packed sequences."""
         if self.recipe.cached:
             return self.in_layout("lengths").shape[0]
         return self.extra[-1].shape[0] - 1 if self.recipe.varlen else self.q.shape[0]
 
-    @property
+    @cached_property
     def M(self) -> int:  # noqa: N802
         """Return the number of queries of the longest batch entry."""
         if self.recipe.cached and self.rows_packed:
             return self.max_q or self.q.shape[0]
         return self.max_q if self.recipe.varlen else self.q.shape[1]
 
-    @property
+    @cached_property
     def N(self) -> int:  # noqa: N802
         """Return the number of keys of the longest batch entry; of a cache, its capacity."""
         if (table := self.in_layout("table")) is not None:
             return table.shape[1] * self.k.shape[1]
         return self.max_k if self.recipe.varlen else self.k.shape[1]
 
-    @property
+    @cached_property
     def rows_packed(self) -> bool:
         """Tell whether q is (T, H, D), without a dimension for the batch."""
         return len(self.q.shape) == 3
@@ -227,62 +228,62 @@ class Problem(Call):
         names = self.recipe.layout[1] if self.recipe.layout else ()
         return extra[len(extra) - len(names) + names.index(name)] if name in names else None
 
-    @property
+    @cached_property
     def H(self) -> int:  # noqa: N802
         """Return the number of query heads."""
         return self.q.shape[-2]
 
-    @property
+    @cached_property
     def H_k(self) -> int:  # noqa: N802
         """Return the number of key heads."""
         return self.k.shape[-2]
 
-    @property
+    @cached_property
     def D(self) -> int:  # noqa: N802
         """Return the head size of q and k."""
         return self.q.shape[-1]
 
-    @property
+    @cached_property
     def D_v(self) -> int:  # noqa: N802
         """Return the head size of v and o."""
         return self.v.shape[-1]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Return the type of q, k and v; where these are in e4m3, that of o."""
         return torch.bfloat16 if self.recipe.quantized else self.q.dtype
 
-    @property
+    @cached_property
     def out_dtype(self) -> torch.dtype:
         """Return the type of o, dq, dk and dv."""
         return self.dtype if self.recipe.out_dtype is None else torch.float32
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
 
-    @property
+    @cached_property
     def place(self) -> tuple[int, int, int, int, int]:
         """Return from where dropout counts: row, column, head, of how many heads, and batch entry."""
         return self.recipe.place or (0, 0, 0, self.H, 0)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[type[Value], ...]:
         """Return the classes of all mask parts, then of all scores."""
         return tuple(KINDS[plain[0]] for plain in self.recipe.mask + self.recipe.score)
 
-    @property
+    @cached_property
     def past(self) -> bool:
         """Tell whether the mask hides every key after its query, as a causal mask does."""
         return any(map(hides_later_keys, self.recipe.mask))
 
-    @property
+    @cached_property
     def listed(self) -> bool:
         """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
         return not all([kind.interval for kind in self.kinds])
 
-    @property
+    @cached_property
     def off_counters(self) -> list[str]:
         """Return why a GPU's dropout cannot begin at the place, whose counters are for 16 rows and 64 keys."""
         row, column, *_ = self.place
@@ -293,7 +294,7 @@ class Problem(Call):
             "choose multiples of these"
         ]
 
-    @property
+    @cached_property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         recipe = self.recipe
@@ -309,7 +310,7 @@ class Problem(Call):
             and max(self.D, self.D_v) <= 256
         )
 
-    @property
+    @cached_property
     def biased(self) -> bool:
         """Tell whether there is a bias, so that logits may be as large as its entries."""
         return any([issubclass(kind, Bias) for kind in self.kinds])

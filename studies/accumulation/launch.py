@@ -72,7 +72,7 @@ def launches(p: Problem, x: Operands, o: Tensor, accumulate: "Accumulate", tiles
     lists, listing = tile_lists(p, pl, tiles, parts, x, by_key=False)
     across, heads = cdiv(p.M, tiles.B_r), p.B * p.H
     arguments = (
-        *(rows(p, t) for t in (*x[:3], o)), Variant(parts, (), None, lists), pl.c, float(accumulate.lower(p.N)),
+        *(rows(t) for t in (*x[:3], o)), Variant(parts, (), None, lists), pl.c, float(accumulate.lower(p.N)),
         p.M, p.N, p.H, heads, pl.section, across,
     )  # fmt: skip
     return [*listing, Launch(kernel, heads * across, arguments, pl.constants, pl.compiled)]

@@ -2,7 +2,9 @@
 
 import cProfile
 import inspect
+import itertools
 import pstats
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +16,16 @@ from tilewise import append, check, operator
 pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 
-from tilewise.host import kept as host_kept
+from tilewise.hopper import fp32_launch
+from tilewise.hopper import launch as hopper_launch
+from tilewise.hopper.descriptors import Descriptor
+from tilewise.hopper.plan import plan
 from tilewise.host import launch as host
+from tilewise.host import replay as host_replay
 from tilewise.host.replay import Replay
-from tilewise.tile.append import cache_append
-from tilewise.tile.merge import attention_merge
+from tilewise.problem import Recipe, Saved
 from tilewise.triton import decode_launch
+from tilewise.triton import launch as portable_launch
 
 pytestmark = pytest.mark.skipif(
     getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None) is None, reason="this Triton has another wrapper"
@@ -40,26 +46,33 @@ class Recorder:
 @pytest.fixture
 def launched(monkeypatch):
     """Let CPU tensors count as a GPU's, and return the list of what launchers are given."""
-    given = []
+    given, count = [], itertools.count()
 
-    def compiled(*_):
+    def compiled(_, start):
+        one = inspect.getclosurevars(start).nonlocals["self"]
+        names = list(inspect.signature(one.kernel.fn).parameters)
+        monkeypatch.setattr(one.kernel, "arg_names", names, raising=False)  # the interpreter's has none
+        signature = {n: "tensordesc" if isinstance(each, Descriptor) else "i32" for n, each in enumerate(one.arguments)}
         run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
-        run.launch = Recorder(given)
+        run.launch = nvidia.wrap_handle_tensordesc(Recorder(given), signature, None)
         run.launch_cooperative_grid = run.launch_pdl = False
         run.global_scratch_size = run.profile_scratch_size = 0
-        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+        return SimpleNamespace(run=run, function=f"function {next(count)}", packed_metadata="metadata")
 
+    def described(descriptor, _):
+        sizes = *descriptor.shape, *descriptor.strides
+        return [("map", descriptor.base.data_ptr(), *sizes), *sizes]
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", described)
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_kept):
+    for module in (host, decode_launch, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
-    kernels = decode_launch.attention_decode, decode_launch.attention_combine, cache_append, attention_merge
-    for kernel in kernels:
-        monkeypatch.setattr(kernel, "arg_names", list(inspect.signature(kernel.fn).parameters), raising=False)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
-    cached = check._described, decode_launch.plan, host_kept.kept
+    monkeypatch.setattr(hopper_launch, "COUNTERS", {})
+    cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_launch.plan
     for each in cached:
         each.cache_clear()
     yield given
@@ -80,6 +93,15 @@ def cached(B=3):
     return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout), (q, k, v, layout.lengths, table)
 
 
+def pack():
+    """Sequences of 1 and of 100 queries: those below FULL run on the portable kernel, after Hopper's own."""
+    q, k, v = (torch.randn(*shape, 128, dtype=BF16) for shape in ((101, 32), (64, 64, 8), (64, 64, 8)))
+    table, cu_q = torch.randint(0, 64, (2, 8), dtype=torch.int32), torch.tensor([0, 1, 101], dtype=torch.int32)
+    layout = tw.Cached(torch.full((2,), 100, dtype=torch.int32), table, cu_q=cu_q)
+    tensors = q, k, v, cu_q, layout.lengths, table
+    return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout, backend="hopper"), tensors
+
+
 def appended(B=3):
     q, k, v = (torch.randn(*shape, 128, dtype=BF16) for shape in ((B, 1, 32), (64, 64, 8), (64, 64, 8)))
     k_new, v_new = torch.randn(2, B, 1, 8, 128, dtype=BF16).unbind()
@@ -97,54 +119,211 @@ def merged(packed=False):
     return lambda: tw.merge([(part, of_part)], into=(o, lse), backend="triton"), (o, lse, part, of_part)
 
 
+OPTIONS = {
+    "full": dict,
+    "causal": lambda: {"mask": tw.Causal()},
+    "prefix": lambda: {"mask": tw.Prefix(torch.tensor([5, 200]))},
+    "sink": lambda: {"mask": tw.Window(50, 0), "sink": torch.randn(4)},
+    "bias": lambda: {"score": tw.Bias(torch.randn(300, 300, dtype=BF16))},
+    "dropout": lambda: {"dropout": 0.1, "seed": torch.tensor(3)},
+    "deterministic": lambda: {"deterministic": True},
+    "packed": lambda: {"layout": tw.Varlen(*[torch.tensor([0, 200, 600], dtype=torch.int32)] * 2, 400, 400)},
+}
+"""Options of calls, each with its own tensors."""
+
+
+def operands(name, dtype, **given):
+    """Return q, k and v; the options, and their tensors."""
+    options = {**OPTIONS[name](), **given}
+    rows = (600,) if "layout" in options else (2, 300)
+    x = [torch.randn(*rows, heads, 128, dtype=dtype) for heads in (4, 2, 2)]
+    extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
+    return x, options, [*extra, *(t for each in options.values() for t in getattr(each, "tensors", ()))]
+
+
+def forward(name, dtype=BF16, **given):
+    x, options, extra = operands(name, dtype, **given)
+    return lambda: tw.attention(*x, **options), (*x, *extra)
+
+
+def backward(name, of_do=torch.empty_like, of_lse=False, dtype=BF16, **given):
+    """`of_do` makes the gradient of o; with `of_lse`, there is one of lse."""
+    x, options, extra = operands(name, dtype, **given)
+    *rows, H, _ = x[0].shape
+    o, lse = torch.randn(*rows, H, 128, dtype=dtype), torch.randn(*rows[:-1], H, rows[-1])
+    do, dlse = of_do(o), torch.randn_like(lse) if of_lse else None
+    grads = [do] if dlse is None else [do, dlse]
+    return lambda: tw.attention_backward(do, *x, o, lse, dlse=dlse, **options), (*x, o, lse, *grads, *extra)
+
+
 def flat(value, names):
-    """Return arguments with the name of a tensor in place of its address, and of others' a word."""
-    if isinstance(value, tuple):
+    """Return arguments with the name of a tensor in place of its address; of others a number, in order."""
+    if isinstance(value, (tuple, list)):
         return tuple(flat(each, names) for each in value)
     address = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    return names.get(address, "made" if isinstance(address, int) and address > 1 << 40 else address)
+    made = isinstance(address, int) and address > 1 << 40
+    return names.setdefault(address, f"made {len(names)}") if made else names.get(address, address)
 
 
-CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "append": appended}
+CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "pack": pack, "append": appended}
 CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
+for way, pass_ in (("", forward), (" backward", backward)):
+    CALLS |= {f"hopper {name}{way}": partial(pass_, name) for name in OPTIONS}
+    CALLS |= {f"portable {name}{way}": partial(pass_, name, backend="triton") for name in OPTIONS}
+    fp32 = [name for name in OPTIONS if name not in ("bias", "dropout")]
+    CALLS |= {f"fp32 {name}{way}": partial(pass_, name, dtype=torch.float32, backend="hopper") for name in fp32}
+CALLS |= {"hopper lse backward": partial(backward, "causal", of_lse=True)}
+LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "pack": 3, "append": 1, "merge": 1, "merge packed": 1}
+LAUNCHES |= {
+    "hopper": 1,
+    "portable": 1,
+    "fp32": 2,
+    "fp32 backward": 4,
+    "fp32 deterministic backward": 5,
+    "hopper backward": 3,
+}
+LAUNCHES |= {"hopper bias backward": 4, "hopper deterministic backward": 4, "portable backward": 3}
+LAUNCHES |= {"portable bias backward": 4}
+"""How many there are, by the whole name of a call or its first and last words."""
+
+
+def given_to_launchers(launched, call, tensors):
+    launched.clear()
+    with torch.no_grad():
+        call()
+    names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+    return [flat(given, names) for given in launched]
+
+
+def refuse(*_):
+    raise AssertionError("a launch was built again")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, name):
-    calls, found = [CALLS[name]() for _ in range(3)], []
+    (first, _), second, third = (CALLS[name]() for _ in range(3))
     with torch.no_grad():
-        calls[0][0]()  # it compiles, and launches nothing here
-        for kept, (call, tensors) in zip((True, False), calls[1:], strict=True):
-            if not kept:
-                monkeypatch.setattr(Replay, "run", lambda *_: False)
-            launched.clear()
-            call()
-            names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
-            found.append([flat(given, names) for given in launched])
-    assert len(found[0]) == (2 if name in ("plain", "alibi", "cached") else 1)
-    assert found[0] == found[1]
-    assert {n for given in found[0] for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
+        first()  # it compiles, and launches nothing here
+    with monkeypatch.context() as patch:
+        patch.setattr(host.Launch, "run", refuse)
+        found = given_to_launchers(launched, *second)
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == given_to_launchers(launched, *third)
+    words = name.split()
+    usual = f"{words[0]} backward" if words[-1] == "backward" else words[0]
+    assert len(found) == LAUNCHES.get(name, LAUNCHES[usual])
+    assert {n for given in found for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
 
 
 def numbers(value):
     return [n for each in value for n in numbers(each)] if isinstance(value, tuple) else [value]
 
 
-def test_a_copy_or_a_tensor_given_twice_is_not_kept(launched):
+def test_a_copy_is_not_kept(launched, monkeypatch):
     q, k = torch.randn(1, 1, 32, 128, dtype=BF16), torch.randn(1, 1024, 8, 256, dtype=BF16)[..., ::2]
+    tried, keep = [], Replay.keep
+    monkeypatch.setattr(Replay, "keep", lambda *given: tried.append(1) or keep(*given))
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             tw.attention(q, k, k)  # k is copied, as its entries lie apart
-    k = k.contiguous()
+    assert len(launched) == 3 * 2
+    assert len(tried) == 1, "nor does a call try again"
+
+
+@pytest.mark.parametrize("rows", [1, 300], ids=["plain", "hopper"])
+def test_a_tensor_given_twice_is_kept_for_such_calls_alone(launched, monkeypatch, rows):
+    q, k, v, other = (torch.randn(1, n, 8, 128, dtype=BF16) for n in (rows, 1024, 1024, 1024))
+    names = {t.data_ptr(): name for t, name in ((q, "q"), (k, "k"), (v, "v"), (other, "other"))}
     with torch.no_grad():
-        for _ in range(3):
-            tw.attention(q, k, k)
-    problems = decode_launch.plan.cache_info().currsize
-    assert problems == 2
-    assert len(launched) == 2 * 2 * 2
+        for keys, values in ((k, k), (k, k), (other, other), (k, v), (other, other), (v, k)):
+            launched.clear()
+            tw.attention(q, keys, values)
+            if launched:  # the first call only compiles
+                given = [n for n in numbers(flat(launched[0], dict(names))) if n in names.values()]
+                places = sorted(set(given), key=given.index)
+                assert places[:3] == list(dict.fromkeys(("q", names[keys.data_ptr()], names[values.data_ptr()])))
 
 
-@pytest.mark.parametrize(("name", "most"), [("plain", 115), ("cached", 155), ("append", 140)])
+def test_calls_at_one_address_are_told_apart(launched, monkeypatch):
+    """Memory that is freed and given out again may hold another shape, type or order, for other options."""
+    memory = torch.randn(3, 1 << 20, dtype=BF16)
+    views = {
+        "contiguous": lambda t: t[: 1 << 18].view(2, 256, 4, 128),
+        "apart": lambda t: t[: 1 << 19].view(2, 256, 8, 128)[:, :, ::2],
+        "heads first": lambda t: t[: 1 << 18].view(2, 4, 256, 128).transpose(1, 2),
+        "longer": lambda t: t[: 1 << 18].view(1, 512, 4, 128),
+        "narrow": lambda t: t[: 1 << 18].view(2, 512, 4, 64),
+        "fp16": lambda t: t[: 1 << 18].view(torch.float16).view(2, 256, 4, 128),
+    }
+    options = {}, {"mask": tw.Causal()}, {"scale": 0.5}, {"score": tw.SoftCap(20.0)}
+    calls = [
+        partial(tw.attention, *map(view, memory), backend="hopper", **given)
+        for view, given in itertools.product(views.values(), options)
+    ]
+    found = [given_to_launchers(launched, call, memory) for _ in range(2) for call in calls][len(calls) :]
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == [given_to_launchers(launched, call, memory) for call in calls]
+    assert len({repr(each) for each in found}) == len(calls)
+
+
+def test_which_tensor_is_unaligned_is_told_apart():
+    """A kernel that reads o in pieces of 16 bytes may not be launched again where lse alone begins at such a place."""
+    memory = torch.empty(1024)
+    places = [memory[:64], memory[2:66]]
+    kinds = [host.unplanned(Saved(o, lse), do, dlse) for o, lse, do, dlse in itertools.product(places, repeat=4)]
+    kinds += [host.unplanned(Saved(o, lse), do, None) for o, lse, do in itertools.product(places, repeat=3)]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_a_tensor_that_is_left_out_moves_no_other(launched):
+    """One more tensor among a call's, as a seed is, must not shift those that are kept by their places."""
+    q, k, v = (torch.randn(2, 300, 4, 128, dtype=BF16) for _ in range(3))
+    names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate((q, k, v))}
+    found = []
+    for seed in (None, None, torch.tensor(3)):
+        launched.clear()
+        operator.attend((q, k, v), seed, Recipe(backend="hopper"), (0, 0))
+        found.append([flat(given, dict(names)) for given in launched])
+    assert found[1] == found[2]
+
+
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_are_told_apart(launched, monkeypatch, of_lse):
+    """What the forward's problem does not tell of the gradient of o: strides, alignment, and whether lse has one."""
+    spread = {
+        "contiguous": torch.empty_like,
+        "expanded": lambda o: torch.ones((), dtype=BF16).expand(o.shape),
+        "heads first": lambda o: torch.empty(2, 4, 300, 128, dtype=BF16).transpose(1, 2),
+        "unaligned": lambda o: torch.empty(o.numel() + 1, dtype=BF16)[1:].view(o.shape),
+    }
+    calls = [backward("causal", of_do=of_do, of_lse=of_lse) for of_do in spread.values()]
+    calls += [backward("causal", of_do=of_do, of_lse=not of_lse) for of_do in spread.values()]
+    found = [given_to_launchers(launched, *call) for _ in range(2) for call in calls][len(calls) :]
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    assert found == [given_to_launchers(launched, *call) for call in calls]
+
+
+@pytest.mark.parametrize("of", [forward, backward])
+def test_a_call_of_another_stream_has_its_counter(launched, monkeypatch, of):
+    call, tensors = of("causal")
+    found = {}
+    for stream in (7, 8, 7, 8):
+        monkeypatch.setattr(hopper_launch, "current_stream", lambda _, stream=stream: stream)
+        given_to_launchers(launched, call, tensors)
+        found[stream] = list(launched)
+    counters = {stream: hopper_launch.counter(tensors[0].device, stream).data_ptr() for stream in found}
+    assert counters[7] != counters[8]
+    for stream, given in found.items():
+        assert {each[3] for each in given} == {stream}
+        used = [n for each in given for n in numbers(each)]
+        assert counters[stream] in used
+        assert counters[15 - stream] not in used
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("plain", 115), ("cached", 155), ("append", 140), ("hopper causal", 105), ("hopper causal backward", 230)],
+)
 def test_a_call_makes_few_calls_in_python(launched, name, most):
     """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300."""
     call, _ = CALLS[name]()

@@ -92,7 +92,7 @@ class Hopper:
         of, planned = _launches(problem)
         with on_device(x.q):
             saved = of.forward(problem, planned, x, seed)
-            if plan.mixed(problem):
+            if problem.rows_packed and plan.mixed(problem):
                 portable: Any = load("triton")
                 portable.write_short(problem, x, saved, plan.FULL - 1)
             return saved

@@ -45,6 +45,11 @@ def vector(t: Tensor, size: int) -> Descriptor:
     return Descriptor(t, Box([t.numel()], [1], [size], LINE))
 
 
+def sums_of_dq(t: Tensor) -> Descriptor:
+    """Describe sums of dQ, in boxes of 16 x 256."""
+    return Descriptor(t, Box([t.numel() // 256, 256], [256, 1], [16, 256], PIECE))
+
+
 def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:
     """Describe a tensor of this shape as (batch, heads, length, size), in boxes of `rows` rows of one head.
 
@@ -53,25 +58,29 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
     if len(shape) == 3:
         shape, stride = (1, *shape), (shape[0] * stride[0], *stride)
     order = 0, 2, 1, 3
-    layout = layout_of(rows, columns, p.dtype)
-    return Box([shape[n] for n in order], [stride[n] for n in order], [1, 1, rows, columns], layout)
+    block = 1, 1, rows, columns
+    return Box([shape[n] for n in order], [stride[n] for n in order], [*block], layout_of(block, p.dtype))
 
 
-def blocks_box(shape: Sequence[int], rows: int, columns: int, dtype: torch.dtype) -> Box:
-    """Describe a contiguous tensor as of this shape, (batch, heads, length, size), in boxes of `rows` x `columns`."""
-    return Box([*shape], [*contiguous(shape)], [1, 1, rows, columns], layout_of(rows, columns, dtype))
+def blocks_box(shape: Sequence[int], block: tuple[int, ...], dtype: torch.dtype) -> Box:
+    """Describe a contiguous tensor as of this shape, in boxes of `block`."""
+    return Box([*shape], [*contiguous(shape)], [*block], layout_of(block, dtype))
 
 
 @lru_cache(64)
-def layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return the layout of a box in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for([*block], TYPES[dtype])
 
 
 def addressable(t: Tensor) -> Tensor:
     """Return the tensor, copied if TMA cannot read it where it lies."""
-    good = t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1])
-    return t if good and 0 not in t.stride() else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 and _steps_fit(t.stride(), t.itemsize) else t.contiguous()
+
+
+@lru_cache(4096)
+def _steps_fit(steps: tuple[int, ...], itemsize: int) -> bool:
+    return steps[-1] == 1 and 0 not in steps and all(step * itemsize % 16 == 0 for step in steps[:-1])
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

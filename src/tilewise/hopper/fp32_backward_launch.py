@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unused
+from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unplanned, unused
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, TYPES, Box, Descriptor, vector
+from .descriptors import Descriptor, blocks_box, sums_of_dq, vector
 from .fp32 import preprocess
 from .fp32.backward import Shape, Tile, attention_backward_fp32
 from .fp32.preprocess import Blocks, Scales
@@ -158,7 +157,7 @@ def launches(
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.rows.dq, rows(p, grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
+        scratch.rows.dq, rows(grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
         cdiv(p.N, row.B_c), query_tiles, heads,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
@@ -172,8 +171,8 @@ def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | No
     row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
     tiles = cdiv(p.N, row.B_c)
     operands = (
-        Split(rows(p, x.k), keys.k, keys.k_descale, None, keys.k_centre),
-        Split(rows(p, x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
+        Split(rows(x.k), keys.k, keys.k_descale, None, keys.k_centre),
+        Split(rows(x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
     )
     arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
     constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "PDL": True, "num_warps": 8}
@@ -185,16 +184,13 @@ def preprocess_launch(
 ) -> Launch:
     """Return the preprocess launch over blocks of queries and of keys."""
     row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
-    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
     scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
     operands = preprocess.Operands(
-        Split(rows(p, x.q), scratch.q, scales.q),
-        Split(rows(p, x.k), k, scales.k, None, k_centre),
-        Split(rows(p, x.v), v, scales.v, scales.v_norm, v_centre),
-        Split(rows(p, do), scratch.do, scales.do, scales.do_norm),
-        rows(p, saved.o), dL, lse,
+        Split(rows(x.q), scratch.q, scales.q),
+        Split(rows(x.k), k, scales.k, None, k_centre),
+        Split(rows(x.v), v, scales.v, scales.v_norm, v_centre),
+        Split(rows(do), scratch.do, scales.do, scales.do_norm),
+        rows(saved.o), dlse, saved.lse,
     )  # fmt: skip
     of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
     if p.recipe.sink:  # never centred
@@ -204,13 +200,14 @@ def preprocess_launch(
         p.H // p.H_k, p.B, of_keys, of_queries, Blocks(queries, keys, query_tiles, key_tiles),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
-    centred = dL is None and not p.recipe.sink
+    centred = dlse is None and not p.recipe.sink
     constants = {
         "tile": preprocess.Tile(p.D, p.D_v, row.B_c, D, centred), "PDL": True,
         "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
-    return Launch(preprocess.attention_backward_preprocess_fp32, programs, arguments, constants, pl.compiled, key)
+    key, kernel = unplanned(saved, do, dlse), preprocess.attention_backward_preprocess_fp32
+    return Launch(kernel, programs, arguments, constants, pl.compiled, key)
 
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
@@ -234,11 +231,10 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
     section = even_section(heads, least)
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
-    sums = Descriptor(scratch.rows.dq, Box([scratch.rows.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums, rows(p, grads.k), rows(p, grads.v),
-        scratch.rows, counter, where, variant, shape,
+        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
+        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))
@@ -248,6 +244,4 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
 def boxes(t: Tensor) -> Descriptor:
     """Describe pieces to TMA, (piece, row, column), in boxes of 64 rows of one piece."""
     count, blocks, rows, columns = t.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([1, 64, columns], TYPES[t.dtype])
-    strides = [blocks * rows * columns, columns, 1]
-    return Descriptor(t, Box([count, blocks * rows, columns], strides, [1, 64, columns], layout))
+    return Descriptor(t, blocks_box((count, blocks * rows, columns), (1, 64, columns), t.dtype))

@@ -1,11 +1,11 @@
 """Launch the fp32 kernels on Hopper: split operands into 16-bit pieces, then run attention on the pieces."""
 
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from ..host.launch import (
     Launch,
@@ -18,16 +18,19 @@ from ..host.launch import (
     packed,
     rows,
     tile_lists,
+    unplanned,
+    with_contiguous_lse,
 )
-from ..merge import sink_gradient
+from ..host.replay import Replay
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from ..tile.schedule import assign
 from ..tile.softmax import LOG2E
 from . import fp32_backward_launch as gradients
-from .descriptors import TYPES, Box, Descriptor, addressable, box
+from .descriptors import Box, Descriptor, addressable, blocks_box, box
 from .fp32 import forward as kernels
-from .launch import by_row, counter
+from .launch import by_row, counter, each
 from .plan import CACHED_KEYS, SECTION, TINY, even_section, needs_mask_in_loop, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
@@ -56,6 +59,8 @@ class Plan(NamedTuple):
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by `unplanned` and whether keys are kept."""
 
 
 @lru_cache(4096)
@@ -84,7 +89,7 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
         {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
-        keeps(p), p.listed, None if p.extra else device_values(p, ()), {},
+        keeps(p), p.listed, None if p.extra else device_values(p, ()), {}, defaultdict(Replay),
     )  # fmt: skip
 
 
@@ -112,7 +117,7 @@ def forward_launches(
     B_c = pl.forward.B_c
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
-        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(p, saved.o), saved.lse, counter,
+        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(saved.o), saved.lse, counter,
         packed(p, x), Variant(parts, (), None, lists, sink), pl.c, pl.shape,
     )  # fmt: skip
     attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
@@ -121,44 +126,35 @@ def forward_launches(
 
 def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA, row after row, in boxes of a tile."""
-    count, blocks, rows, size = pieces.shape
-    box = B_c, size
-    return Descriptor(pieces, Box([count * blocks * rows, size], [size, 1], list(box), tile_layout(box, pieces.dtype)))
+    size = pieces.shape[-1]
+    return Descriptor(pieces, blocks_box((pieces.numel() // size, size), (B_c, size), pieces.dtype))
 
 
 def pairs(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA in boxes of a tile in two pieces, the second below the first."""
     count, blocks, rows, size = pieces.shape
-    box = 2, B_c, size
-    shape, strides = [count, blocks * rows, size], [blocks * rows * size, size, 1]
-    return Descriptor(pieces, Box(shape, strides, list(box), tile_layout(box, pieces.dtype)))
-
-
-@lru_cache(64)
-def tile_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the layout of a box in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), TYPES[dtype])
+    return Descriptor(pieces, blocks_box((count, blocks * rows, size), (2, B_c, size), pieces.dtype))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o, lse and pieces of K and V, and keep the pieces if the plan says so."""
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
-    for launch in forward_launches(p, pl, x, saved, keys, counter(x.q.device, stream)):
-        launch.run(stream)
+    zeros = counter(x.q.device, stream)
+    tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
     grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
-    extra, stream = list(grads.extra), current_stream(x.q.device)
+    stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
-        launch.run(stream)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, gradients.BLOCK, x, scratch.rows.delta)
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
+    replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
+    replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,18 +17,22 @@ from ..host.launch import (
     current_stream,
     device_values,
     dropout,
+    empty,
     empty_grads,
     empty_saved,
     lengths,
     packed,
     renormalize_launches,
     rows,
+    size,
     tile_lists,
+    unplanned,
     unused,
+    with_contiguous_lse,
     with_lse_shift,
 )
 from ..host.quantize import quantized
-from ..merge import sink_gradient
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits
 from ..tile.blocks import Tile
@@ -38,7 +43,7 @@ from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.postprocess import attention_backward_postprocess
-from .descriptors import PIECE, Box, Descriptor, addressable, box, vector
+from .descriptors import Descriptor, addressable, box, sums_of_dq, vector
 from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
@@ -61,7 +66,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     of_q, of_k, of_v, of_o, *_ = pl.boxes
     cache = batch_of(p, x, least=FULL if mixed(p) else None) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
-    of_rows = rows(p, saved.o) if wide or p.rows_packed else None
+    of_rows = rows(saved.o) if wide or p.rows_packed else None
     arguments = (
         Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
         Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
@@ -84,9 +89,7 @@ def backward_launches(
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends."""
     row, where, shape = pl.backward, packed(p, x), pl.backward_shape
-    lse, dL = saved.lse.contiguous(), None if dlse is None else dlse.contiguous()
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr() | (0 if dL is None else dL.data_ptr())) % 16
-    key = do.stride(), saved.o.stride(), aligned, dL is None
+    lse, key = saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
@@ -94,7 +97,7 @@ def backward_launches(
         order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
-    before = preprocess_launch(p, pl, saved.o, do, dL, lse, scratch, grads, where, key)
+    before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = postprocess_launch(p, pl, scratch, grads.q, where)
     sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
@@ -111,7 +114,7 @@ def preprocess_launch(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(p, o), rows(p, do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
+        rows(o), rows(do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
         shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
@@ -128,10 +131,9 @@ def main_launch(
     tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
     Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
-    pieces = Descriptor(scratch.dq, Box([scratch.dq.numel() // 256, 256], [256, 1], [16, 256], PIECE))
     arguments = (
-        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), pieces, dK, dV,
-        (rows(p, grads.k), rows(p, grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
+        Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), sums_of_dq(scratch.dq), dK, dV,
+        (rows(grads.k), rows(grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
         variant, shape,
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
@@ -143,7 +145,7 @@ def postprocess_launch(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
     arguments = (
-        scratch.dq, rows(p, dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
+        scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
         pl.backward_tile.GROUP,
     )  # fmt: skip
     constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
@@ -156,7 +158,7 @@ def bias_gradients(
 ) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
     """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
     scores."""
-    operands = (*(rows(p, adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
+    operands = (*(rows(adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
     tiles = BIAS[pl.backward_tile.D]
     tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
     constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -169,49 +171,52 @@ def bias_gradients(
 
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    B_r = pl.backward.B_r
-    blocks = row_blocks(p, B_r) * p.H * (1 if p.recipe.varlen else p.B)
-    sizes = blocks * B_r, blocks * B_r, blocks * B_r * padded(p)
+    row = pl.backward
+    blocks, *sizes = scratch_sizes(p, row, pl.backward_shape.heads)
+    logs, delta, dq, ready, done = [size and empty(size, device) for size in sizes]
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    logs, delta, dq = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
-    loops = pl.backward_shape.heads
-    ready = None if p.recipe.varlen or pl.backward.split_dkdv else torch.empty(loops, dtype=torch.int32, device=device)
-    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    return Scratch(
-        logs,
-        delta,
-        dq,
-        dq_semaphore,
-        ready,
-        empty_gqa_sums(p, pl.backward, pl.backward_tile.GQA_PROGRAMS, device),
-        done,
-    )
+    sums = empty_gqa_sums(p, row, pl.backward_tile.GQA_PROGRAMS, device)
+    return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
+
+
+@lru_cache(4096)
+def scratch_sizes(p: Problem, row: Any, loops: int) -> list[Any]:
+    """Return the blocks of rows, and the sizes of a scratch's logs, delta, dq, ready (or None) and done."""
+    blocks = row_blocks(p, row.B_r) * p.H * (1 if p.recipe.varlen else p.B)
+    sums = [size(torch.float32, blocks * row.B_r * width) for width in (1, 1, padded(p))]
+    ready = None if p.recipe.varlen or row.split_dkdv else size(torch.int32, loops)
+    return [blocks, *sums, ready, size(torch.int32, p.B * p.H)]
+
+
+def each(scratch: Scratch) -> tuple[Any, ...]:
+    """Return all tensors of a scratch, and None in place of some."""
+    sums: Any = scratch.gqa_sums or ()
+    return *scratch[:5], *sums, scratch.done
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
-    saved = empty_saved(p, x, seed)
-    stream = current_stream(x.q.device)
+    saved, device = empty_saved(p, x, seed), x.q.device
+    stream = current_stream(device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    for launch in forward_launches(p, pl, x, saved, counter(x.q.device, stream)):
-        launch.run(stream)
+    zeros = counter(device, stream)
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept, zeros]
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
-    extra, stream = list(grads.extra), current_stream(x.q.device)
+    stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros):
-        launch.run(stream)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = by_row(p, pl.backward.B_r, x, scratch.delta)
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros]
+    replay = pl.replays[unplanned(saved, do, dlse)]
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 
 def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 """
 
 import os
+from collections import defaultdict
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..host.launch import cdiv, device_values, lengths
+from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
 from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
@@ -73,6 +75,8 @@ class Plan(NamedTuple):
     variant: Variant | None
     """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
     compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @lru_cache(4096)
@@ -109,7 +113,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
-        p.listed, values, backward_values, variant, {},
+        p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip
 
 
@@ -121,10 +125,10 @@ def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
     if eight_bits(p):
         batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
         kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
-        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), 64, D, kind)
-        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), B_c, D, kind)
+        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), (1, 1, 64, D), kind)
+        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), (1, 1, B_c, D), kind)
         if p.recipe.precision == "fp8":
-            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), D, B_c, torch.float8_e4m3fn)
+            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), (1, 1, D, B_c), torch.float8_e4m3fn)
     return q, k, v
 
 
@@ -149,7 +153,7 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
 
 def mixed(p: Problem) -> bool:
     """Tell whether a pack may also hold sequences below FULL queries, which then run on the portable kernel."""
-    return p.recipe.cached and p.rows_packed and p.B > 1 and p.out_dtype == p.dtype
+    return p.rows_packed and p.recipe.cached and p.B > 1 and p.out_dtype == p.dtype
 
 
 def page_of(p: Problem) -> int | None:

@@ -1,6 +1,6 @@
 """Kernel arguments and launches, for all GPU back ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -16,7 +16,7 @@ from ..problem import Grads, Operands, Problem, Saved, empty_parts
 from ..score import Bias
 from ..tile import masks, scores
 from ..tile.bias import Broadcast, Kind, attention_backward_dbias
-from ..tile.cache import Batch
+from ..tile.cache import Batch, Scales
 from ..tile.dropout import Counters, Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
@@ -47,7 +47,7 @@ NO_CONTEXT = nullcontext()
 
 def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Return a context that makes q's device current, as Triton launches there. It is free if that is so already."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+    if not q.is_cuda or q.device.index == torch._C._cuda_getDevice():
         return NO_CONTEXT
     return torch.cuda.device(q.device)
 
@@ -118,6 +118,18 @@ class Launch(NamedTuple):
 RECORDED: ContextVar[list[Launch] | None] = ContextVar("foreseen", default=None)
 """A list that records launches of kernels that are not compiled, in place of running them; None runs them. A back end
 called on meta tensors thus records what the same call launches on a GPU (see precompile.py)."""
+
+
+def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
+    """Return what a backward's kernels depend on beside its problem. lse and dlse are contiguous."""
+    aligned = [None if t is None else t.data_ptr() % 16 == 0 for t in (do, saved.o, saved.lse, dlse)]
+    return do.stride(), saved.o.stride(), *aligned
+
+
+def with_contiguous_lse(saved: Saved, dlse: Tensor | None) -> tuple[Saved, Tensor | None]:
+    """Return a forward's results and dlse, with lse and dlse contiguous."""
+    dlse = None if dlse is None else dlse.contiguous()
+    return saved if saved.lse.is_contiguous() else saved._replace(lse=saved.lse.contiguous()), dlse
 
 
 def tile_lists(
@@ -233,16 +245,28 @@ def packed(p: Problem, x: Operands) -> Packed | None:
 
 def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
     """Return a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
-    names = ("cu_q", "lengths", "starts", "index")
-    tensors = [None if (t := p.in_layout(name, x.extra)) is None else t.contiguous() for name in names]
-    table: Tensor | None = p.in_layout("table", x.extra)
+    return batch_from(lambda name: p.in_layout(name, x.extra), p.B, p.M, total_rows(p), p.N, least, most)
+
+
+def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
+    """Return the tensors of a cache's layout, which `get` gives by name, and its sizes and bounds."""
+    tensors = (None if t is None else t.contiguous() for t in map(get, ("cu_q", "lengths", "starts", "index")))
+    cu_q, lengths, starts, index = tensors
+    table = get("table")
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     width = 0 if table is None else 2 * table.stride(0) + 1
-    sizes = [2 * n + 1 for n in (p.B, p.M, total_rows(p), p.N)]
-    cu_q, lengths, starts, index = tensors
-    bounds = [None if n is None else 2 * n + 1 for n in (least, most)]
-    return Batch(cu_q, lengths, starts, index, table, width, *sizes, *bounds)  # type: ignore[call-arg]
+    given = [None if n is None else 2 * n + 1 for n in sizes]
+    return Batch(cu_q, lengths, starts, index, table, width, *given)  # type: ignore[call-arg]
+
+
+def scales_of(get: Callable[[str], Any], B: int, H_k: int) -> Scales | None:
+    """Return the scales of 8-bit keys and values of a cache's layout as a kernel argument."""
+    k, v = get("k_scale"), get("v_scale")
+    if k is None:
+        return None
+    (k_batch, k_head), (v_batch, v_head) = (t.expand(B, H_k).stride() for t in (k, v))
+    return Scales(k, k_batch, k_head, v, v_batch, v_head)
 
 
 def total_rows(p: Problem) -> int:
@@ -256,10 +280,10 @@ def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -
         return None
     of_queries, of_keys, lse = (), (), None
     if saved:
-        of_queries, lse = (Output(rows(p, saved.o), p.H, p.D_v),), saved.lse
+        of_queries, lse = (Output(rows(saved.o), p.H, p.D_v),), saved.lse
     elif grads:
-        of_queries = (Output(rows(p, grads.q), p.H, p.D),)
-        of_keys = Output(rows(p, grads.k), p.H_k, p.D), Output(rows(p, grads.v), p.H_k, p.D_v)
+        of_queries = (Output(rows(grads.q), p.H, p.D),)
+        of_keys = Output(rows(grads.k), p.H_k, p.D), Output(rows(grads.v), p.H_k, p.D_v)
     return Unused(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
 
 
@@ -285,13 +309,16 @@ def lengths(p: Problem) -> tuple[int, int]:
     return p.q.shape[0] if p.rows_packed else p.M, p.k.shape[0] if p.recipe.varlen else p.N
 
 
-def rows(p: Problem, t: Tensor) -> Rows:
-    """Return an operand with its strides. The last one must be 1 (see `adjacent`)."""
-    if p.rows_packed:
-        row, head, _ = t.stride()
-        return Rows(t, 0, row, head)
-    batch, row, head, _ = t.stride()
-    return Rows(t, batch, row, head)
+def rows(t: Tensor) -> Rows:
+    """Return an operand (B, M, H, D), or packed (T, H, D), with its strides. The last must be 1 (see `adjacent`)."""
+    *batch, row, head, _ = t.stride()
+    return Rows(t, batch[0] if batch else 0, row, head)
+
+
+def rows_of_lse(lse: Tensor) -> Rows:
+    """Return lse (B, H, M) or (H, M) with its strides, as rows of one number that lie side by side."""
+    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
+    return Rows(lse, lse.stride(0) if lse.ndim == 3 else 0, 1, lse.stride(-2))
 
 
 def with_adjacent_rows(x: Operands) -> Operands:
@@ -365,29 +392,35 @@ def renormalize_launches(
 
 def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     """Allocate the outputs of a forward, unwritten."""
-    of_o, of_lse = saved_sizes(p)
-    return Saved(empty(*of_o, p.out_dtype, x.q.device), empty(*of_lse, torch.float32, x.q.device), seed)
+    of_o, of_lse, *_ = sizes(p)
+    return Saved(empty(of_o, x.q.device), empty(of_lse, x.q.device), seed)
 
 
 @lru_cache(4096)
-def saved_sizes(p: Problem) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return the shape and the strides of o, and those of lse."""
+def sizes(p: Problem) -> list[Any]:
+    """Return the sizes of o, lse, dq, dk and dv."""
     *rows, H, _ = p.q.shape
-    o = torch.empty((*rows, H, p.D_v), device="meta")
-    lse = torch.empty((H, *rows) if p.rows_packed else (rows[0], H, rows[1]), device="meta")
-    return (tuple(o.shape), o.stride()), (tuple(lse.shape), lse.stride())  # a torch.Size is no tuple for PyTorch here
+    of_lse = (H, *rows) if p.rows_packed else (rows[0], H, rows[1])
+    of_o, *others = [size(p.out_dtype, *shape) for shape in ((*rows, H, p.D_v), p.q.shape, p.k.shape, p.v.shape)]
+    return [of_o, size(torch.float32, *of_lse), *others]
 
 
-def empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def size(dtype: torch.dtype, *shape: int) -> Any:
+    """Return what `empty` takes for a contiguous tensor. (A torch.Size is no tuple for it.)"""
+    return shape, torch.empty(shape, device="meta").stride(), dtype
+
+
+def empty(size: Any, device: torch.device) -> Tensor:
     """Allocate a tensor, unwritten, on the CPU or the current GPU."""
     if EMPTY_CUDA is not None and device.type == "cuda":
-        return EMPTY_CUDA(shape, strides, dtype)
+        return EMPTY_CUDA(*size)
+    shape, strides, dtype = size
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def empty_grads(p: Problem, x: Operands) -> Grads:
     """Allocate all gradients, unwritten."""
-    q, k, v = empty_parts(p, x)
+    q, k, v = empty_parts(p, x) if p.recipe.packed else [empty(size, x.q.device) for size in sizes(p)[2:]]
     return Grads(q, k, v, empty_extra(p, x))
 
 

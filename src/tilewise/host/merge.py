@@ -8,9 +8,8 @@ import triton
 from torch import Tensor
 
 from ..tile.merge import attention_merge
-from ..tile.rows import Rows
-from .kept import launch_kept
-from .launch import Launch, adjacent, cdiv
+from .launch import Launch, adjacent, cdiv, rows, rows_of_lse
+from .replay import launch_kept
 
 power_of_2: Any = triton.next_power_of_2
 ENTRIES = 4096
@@ -30,18 +29,7 @@ def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]],
     columns: int = power_of_2(max(16, D))
     B_r = max(1, ENTRIES // columns)
     tiles = cdiv(M, B_r)
-    given = tuple((_rows(adjacent(x)), _of_lse(x_lse)) for x, x_lse in parts)
+    given = tuple((rows(adjacent(x)), rows_of_lse(x_lse)) for x, x_lse in parts)
     constants = {"D": D, "B_R": B_r, "B_D": columns, "num_warps": 4}
     programs = prod(outer) * H * tiles
-    return Launch(attention_merge, programs, (_rows(o), _of_lse(lse), given, M, H, tiles), constants, compiled)
-
-
-def _rows(o: Tensor) -> Rows:
-    """Return o (B, M, H, D) with its strides; packed rows (M, H, D) are those of one batch entry."""
-    return Rows(o, *o.stride()[:-1]) if o.ndim == 4 else Rows(o, 0, *o.stride()[:-1])
-
-
-def _of_lse(lse: Tensor) -> Rows:
-    """Return lse (B, H, M) or (H, M) with its strides, by numbers that lie side by side."""
-    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
-    return Rows(lse, lse.stride(0) if lse.ndim == 3 else 0, 1, lse.stride(-2))
+    return Launch(attention_merge, programs, (rows(o), rows_of_lse(lse), given, M, H, tiles), constants, compiled)

@@ -44,7 +44,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size, pairs, p.recipe.rotary == "neighbours")
     starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0]))
     bits = codes._replace(v=None if codes.v is None else codes.v.view(torch.int8))
-    given = kernels.Inputs(rows(p, x.q), rows(p, x.k), rows(p, x.v), starts, ends, angles)
+    given = kernels.Inputs(rows(x.q), rows(x.k), rows(x.v), starts, ends, angles)
     where, (M, N), made = packed(p, x), lengths(p), kernels.Codes(*bits)
     exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(

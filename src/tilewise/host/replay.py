@@ -1,79 +1,127 @@
-"""Launch once more what a problem has launched before: of all arguments, only addresses of tensors are new."""
+"""Launch once more what calls have launched before: of all arguments, only addresses of tensors are new."""
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
 
-from .direct import BASE
-from .launch import Launch, profiled
+from ..check import seen
+from .direct import Map
+from .launch import Launch, current_stream, on_device, profiled
 
-Fill = Callable[[Sequence[int]], Any]
-"""It returns an argument for given addresses of a call's tensors."""
+Tensors = Sequence[Tensor | None]
+Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
+"""A gap in a list of arguments, which addresses fill it, and what turns them into an argument. A descriptor's gap is a
+slice, as the launcher takes several parts."""
 
 
 class Replay:
-    """The launches of a call, with the addresses of its tensors left open.
+    """The launches of a call, with the stream and the addresses of its tensors left open.
 
-    Everything else that kernels take follows from the problem. Without it, a call of two kernels spends as long on
-    building their arguments as on the rest.
+    All else that kernels take follows from the problem. For two kernels it takes as long as the rest of a call.
     """
 
     def __init__(self) -> None:
-        self.launches: list[tuple[Any, list[Any], list[tuple[int, Fill]]]] = []
+        self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
+        """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
+        self.hopeless = False
+        """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
-    def run(self, stream: int | None, tensors: Sequence[Tensor]) -> bool:
-        """Launch on a stream, given by its handle. Return False, without a launch, if nothing is kept."""
-        if not self.launches or stream is None or profiled():
+    def __call__(self, stream: int | None, tensors: Tensors, make: Callable[[], Iterable[Launch]]) -> None:
+        """Launch on a stream, given by its handle, what is kept, or what `make` returns.
+
+        `tensors` are all that the launches read or write, in one order; None stands for one that is left out.
+        """
+        if self.run(stream, tensors):
+            return
+        made = list(make())
+        for each in made:
+            each.run(stream)
+        if not self.hopeless:
+            self.keep(made, tensors)
+
+    def run(self, stream: int | None, tensors: Tensors) -> bool:
+        """Launch what is kept. Return False, without a launch, if nothing that fits is."""
+        if self.kept is None or stream is None or profiled():
             return False
-        addresses = [t.data_ptr() for t in tensors]
-        for launch, kept, fills in self.launches:
+        twice, launches = self.kept
+        numbers = [0 if t is None else t.data_ptr() for t in tensors]
+        for n, first in twice:
+            if numbers[n] != numbers[first]:
+                return False
+        numbers.append(stream)
+        for launch, kept, fills in launches:
             given = kept.copy()
-            given[3] = stream
-            for n, fill in fills:
-                given[n] = fill(addresses)
+            for gap, of, make in fills:
+                given[gap] = make(numbers[of]) if make else numbers[of]
             launch(*given)
         return True
 
-    def keep(self, launches: Sequence[Launch], tensors: Sequence[Tensor]) -> None:
-        """Keep launches that have run, if all tensors among their arguments are the call's own, each given once."""
-        kept, places = [], {id(t): n for n, t in enumerate(tensors)}
-        if len(places) < len(tensors):
-            return
+    def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
+        """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
+        kept, places = [], dict[int, int]()
+        firsts = [places.setdefault(id(t), n) for n, t in enumerate(tensors)]
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
-            if compiled is None or at_once is None or at_once.maps:
-                return
-            try:
-                open_, fill = _open((*launch.arguments, *rest), places)
-            except KeyError:  # a tensor that the call made, such as a copy
+            if at_once is None:
+                self.hopeless = compiled is not None
                 return
             start = [launch.programs, 1, 1, None, *at_once.base]
-            kept.append((at_once.launch, [*start, *open_], [(len(BASE) + n, each) for n, each in fill]))
-        self.launches = kept
+            try:
+                given, fills = _open(start, (*launch.arguments, *rest), places, at_once.maps)
+            except KeyError:
+                self.hopeless = True
+                return
+            kept.append((at_once.launch, given, [(3, -1, None), *fills]))
+        self.kept = [(n, first) for n, first in enumerate(firsts) if n != first], kept
 
 
-def _open(values: Sequence[Any], places: dict[int, int]) -> tuple[list[Any], list[tuple[int, Fill]]]:
-    """Return values without their tensors, and what fills each gap. `places`: where a tensor is among the call's."""
-    kept, fills = list(values), []
+def _open(
+    kept: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
+) -> tuple[list[Any], Fills]:
+    """Append values to `kept`, without tensors; return it, and what fills the gaps.
+
+    `places`: where a tensor is among the call's. `maps`: those of descriptors.
+    """
+    fills: Fills = []
     for n, value in enumerate(values):
-        if isinstance(value, Tensor):
-            kept[n] = None
-            fills.append((n, itemgetter(places[id(value)])))
+        at = len(kept)
+        kept.append(value)
+        if n in maps:
+            kept[at:] = parts = maps[n][value.base.data_ptr()]
+            fills.append((slice(at, at + len(parts)), places[id(value.base)], maps[n].__getitem__))
+        elif isinstance(value, Tensor):
+            fills.append((at, places[id(value)], None))
         elif isinstance(value, tuple):
-            inner, gaps = _open(value, places)
-            if gaps:
-                kept[n] = None
-                fills.append((n, _filled(inner, gaps)))
+            inner = _open([], value, places, {})
+            if inner[1]:
+                fills.append((at, slice(None), partial(_filled, *inner)))
+        if fills and fills[-1][0] == at:
+            kept[at] = None
     return kept, fills
 
 
-def _filled(kept: list[Any], fills: list[tuple[int, Fill]]) -> Fill:
-    def fill(addresses: Sequence[int]) -> tuple[Any, ...]:
-        made = kept.copy()
-        for n, each in fills:
-            made[n] = each(addresses)
-        return tuple(made)
+def _filled(kept: list[Any], fills: Fills, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Return arguments with their gaps filled."""
+    given = kept.copy()
+    for gap, of, make in fills:
+        given[gap] = make(numbers[of]) if make else numbers[of]
+    return tuple(given)
 
-    return fill
+
+@lru_cache(4096)
+def of_kind(kind: Any) -> tuple[dict[Any, Any], Replay]:
+    """Return what calls of a kind share, at first nothing: compiled kernels, and launches."""
+    return {}, Replay()
+
+
+def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
+    """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns.
+
+    `make` gets their compiled kernels. `kind` and what is seen of the tensors must say all that a launch depends on but
+    addresses.
+    """
+    compiled, replay = of_kind((kind, seen(tensors)))
+    with on_device(tensors[0]):
+        replay(current_stream(tensors[0].device), tensors, lambda: make(compiled))

@@ -16,14 +16,15 @@ from ..host.launch import (
     device_values,
     empty,
     empty_saved,
+    rows,
+    rows_of_lse,
+    scales_of,
     total_rows,
 )
 from ..host.replay import Replay
 from ..problem import Operands, Problem, Saved
-from ..tile.cache import Scales
 from ..tile.line import Split
 from ..tile.ranges import Variant
-from ..tile.rows import Rows
 from ..tile.softmax import LOG2E
 from .decode import attention_combine, attention_decode
 from .tiles import HOPPER, Tiles, decode_tiles, precision
@@ -109,22 +110,18 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
 def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
     """Write the rows of o and lse that a plan sums."""
     device = x.q.device
-    stream, partial = current_stream(device), empty((pl.partial,), (1,), torch.float32, device)
+    stream, partial = current_stream(device), empty(((pl.partial,), (1,), torch.float32), device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
-    if not pl.replay.run(stream, tensors):
-        made = launches(p, pl, x, saved, partial)
-        for launch in made:
-            launch.run(stream)
-        pl.replay.keep(made, tensors)
+    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, partial))
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
     variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x, most=pl.most)
-    outputs = rows(p, saved.o), rows_of_lse(p, saved.lse)
-    inputs = rows(p, adjacent(x.q)), *(_cache(adjacent(t)) for t in (x.k, x.v))
-    arguments = (*inputs, *outputs, partial, batch, variant, scales(p, x), pl.c, p.H_k, pl.programs)
+    outputs, inputs = (rows(saved.o), rows_of_lse(saved.lse)), [rows(adjacent(t)) for t in x[:3]]
+    scales = scales_of(lambda name: p.in_layout(name, x.extra), p.B, p.H_k)
+    arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
     constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
@@ -132,34 +129,6 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
     constants = {"split": pl.split, "B_X": COMBINED, "num_warps": 4, **overlap}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
-
-
-def scales(p: Problem, x: Operands) -> Scales | None:
-    """Return the scales of 8-bit keys and values as a kernel argument."""
-    found: list[Any] = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
-    if found[0] is None:
-        return None
-    (k_batch, k_head), (v_batch, v_head) = (t.expand(p.B, p.H_k).stride() for t in found)
-    return Scales(found[0], k_batch, k_head, found[1], v_batch, v_head)
-
-
-def _cache(t: Tensor) -> Rows:
-    page, row, head, _ = t.stride()
-    return Rows(t, page, row, head)
-
-
-def rows(p: Problem, t: Tensor) -> Rows:
-    """Return q or o with its strides."""
-    if p.rows_packed:
-        row, head, _ = t.stride()
-        return Rows(t, 0, row, head)
-    return _cache(t)
-
-
-def rows_of_lse(p: Problem, lse: Tensor) -> Rows:
-    """Return lse with its strides, as `Rows` of one number each."""
-    batch, head, row = (0, *lse.stride()) if p.rows_packed else lse.stride()
-    return Rows(lse, batch, row, head)
 
 
 def told(p: Problem) -> str:

@@ -1,5 +1,6 @@
 """Launches: turn a problem and its operands into kernel arguments. The numerics are decided in the kernels."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,12 +23,15 @@ from ..host.launch import (
     renormalize_launches,
     rows,
     tile_lists,
+    unplanned,
     unused,
     with_adjacent_rows,
+    with_contiguous_lse,
     with_lse_shift,
 )
 from ..host.quantize import quantized
-from ..merge import sink_gradient
+from ..host.replay import Replay
+from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..quantize import Codes, blocks_of, eight_bits, size_of
 from ..tile.blocks import Tile
@@ -68,6 +72,8 @@ class Plan(NamedTuple):
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
     """The compiled kernels of this problem."""
+    replays: defaultdict[Any, Replay]
+    """The launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @lru_cache(4096)
@@ -88,7 +94,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
     bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
-    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, {})
+    kept: tuple[Any, ...] = {}, defaultdict(Replay)
+    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, *kept)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -101,8 +108,8 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     stream = current_stream(x.q.device)
     if eight_bits(p):
         saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
-    for launch in forward_launches(p, pl, x, saved):
-        launch.run(stream)
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
 
 
@@ -114,16 +121,13 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
             grad.zero_()
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    for launch in backward_launches(p, pl, x, saved, do, dlse, scratch, grads):
-        launch.run(stream)
-    extra = list(grads.extra)
-    sink = len(extra) - 1 - p.recipe.of_layout
-    if p.recipe.sink and extra[sink] is not None:
-        delta = scratch.delta[..., : saved.lse.shape[-1]]
-        extra[sink] = sink_gradient(x.extra[sink], saved.lse, delta).to(x.extra[sink].dtype)
-    return grads._replace(extra=tuple(extra))
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra]
+    replay = pl.replays[unplanned(saved, do, dlse)]
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
+    return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
 def empty_scratch(p: Problem, x: Operands) -> RowValues:
@@ -140,7 +144,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
-    q, k, v, o = (rows(p, t) for t in (*x[:3], saved.o))
+    q, k, v, o = (rows(t) for t in (*x[:3], saved.o))
     codes = None
     if eight_bits(p):
         made, size = Codes(*saved.kept), size_of(p)
@@ -160,28 +164,24 @@ def backward_launches(
     grads: Grads,
 ) -> Iterator[Launch]:  # fmt: skip
     """Yield launches for the row values (in scratch), dK and dV, dQ, and each bias with a gradient."""
-    where = packed(p, x)
-    lse = saved.lse.contiguous()
+    where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
-    aligned = (do.data_ptr() | saved.o.data_ptr() | lse.data_ptr()) % 16
-    key = do.stride(), saved.o.stride(), aligned  # properties of these tensors that the problem does not hold
     parts, changes, _ = pl.values or device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
-    dL = None if dlse is None else dlse.contiguous()
-    arguments = (rows(p, saved.o), rows(p, do), dL, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
+    arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     yield Launch(
         kernels.attention_backward_delta,
         heads * tiles,
         arguments,
         {"d_v": p.D_v, "B_R": delta_rows},
         pl.compiled,
-        (key, dL is None or dL.data_ptr() % 16),
+        key,
     )
 
-    given = (*(rows(p, t) for t in (*x[:3], do)), scratch)
+    given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
     of_dkdv, of_dq = constants(p, pl, pl.dkdv), constants(p, pl, pl.dq)
     yield from renormalize_launches(
@@ -192,14 +192,14 @@ def backward_launches(
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
     sizes = (M, N, p.H_k, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(p, grads.k), rows(p, grads.v), where, variant._replace(lists=lists), factors, *sizes)
+    arguments = (*given, rows(grads.k), rows(grads.v), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
 
     lists, listing = tile_lists(p, pl, pl.dq, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
     sizes = (M, N, p.H, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(p, grads.q), where, variant._replace(lists=lists), factors, *sizes)
+    arguments = (*given, rows(grads.q), where, variant._replace(lists=lists), factors, *sizes)
     yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
     of_bias = constants(p, pl, pl.bias)
