@@ -3,7 +3,7 @@
 A case is a function of the rank. It raises on what is wrong, after its last message, so that the others go on.
 
 python -m tests.parallel.ranks exact FOLDER    results of four ranks, each against the reference or one device
-python -m tests.parallel.ranks models FOLDER   models on four ranks
+python -m tests.parallel.ranks graphs FOLDER   graphs, checkpoints, models and DTensors on four ranks
 python -m tests.parallel.ranks six FOLDER      six ranks
 """
 
@@ -37,7 +37,7 @@ from tilewise.parallel.exchange import told
 RANKS = 4
 B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
-SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6}
+SPAWNS = {"exact": RANKS, "graphs": RANKS, "six": 6}
 """How many processes each spawn has."""
 CASES: dict[str, dict[str, Callable[[int], None]]] = {spawn: {} for spawn in SPAWNS}
 """By spawn, and by name."""
@@ -360,26 +360,41 @@ def wrong_use_raises_before_anything_is_sent(rank):
         assert not sent, name
 
 
-@case
-def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
+def check_graph(plan, s):
+    """Compare a call in one graph, and a checkpointed one, with the call itself, bit by bit; gradients, too."""
     packed, g = ids().clone(), generator(6)
     alike, sink = torch.randn(4, 1, N, generator=g), torch.randn(4, generator=g)
     options = {"mask": tw.Causal() & tw.Documents(packed, packed), "dropout": 0.2, "seed": 3}
-    pair = MESH[0].get_group(1)
-    one = "gather" if rank < 2 else "ulysses"  # tracing takes seconds, so a pair of ranks does each
-    for plan, s in ((one, tp.Zigzag(pair)), (tp.Grid(2, 2), tp.Contiguous(MESH[0]))):  # the grid has a ring
-        own = [t.float().requires_grad_() for t in (*s.shard(tuple(tensors(4, 2)[:3])), sink, alike)]
+    own = [t.float().requires_grad_() for t in (*s.shard(tuple(tensors(4, 2)[:3])), sink, alike)]
 
-        def call(q, k, v, sink, bias, plan=plan, s=s):
-            score = tw.SoftCap(4.0), tw.Bias(bias)
-            return tp.attention(q, k * 1.0, v, sharding=s, plan=plan, sink=sink, score=score, **options) * 2.0
+    def call(q, k, v, sink, bias):
+        score = tw.SoftCap(4.0), tw.Bias(bias)
+        return tp.attention(q, k * 1.0, v, sharding=s, plan=plan, sink=sink, score=score, **options) * 2.0
 
-        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-        found = [compiled(*own), call(*own), checkpoint(call, *own, use_reentrant=False)]
-        grads = [torch.autograd.grad(o.sum(), own) for o in found]
-        for o, grad in zip(found[1:], grads[1:], strict=True):
-            assert torch.equal(found[0], o), plan
-            assert all(map(torch.equal, grads[0], grad)), plan
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    found = [compiled(*own), call(*own), checkpoint(call, *own, use_reentrant=False)]
+    grads = [torch.autograd.grad(o.sum(), own) for o in found]
+    for o, grad in zip(found[1:], grads[1:], strict=True):
+        assert torch.equal(found[0], o), plan
+        assert all(map(torch.equal, grads[0], grad)), plan
+
+
+@partial(case, spawn="graphs")
+def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
+    check_graph(tp.Grid(2, 2), tp.Contiguous(MESH[0]))  # has a ring
+    plan = "gather" if rank < 2 else "ulysses"  # tracing takes seconds, so a pair of ranks does each
+    check_graph(plan, tp.Zigzag(MESH[0].get_group(1)))
+
+
+@partial(case, spawn="graphs")
+def a_graph_is_made_again_for_another_length(rank):
+    s = tp.Zigzag(everyone())
+    compiled = torch.compile(
+        lambda q: tp.attention(q, q, q, sharding=s, plan="gather"), fullgraph=True, backend="eager"
+    )
+    for length in (N, 2 * N):
+        q, *_ = tensors(4, 4, length)
+        close(compiled(s.shard(q)), s.shard(reference.attention(q, q, q)[0]), 1e-12, f"{length} rows")
 
 
 @case
@@ -429,7 +444,7 @@ def explain_shows_costs_work_and_refusals(rank):
     assert "chosen" in str(found)
 
 
-@partial(case, spawn="models")
+@partial(case, spawn="graphs")
 def dtensors_of_batches_and_heads_run_on_each_rank_s_part(rank):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -509,7 +524,7 @@ def steps(model, optimizer, count, share=lambda x: x, sharding=None, group=None)
     return torch.stack(losses)
 
 
-@partial(case, spawn="models")
+@partial(case, spawn="graphs")
 def fsdp_shards_weights_over_both_dimensions_and_resumes_on_fewer_ranks(rank):
     def made(mesh):
         torch.manual_seed(3)
@@ -540,7 +555,7 @@ def fsdp_shards_weights_over_both_dimensions_and_resumes_on_fewer_ranks(rank):
     close(found[:2], expected[:2], 1e-12, "losses of four ranks")
 
 
-@partial(case, spawn="models")
+@partial(case, spawn="graphs")
 def a_model_of_transformers_trains_as_on_one_device(rank):
     try:
         import transformers
@@ -600,7 +615,7 @@ def main(rank, spawn, folder):
 def fork(spawn, folder):
     """Run every rank in a process of its own that has imported all already; one waits for all."""
     torch.set_num_threads(1)  # a process that forks must have no threads
-    if spawn == "exact":
+    if spawn == "graphs":
         torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # which imports the compiler, once for all
     children = []
     for rank in range(SPAWNS[spawn]):

@@ -51,7 +51,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dic
                 f"{name} must have q's batch and rows, {tuple(q.shape[:2])}, got shape {tuple(t.shape)}; "
                 "pass all three sharded alike, and no caches of keys"
             )
-    describe_fake(Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=()), longest)
+    if not torch.compiler.is_compiling():  # in a graph the operators' fake kernels do it
+        describe_fake(Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=()), longest)
     N = index(sharding.whole(q.shape[1]))
     own = length(sharding.pieces(N)[sharding.rank])
     if q.shape[1] != own:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..check import check_arguments, dropout_seed
+from ..check import check_arguments, describe_fake, dropout_seed
 from ..import_hook import when_imported
 from ..mask import Mask, intersect
 from ..operator import NAMESPACE, OPERATORS
-from ..problem import KINDS, Recipe
+from ..problem import KINDS, Operands, Recipe
 from ..score import Score
 from .shardings import Sharding
 from .shards import Shards, shards_of, wide
@@ -97,6 +97,8 @@ def parallel_backward_op(
 @parallel_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, extra: Any, seed: Any, recipe: str, where: str) -> Any:
     B, M, H, _ = q.shape
+    plain = Recipe.decode(recipe)._replace(mask=(), score=())
+    describe_fake(Operands(q, k, v, tuple(extra[len(extra) - plain.sink :])), plain, (M, k.shape[1]))
     return q.new_empty((B, M, H, v.shape[-1])), q.new_empty((B, H, M), dtype=wide(q.dtype))
 
 
