@@ -265,6 +265,15 @@ def test_explain_tells_rows_programs_and_look_ups():
     assert "keys from a cache" in tw.explain(call.q, call.k, call.v, layout=call.layout).tiles
 
 
+def test_a_mixture_gives_each_sequence_its_kernel():
+    ends, lengths = torch.tensor([0, 1, 2, 2050], dtype=torch.int32), torch.full((3,), 2560, dtype=torch.int32)
+    layout = tw.Cached(lengths, torch.zeros(3, 40, dtype=torch.int32), cu_q=ends, max_q=2048)
+    k = torch.empty(40, 64, 8, 128, dtype=torch.bfloat16)
+    told = tw.explain(k.new_empty(2050, 32, 128), k, k, mask=tw.Causal(), layout=layout, device="sm_90")
+    assert told.backend == "hopper"
+    assert "sequences of fewer than 64 queries on the portable kernel" in told.tiles
+
+
 LENGTHS = torch.tensor([5, 9])
 Q, K = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
 WRONG = {

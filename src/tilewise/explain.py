@@ -94,7 +94,6 @@ def approximate(p: Problem) -> str:
     short = f"; not faster than 16 bits with {p.N} keys" if p.N < SHORT else ""
     of_qk = "e4m3" if p.recipe.quantized else "int8"
     turned = "; the pass that writes codes turns q and k by rotary" if p.recipe.rotary else ""
-    turned += ", which has never run on a GPU" if turned and p.target != "cpu" else ""
     count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
     return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}{turned}; {count} bytes of codes and scales"
 

@@ -66,7 +66,7 @@ def test_rotary_has_the_bits_of_the_cpu(pairs, dtype):
 @pytest.mark.parametrize(("packed", "pairs"), [(False, "halves"), (True, "neighbours")])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_rotary_in_the_pre_pass_is_rotary_before_the_call(precision, pairs, packed, D, R):
-    """o has its bits, as codes do. lse adds q . mean, whose sum follows how threads hold columns; gradients read lse."""
+    """o has its bits, as codes do. lse adds q . mean, summed in an order of threads' columns, and gradients read it."""
     given = with_rotary(precision, R, pairs, bf16 if R == 64 else torch.float32)
     operands = [(t[0] if packed else t).cuda() for t in drawn(300, 700, 4, 2, D)]
     ends = torch.tensor([[0, 130, 130, 300], [0, 140, 400, 700]], dtype=torch.int32, device="cuda")

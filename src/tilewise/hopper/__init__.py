@@ -111,10 +111,9 @@ def _launches(problem: Problem) -> tuple[Any, Any]:
 
 
 def _slower_on_cache(p: Problem) -> bool:
-    """Tell whether splitting keys is faster, or right: for few queries; where under a quarter of the multiprocessors
-    have a tile, as it takes 4 times as long on all; for `mixed` packs, which no GPU has run."""
-    few = p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
-    return few or plan.mixed(p)
+    """Tell whether splitting keys is faster: for few queries, and where under a quarter of the multiprocessors have a
+    tile, as it takes 4 times as long on all."""
+    return p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
 
 
 def _told_of_cache(p: Problem) -> str:
@@ -122,7 +121,7 @@ def _told_of_cache(p: Problem) -> str:
     page, pl = plan.page_of(p), plan.plan(p)
     looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
     of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
-    short = f"sequences of fewer than {plan.FULL} queries on the portable kernel, together never run on a GPU; "
+    short = f"sequences of fewer than {plan.FULL} queries on the portable kernel; "
     few = short if plan.mixed(p) else ""
     return f"{pl.programs} programs, keys not split; {of_pages}{few}"
 
