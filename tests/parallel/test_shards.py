@@ -24,7 +24,8 @@ def random_mask(draw, N):
         tw.Window(lo, hi), tw.Causal(), tw.Causal() & tw.Window(lo, 0), tw.Window(None, hi), tw.Documents(ids, ids),
         tw.Causal() & tw.Documents(ids, ids), tw.Prefix(torch.tensor([lo])),
         tw.Causal() & tw.Padding(torch.tensor([hi])),
-    )[draw(8)]  # fmt: skip
+        tw.Spans(*(torch.randint(0, N + 1, (1, N), generator=draw.generator).sort(1)[0].int() for _ in range(2))),
+    )[draw(9)]  # fmt: skip
 
 
 class Draw:
@@ -62,6 +63,18 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
                 box = dense.reshape(M, n).int()
                 seen[rows[v.r0 : v.r1][:, None], columns[v.c0 : v.c1][None, :]] += box
     assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+
+
+def test_rows_that_see_nothing_between_others_ask_for_no_keys():
+    """The keys of batch entries begin and end apart, so that their hull covers rows which none of them has."""
+    lo, hi = torch.full((2, 48), 48, dtype=torch.int32), torch.full((2, 48), 48, dtype=torch.int32)
+    lo[0, :16], hi[0, :16] = 0, 40
+    lo[1, :32], hi[1, :32], lo[1, 32:] = 0, 0, 10
+    mask, pieces = tw.Spans(lo, hi), (((0, 16), (32, 48)), ((16, 32),))
+    s = Shards(pieces, 0, reach_of(mask, 48), mask, (), {}, batch=2)
+    assert s.reach.first(20) < s.reach.end(20)
+    assert [s.pair(1, source) for source in range(2)] == [((), ())] * 2
+    assert [len(s.pair(0, source).visits) for source in range(2)] == [1, 1]
 
 
 def rms(found, true):

@@ -17,8 +17,6 @@ from .reach import Reach, reach_of
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
-
-
 FEW = 3
 """Calls of bands that are no slower than one of Spans: so many has a rank of Zigzag with its own keys."""
 
@@ -86,28 +84,29 @@ class Shards:
                     self.add(visits, Visit(*at, box, self.reach.covers(*box)))
                 c += 0 if hull is None else hull[1] - hull[0]
             r += a1 - a0
-        seen = tuple(hull for hull in hulls if hull)
+        found = Parts(tuple(hull for hull in hulls if hull), tuple(visits))
         few = len(visits) <= FEW and (self.reach.each is None or all(v.full for v in visits))
-        if self.joins and self.reach.exact and not few:
-            visits = self.one_call(rows, seen) or visits
-        return Parts(seen, tuple(visits))
+        if few or not (self.joins and self.reach.exact):
+            return found
+        return self.one_call(rows, found.keys) or found
 
-    def one_call(self, rows: Pieces, keys: Pieces) -> list[Visit]:
+    def one_call(self, rows: Pieces, keys: Pieces) -> Parts | None:
         """Return the one call of rows with keys, pieces of the whole: an interval of it is one of theirs, too.
 
-        [] if some row's keys begin or end before those of the row above it.
+        None if some row's keys begin or end before those of the row above it.
         """
         at = index(rows)
         ends = [end[:, at] for end in self.reach.intervals()]
         if any(bool((end.diff(dim=1) < 0).any()) for end in ends):
-            return []
+            return None
         lo, hi = (torch.stack([(end - a).clamp(0, b - a) for a, b in keys]).sum(0) for end in ends)
         seen = (lo < hi).any(0).nonzero()
+        if not len(seen):  # boxes span the rows between those that see something
+            return Parts((), ())
         r0, r1 = int(seen[0]), int(seen[-1]) + 1
         spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
-        return [
-            Visit(r0, r1, 0, length(keys), (int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]), False, spans)
-        ]
+        box = int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]
+        return Parts(keys, (Visit(r0, r1, 0, length(keys), box, False, spans),))
 
     def box(self, rows: tuple[int, int], keys: tuple[int, int]) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
