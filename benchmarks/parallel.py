@@ -218,7 +218,7 @@ def main() -> None:
     given.results.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
     if given.mask and path.exists():
-        found = [row for row in json.loads(path.read_text()) if row["mask"] != given.mask]
+        found = [row for row in json.loads(path.read_text()) if row.get("mask") != given.mask]
     masks = (given.mask,) if given.mask else MASKS
     for row in rows(deadline, given.backend, masks) if dist.get_world_size() > 1 else parts():
         found.append(row)

@@ -11,7 +11,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +134,10 @@ class Served:
         """Return the pages as a layout."""
         return tw.Cached(self.lengths, self.table, **changes)
 
-    def pages(self, k: Any = None, v: Any = None, backend: str | None = None, **changes: Any) -> Callable[[], Tensor]:
+    def pages(self, k: Any = None, v: Any = None, **changes: Any) -> Callable[[], Tensor]:
         """Return a causal call on the pages, or on others in their place."""
         keys, values, layout = self.k if k is None else k, self.v if v is None else v, self.layout(**changes)
-        return lambda: tw.attention(self.q, keys, values, mask=tw.Causal(), layout=layout, backend=backend)
+        return lambda: tw.attention(self.q, keys, values, mask=tw.Causal(), layout=layout)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, N, H_k, D) of sequences of one length."""
@@ -268,23 +267,19 @@ def prefill_rows() -> Iterator[dict[str, Any]]:
         s = Served([32768], page, queries=2048)
         k, v = s.gathered()
         calls: Calls = {
-            "pages": s.pages(), "pages, hopper": s.pages(backend="hopper"),
+            "pages": s.pages(),
             "contiguous": lambda s=s, k=k, v=v: tw.attention(s.q, k, v, mask=tw.Causal()),
         }  # fmt: skip
-        times = timed(calls)
-        for ours in ("pages", "pages, hopper"):
-            yield row(f"2k queries on 32k keys, pages of {page}", 0.95, times, ours, "contiguous")
+        yield row(f"2k queries on 32k keys, pages of {page}", 0.95, timed(calls), "pages", "contiguous")
     lengths, chunk = [8192] * 32, 2048
     both, decodes, prefill = Served([*lengths, 16384]), Served(lengths), Served([16384], queries=chunk)
     ends = torch.tensor([*range(len(lengths) + 1), len(lengths) + chunk], dtype=torch.int32, device="cuda")
     q = torch.cat([decodes.q[:, 0], prefill.q[0]])
     layout = both.layout(cu_q=ends, max_q=chunk)
     apart = decodes.pages(), prefill.pages()
-    one = partial(tw.attention, q, both.k, both.v, mask=tw.Causal(), layout=layout)
-    times = timed({"one call": one, "one call, hopper": partial(one, backend="hopper"),
+    times = timed({"one call": lambda: tw.attention(q, both.k, both.v, mask=tw.Causal(), layout=layout),
                    "two calls": lambda: [call() for call in apart]})  # fmt: skip
-    for ours in ("one call", "one call, hopper"):
-        yield row("32 decodes and a chunk of 2k in one call", 0.9, times, ours, "two calls")
+    yield row("32 decodes and a chunk of 2k in one call", 0.9, times, "one call", "two calls")
 
 
 def host_rows() -> Iterator[dict[str, Any]]:

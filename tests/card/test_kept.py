@@ -1,12 +1,12 @@
 """Kept launches on a GPU: they compute bit by bit what new ones do, wherever the tensors lie. And what a call costs."""
 
-import time
 from functools import partial
 
 import pytest
 import torch
 
 import tilewise as tw
+from studies.bench.measure import host_cost
 from tilewise.host.replay import Replay
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches need a GPU")
@@ -63,21 +63,6 @@ def test_kept_launches_give_the_bits_of_new_ones(backend, dtype, monkeypatch):
     assert all(served)
 
 
-def microseconds(call, calls=50, rounds=60):
-    """The host's time of a call, at best."""
-    for _ in range(20):
-        call()
-    best = float("inf")
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return best * 1e6
-
-
 @pytest.mark.parametrize(("pass_", "most"), [("without gradients", 1.43), ("with gradients", 1.64), ("backward", 1.64)])
 def test_the_host_time_cost_of_a_short_call(pass_, most):
     """At most these times the time of SDPA on the same machine."""
@@ -95,6 +80,7 @@ def test_the_host_time_cost_of_a_short_call(pass_, most):
     if pass_ == "backward":
         outs = [call() for call in calls]
         calls = [partial(torch.autograd.grad, o, x, torch.randn_like(o), retain_graph=True) for o in outs]
-    found = [min(times) for times in zip(*[[microseconds(call) for call in calls] for _ in range(3)], strict=True)]
+    rounds = [[1e6 * host_cost(call, x[0].device) for call in calls] for _ in range(3)]
+    found = [min(times) for times in zip(*rounds, strict=True)]
     print(f"{pass_}: {found[0]:.1f} and, of SDPA, {found[1]:.1f} microseconds")
     assert found[0] <= most * found[1]

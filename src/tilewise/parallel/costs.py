@@ -118,10 +118,10 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
         ValueError: no row is left.
     """
     of_model = [
-        (row["plan"], Sizes(row["tokens"], row["gpus"], H, H_k, 128), row["milliseconds_of_share"], row)
+        (row["plan"], Sizes(row["tokens"], row["gpus"], H, H_k, 128), row["milliseconds_of_share"], row["milliseconds"])
         for row in rows
-        for H, H_k in [row.get("heads", (0, 0))]
         if row.get("mask") == "causal" and row["gpus"] > 1
+        for H, H_k in [row["heads"]]
     ]
     if not of_model:
         raise ValueError(
@@ -135,9 +135,9 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
         return sum(log(of_share(x, c) * 1e3 / share) ** 2 for _, x, share, _ in of_model)
 
     def of_link(c: Cluster) -> float:
-        ratios = [(cost(plan, 1, x, c).seconds / of_share(x, c), row["milliseconds"] / share)
-                  for plan, x, share, row in of_model]  # fmt: skip
-        return sum(log(found / true) ** 2 for found, true in ratios)
+        return sum(
+            log(cost(plan, 1, x, c).seconds / of_share(x, c) * share / taken) ** 2 for plan, x, share, taken in of_model
+        )
 
     return _closest(_closest(cluster, of_rates, "forward", "backward"), of_link, "link")
 

@@ -18,7 +18,7 @@ from .reach import Reach, reach_of
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
 FEW = 3
-"""Calls of bands that are no slower than one of Spans: so many has a rank of Zigzag with its own keys."""
+"""So many calls of bands has a rank of Zigzag with its own keys; more become one call of Spans."""
 
 
 class Visit(NamedTuple):
@@ -29,10 +29,8 @@ class Visit(NamedTuple):
     c0: int
     c1: int
     box: Box
-    full: bool
-    """Whether the mask hides nothing."""
-    spans: Spans | None = None
-    """What rows see of the buffer, where they and the keys are no box of the whole."""
+    mask: Mask | None
+    """Full() where the whole's mask hides nothing, Spans where rows or keys lie apart in the whole; None: cut it."""
 
 
 class Parts(NamedTuple):
@@ -81,11 +79,11 @@ class Shards:
                 if box is not None and hull is not None:
                     i0, i1, j0, j1 = box
                     at = r + i0 - a0, r + i1 - a0, c + j0 - hull[0], c + j1 - hull[0]
-                    self.add(visits, Visit(*at, box, self.reach.covers(*box)))
+                    self.add(visits, Visit(*at, box, Full() if self.reach.covers(*box) else None))
                 c += 0 if hull is None else hull[1] - hull[0]
             r += a1 - a0
         found = Parts(tuple(hull for hull in hulls if hull), tuple(visits))
-        few = len(visits) <= FEW and (self.reach.each is None or all(v.full for v in visits))
+        few = len(visits) <= FEW and (self.reach.each is None or all(v.mask for v in visits))
         if few or not (self.joins and self.reach.exact):
             return found
         return self.one_call(rows, found.keys) or found
@@ -106,7 +104,7 @@ class Shards:
         r0, r1 = int(seen[0]), int(seen[-1]) + 1
         spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
         box = int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]
-        return Parts(keys, (Visit(r0, r1, 0, length(keys), box, False, spans),))
+        return Parts(keys, (Visit(r0, r1, 0, length(keys), box, spans),))
 
     def box(self, rows: tuple[int, int], keys: tuple[int, int]) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
@@ -131,11 +129,11 @@ class Shards:
     def add(self, visits: list[Visit], v: Visit) -> None:
         """Append a call, or extend the last one by it: keys after keys, rows below rows."""
         last = visits[-1] if visits else None
-        if last and self.joins and last.full and v.full:
+        if last and self.joins and last.mask and v.mask:
             if (last.r0, last.r1, last.c1) == (v.r0, v.r1, v.c0):
                 visits[-1] = v = last._replace(c1=v.c1)
                 last = visits[-2] if len(visits) > 1 else None
-                if last and last.full and (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
+                if last and last.mask and (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
                     visits[-2:] = [last._replace(r1=v.r1)]
                 return
             if (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
@@ -145,13 +143,12 @@ class Shards:
 
     def arguments(self, v: Visit) -> dict[str, Any]:
         """Return the options of one call."""
-        if v.spans is not None:
-            return self.options | {"mask": v.spans, "score": self.score, "place": None}
         i0, i1, j0, j1 = v.box
-        place = Origin(i0, j0, self.head, self.heads) if not v.full or not self.joins else None
-        mask = Full() if v.full else intersect(tuple(part for one in self.mask.parts for part in self.cut(one, v)))
-        if not v.full:
-            mask = mask & self.band(i0, i1, j0, j1)
+        place = None if v.mask and self.joins else Origin(i0, j0, self.head, self.heads)
+        mask = v.mask
+        if mask is None:
+            cut = intersect(tuple(part for one in self.mask.parts for part in self.cut(one, v)))
+            mask = cut & self.band(i0, i1, j0, j1)
         score = tuple([self.cut_bias(one, v) if isinstance(one, Bias) else one for one in self.score])
         return self.options | {"mask": mask, "score": score, "place": place}
 
