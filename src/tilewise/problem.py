@@ -222,6 +222,11 @@ class Problem(Call):
         """Tell whether q is (T, H, D), without a dimension for the batch."""
         return len(self.q.shape) == 3
 
+    @property
+    def told(self) -> int:
+        """Return where the extra operands begin that follow the sink: `Recipe.of_layout` counts them."""
+        return len(self.extra) - self.recipe.of_layout
+
     def in_layout(self, name: str, extra: tuple[Any, ...] | None = None) -> Any:
         """Return a layout's tensor from `extra`, by default its spec; None if the layout has none of that name."""
         extra = self.extra if extra is None else extra

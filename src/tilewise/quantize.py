@@ -205,14 +205,15 @@ def quantize(p: Problem, x: Operands) -> Codes:
 
 def in_blocks(p: Problem, x: Operands) -> Codes:
     """Return q, k and v of e4m3 as codes, on any device and without reading it: rows in blocks, V transposed."""
-    size, first = size_of(p), len(x.extra) - p.recipe.of_layout
-    of_q, of_k, of_v = x.extra[first : first + 3]
+    size = size_of(p)
+    of_q, of_k, of_v = x.extra[p.told : p.told + 3]
     ends = x.extra[-2:] if p.recipe.varlen else (None, None)
 
     def blocks(t: Tensor, side: int) -> Tensor:
-        """Return bytes (blocks, rows, size)."""
-        whole = torch.nn.functional.pad(t.view(torch.int8), (0, size - t.shape[-1]))
-        return _to_blocks(p, whole, (BLOCK_Q, BLOCK_K)[side], x, side)
+        """Return bytes (blocks, rows, size), moved eight at a time."""
+        t = t.view(torch.int8)
+        whole = t.contiguous() if t.shape[-1] == size else torch.nn.functional.pad(t, (0, size - t.shape[-1]))
+        return _to_blocks(p, whole.view(torch.int64), (BLOCK_Q, BLOCK_K)[side], x, side).contiguous().view(torch.int8)
 
     def scales(scale: Tensor, side: int) -> Tensor:
         """Return those of rows in blocks, (blocks, rows)."""
@@ -221,18 +222,18 @@ def in_blocks(p: Problem, x: Operands) -> Codes:
         return _to_blocks(p, each, (BLOCK_Q, BLOCK_K)[side], x, side)[..., 0].contiguous()
 
     e4m3, q_descale = torch.float8_e4m3fn, scales(of_q, 0)
-    v = blocks(x.v, 1)[:, key_order(x.v.device)].mT.contiguous()
+    v = blocks(x.v, 1).view(-1, BLOCK_K // 16, 2, 4, 2, size).permute(0, 5, 1, 3, 2, 4)  # as `key_order` says
     return Codes(
-        blocks(x.q, 0).contiguous().view(e4m3), blocks(x.k, 1).contiguous().view(e4m3),
+        blocks(x.q, 0).view(e4m3), blocks(x.k, 1).view(e4m3),
         q_descale, scales(of_k, 1).amax(-1), torch.zeros_like(q_descale),
         of_q.new_zeros(p.B, p.H_k, size), of_q.new_ones(p.B, p.H_k, size),
-        v.view(e4m3), scales(of_v, 1).amax(-1),
+        v.reshape(-1, size, BLOCK_K).view(e4m3), scales(of_v, 1).amax(-1),
     )  # fmt: skip
 
 
 def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
     """Return rotary's cos and sin, (positions, R / 2), of a call that has them."""
-    first = len(x.extra) - p.recipe.of_layout + 2 * p.recipe.given
+    first = p.told + 2 * p.recipe.given
     cos, sin = x.extra[first : first + 2]
     return cos, sin
 
@@ -247,8 +248,7 @@ def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
 
 def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
     """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size."""
-    first = len(x.extra) - p.recipe.of_layout
-    mean, balance = x.extra[first : first + 2]
+    mean, balance = x.extra[p.told : p.told + 2]
     wider = 0, size_of(p) - p.D
     mean = mean if smooths(p) else torch.zeros_like(mean)
     return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(balance, wider, value=1.0)

@@ -30,7 +30,7 @@ DTYPES = torch.bfloat16, torch.float32
 
 CALLS = {
     64: (
-        "full", "long causal", "causal", "short", "short causal", "medium", "scored", "combined", "fp16x3", "bf16x6",
+        "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
         "fp16x3 varlen", "biased", "wide", "pages of 16",
     ),
     128: (
@@ -50,7 +50,6 @@ def calls() -> dict[str, dict[str, Any]]:
         "full": {},
         "single": {"S": 64},
         "short": {"S": 128},
-        "medium": {"S": 256},
         "short causal": {"mask": tw.Causal(), "S": 128},
         "causal": {"mask": tw.Causal()},
         "long causal": {"mask": tw.Causal(), "S": 8192},

@@ -9,13 +9,14 @@ MOST = {
     (128, "int8"): 515,
     (128, "fp8"): 485,
     (256, "int8"): 420,
-    (256, "fp8"): 475,
+    (256, "fp8"): 595,
     (64, "e4m3"): 415,
     (128, "e4m3"): 450,
-    (256, "e4m3"): 455,
+    (256, "e4m3"): 565,
 }
-"""Instructions of a thread for a key tile without a mask; with row sums by product 485 may stand there at 128."""
-SPILLS = {(256, "fp8"): 16, (256, "e4m3"): 16}
+"""Instructions of a thread for a key tile without a mask; with row sums by product 485 may stand there at 128. Those at
+256 are for 128 keys, but with "int8" for 64."""
+SPILLS = {(256, "fp8"): 4}
 """Local loads and stores; elsewhere 3."""
 
 
@@ -31,7 +32,6 @@ def test_the_inner_loop_is_short(rows):
     assert all(n <= MOST[key] and spills <= SPILLS.get(key, 3) for key, (n, spills) in found.items()), found
     # 16 join the bits of the entries that are no exponentials; P itself needs none
     assert max(row["counts"].get("PRMT", 0) for row in full.values()) == 16
-    assert full[256, "fp8"]["counts"].get("PRMT", 0) == full[256, "e4m3"]["counts"].get("PRMT", 0) == 0
 
 
 def test_every_call_compiles(rows):

@@ -54,14 +54,14 @@ class Hopper:
         return against
 
     def slower(self, problem: Problem, backward: bool) -> bool:
-        """Tell whether the portable kernels are faster: their backward at head size 64 up to SINGLE tokens and their
-        forward at 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
+        """Tell whether the portable kernels are faster: their backward up to SINGLE tokens and their forward at head
+        size 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
         p, recipe = problem, problem.recipe
         if not backward and (p.few_rows or (recipe.cached and _slower_on_cache(p))):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
-        size, most = (64, SINGLE) if backward else (128, SHORTEST)
-        return plain and padded(p) == size and max(p.M, p.N) <= most
+        sizes, most = ((64, 128), SINGLE) if backward else ((128,), SHORTEST)
+        return plain and padded(p) in sizes and max(p.M, p.N) <= most
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the two main kernels."""

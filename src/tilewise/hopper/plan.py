@@ -36,8 +36,8 @@ SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 FULL = 64
 """Queries that fill a warpgroup."""
-SHORT_SECTION = 8
-"""Run as many of short matrices: they differ little in length, and more would load their keys from memory again."""
+SHORT_SECTION = 32
+"""Run as many of short matrices: they differ little in length, and their keys stay in the L2 cache."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
 POSTPROCESS_PROCESSORS = 3
@@ -105,7 +105,10 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
-    constants = {"tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4}
+    constants = {
+        "tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4,
+        "launch_pdl": not MARGIN,  # which the next launch would wait on
+    }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
@@ -165,9 +168,10 @@ def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
     """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
     with scores every logit may be NaN by itself, which half of P's bits would not show."""
     fp8, chosen = p.recipe.precision == "fp8", of_codes(p)
+    sums = chosen.sums and not p.recipe.score
     return tile._replace(
-        BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh,
-        SUMS=chosen.sums and not p.recipe.score,
+        BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh, SUMS=sums,
+        WAIT_PV=tile.WAIT_PV if sums or chosen.fresh < 2 else 0,  # else no product is left to wait for
     )  # fmt: skip
 
 

@@ -43,8 +43,7 @@ FORWARD: dict[Any, Forward] = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "medium"): Forward(2, 64, 2, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
-    (64, "short"): Forward(2, 32, 3, 4, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
+    (64, "short"): Forward(2, 64, 3, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
@@ -68,7 +67,7 @@ EIGHT_BITS: dict[Any, EightBits] = {
     (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
     (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
-    (256, "fp8"): EightBits(FORWARD[256]._replace(kv_stages=4), 2),
+    (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, fetch_early=False, wait_pv=1), 2, sums=True),
 }
 """By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift. `studies
 tune` does not measure these."""
@@ -173,8 +172,8 @@ def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
     256. Short calls have a tile or two of a head: they are faster with small key tiles and two programs on a
-    multiprocessor (though ptxas then waits for each product of "medium"), at 128 only up to 64 tokens, and with a third
-    stage of Q above. Masks are faster if the previous product is complete before them (`wait_pv`). At 128, so are
+    multiprocessor (though ptxas then waits for each product), at 128 only up to 64 tokens, and with a third stage of Q
+    above. Masks are faster if the previous product is complete before them (`wait_pv`). At 128, so are
     dropout and scores, except SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
@@ -186,7 +185,7 @@ def keys(p: Problem) -> dict[str, Any]:
         if registers_short:
             forward = 64, "small"
         elif longest <= (1024 if recipe.mask else 256):
-            forward = 64, "short" if longest <= (256 if recipe.mask else 224) else "medium"
+            forward = 64, "short"
         elif p.M <= (1024 if recipe.mask else 256):
             forward = 64, "small"
         elif recipe.mask:

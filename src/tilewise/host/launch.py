@@ -183,8 +183,9 @@ def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device,
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
+    kinds = torch.empty((batch, heads, count, across), dtype=torch.int8, device=device)
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
-    arguments = (addresses(lists), parts, p.M, p.N, heads, count, across)
+    arguments = (addresses(lists), kinds, parts, p.M, p.N, heads, count, across)
     programs = batch * heads * count
     return lists, Launch(attention_list_tiles, programs, arguments, constants, pl.compiled, (tiles, by_key))
 

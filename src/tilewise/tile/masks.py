@@ -5,7 +5,7 @@
     queries(b, j, *captured)        returns the interval of rows that see key j
 
 Neither bound of `keys` and `queries` decreases as i or j grows, so a tile's first and last row bound it. A mask that is
-no interval returns all keys. Then `keep` decides, and a list gives the tiles to loop over.
+no interval has `everywhere` for both. Then `keep` decides, and a list gives the tiles to loop over.
 """
 
 from typing import NamedTuple
@@ -26,6 +26,12 @@ class Part(NamedTuple):
 
 
 @triton.jit
+def everywhere(b, i):
+    """Return all keys (or rows): the mask is no interval."""
+    return -OPEN, OPEN
+
+
+@triton.jit
 def visible(mask, b, h, i, j):
     """Return whether every part of the mask shows key j to row i; i and j broadcast together."""
     if len(mask) == 0:
@@ -39,21 +45,24 @@ def visible(mask, b, h, i, j):
 
 @triton.jit
 def key_range_of(mask, b, i, N):
-    """Return the keys [lo, hi) that row i (or each of rows i) sees, where every part of the mask is an interval."""
+    """Return the keys [lo, hi) that the mask's intervals show to row i (or each of rows i)."""
     lo, hi = 0, N
     for p in tl.static_range(len(mask)):
-        part_lo, part_hi = mask[p].keys(b, i, *mask[p].captured)
-        lo, hi = tl.maximum(lo, part_lo), tl.minimum(hi, part_hi)
+        if mask[p].keys is not everywhere:
+            part_lo, part_hi = mask[p].keys(b, i, *mask[p].captured)
+            lo, hi = tl.maximum(lo, part_lo), tl.minimum(hi, part_hi)
     return lo, hi
 
 
 @triton.jit
 def query_range_of(mask, b, j, M, shift):
-    """Return the rows [lo, hi) of 0..M that see key j (or each of keys j). `shift` = N - M brings rows back."""
+    """Return the rows [lo, hi) of 0..M to which the mask's intervals show key j (or each of keys j). `shift` = N - M
+    brings rows back."""
     lo, hi = 0, M
     for p in tl.static_range(len(mask)):
-        part_lo, part_hi = mask[p].queries(b, j, *mask[p].captured)
-        lo, hi = tl.maximum(lo, part_lo - shift), tl.minimum(hi, part_hi - shift)
+        if mask[p].queries is not everywhere:
+            part_lo, part_hi = mask[p].queries(b, j, *mask[p].captured)
+            lo, hi = tl.maximum(lo, part_lo - shift), tl.minimum(hi, part_hi - shift)
     return lo, hi
 
 
@@ -248,9 +257,3 @@ def first_above(x, j, M):
         above = tl.load(x + middle, mask=low < high, other=0) > j
         low, high = tl.where((low < high) & (above == 0), middle + 1, low), tl.where(above, middle, high)
     return low
-
-
-@triton.jit
-def everywhere(b, i):
-    """Return all keys (or rows): the mask is no interval."""
-    return -OPEN, OPEN

@@ -253,12 +253,12 @@ def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.conste
     mean = tl.zeros([SIZE], tl.float32)
     if SMOOTH:
         total = tl.zeros([16, SIZE], tl.float32)
-        for n in range(SAMPLES // 16):
+        for n in tl.range(SAMPLES // 16, loop_unroll_factor=8):
             rows = lo + (n * 16 + lanes).to(tl.int64) * count // SAMPLES
             total += finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes))
         mean = halved(total) / SAMPLES
     of_keys, of_queries = tl.zeros([16, SIZE], tl.float32), tl.zeros([16, SIZE], tl.float32)
-    for n in range(SAMPLES // 16):
+    for n in tl.range(SAMPLES // 16, loop_unroll_factor=8):
         turn = n * 16 + lanes
         rows = lo + turn.to(tl.int64) * count // SAMPLES
         away = finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes)) - mean[None, :]
@@ -266,10 +266,10 @@ def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.conste
         rows = turn.to(tl.int64) * M // SAMPLES
         inside = (lanes < 16) & (M > 0)
         columns = tl.arange(0, SIZE)
-        at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)[:, None] + columns[None, :]
-        q = tl.load(at, mask=inside[:, None] & (columns < sizes.d)[None, :], other=0.0).to(tl.float32)
+        at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)
+        exists = inside[:, None] & (columns < sizes.d)[None, :]
+        q = tl.load(at[:, None] + columns[None, :], mask=exists, other=0.0).to(tl.float32)
         if x.angles is not None:
-            at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)
             q = turned(q, at, rows, inside, x.angles, sizes)
         q = finite(q)
         of_queries += q * q

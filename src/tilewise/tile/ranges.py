@@ -106,32 +106,46 @@ def partial_at(lists, at, x, lo, full_lo, full_hi):
     return tile_at(lists, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
-@triton.jit(do_not_specialize=["lists", "mask", "M", "N", "heads", "tiles", "across"])
+@triton.jit(do_not_specialize=["lists", "kinds", "mask", "M", "N", "heads", "tiles", "across"])
 def attention_list_tiles(
-    lists, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
+    lists, kinds, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
 ):
-    """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles)."""
+    """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles).
+
+    `kinds` is scratch, a byte a tile: 1 for a partial one, 2 for a full one. Tiles that the mask's intervals hide are
+    not looked at.
+    """
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
     at = list_at(lists, b, h, t)
-    partial, full = 0, 0
-    for want_full in tl.static_range(2):
-        for x in range(across):
-            r, c = t, x
-            if BY_KEY:
-                r, c = x, t
-            i = r * B_R + tl.arange(0, B_R)[:, None]
-            j = c * B_C + tl.arange(0, B_C)[None, :]
-            inside = (i < M) & (j < N)
-            seen = visible(mask, b, h, i + (N - M), j) & inside
-            any_seen = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-            # a tile that sticks out is never full: its loads need bounds
-            all_seen = tl.min(tl.min(seen.to(tl.int32), 1), 0)
-            if want_full:
-                tl.store(at + 2 + partial + full, x, mask=all_seen == 1)
-                full += all_seen
-            else:
-                tl.store(at + 2 + partial, x, mask=(any_seen == 1) & (all_seen == 0))
-                partial += any_seen - all_seen
+    own = kinds + program.to(tl.int64) * across
+    if BY_KEY:
+        lo, _, _, hi = query_tiles(mask, b, t * B_C, tl.minimum(t * B_C + B_C, N) - 1, M, N - M, B_R)
+    else:
+        lo, _, _, hi = key_tiles(mask, b, t * B_R + N - M, tl.minimum(t * B_R + B_R, M) - 1 + N - M, N, B_C)
+    partial = 0
+    for x in range(lo, hi):
+        r, c = t, x
+        if BY_KEY:
+            r, c = x, t
+        i = r * B_R + tl.arange(0, B_R)[:, None]
+        j = c * B_C + tl.arange(0, B_C)[None, :]
+        inside = (i < M) & (j < N)
+        seen = visible(mask, b, h, i + (N - M), j) & inside
+        any_seen = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        # a tile that sticks out is never full: its loads need bounds
+        all_seen = tl.min(tl.min(seen.to(tl.int32), 1), 0)
+        tl.store(own + x, any_seen + all_seen)
+        partial += any_seen - all_seen
+    tl.debug_barrier()
+    first, full = 0, 0
+    for start in range(lo, hi, 128):
+        some = start + tl.arange(0, 128)
+        kind = tl.load(own + some, mask=some < hi, other=0)
+        ones, twos = (kind == 1).to(tl.int32), (kind == 2).to(tl.int32)
+        tl.store(at + 1 + first + tl.cumsum(ones, 0), some, mask=kind == 1)
+        tl.store(at + 1 + partial + full + tl.cumsum(twos, 0), some, mask=kind == 2)
+        first += tl.sum(ones, 0)
+        full += tl.sum(twos, 0)
     tl.store(at, partial)
     tl.store(at + 1, full)

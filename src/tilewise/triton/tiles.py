@@ -6,6 +6,7 @@ Some rows replace the plain row:
 - "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
 - "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
   plain row.
+- "32 tokens" and "64 tokens" are for the backward of calls that are no longer. There a tile is the whole head.
 
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
@@ -86,8 +87,12 @@ FORWARD: Table = {
 
 DKDV: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
+    ("hopper", 2, 64, "32 tokens"): Tiles(32, 32, 2, 2),
+    ("hopper", 2, 64, "64 tokens"): Tiles(64, 64, 4, 1),
     ("hopper", 2, 64, "scores"): Tiles(32, 64, 4, 3),
     ("hopper", 2, 128): Tiles(32, 128, 8, 3),
+    ("hopper", 2, 128, "32 tokens"): Tiles(32, 32, 2, 2),
+    ("hopper", 2, 128, "64 tokens"): Tiles(64, 64, 4, 2),
     ("hopper", 2, 128, "scores"): Tiles(16, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
     ("hopper", 2, 512): Tiles(32, 32, 8, 2),
@@ -126,7 +131,11 @@ DKDV: Table = {
 
 DQ: Table = {
     ("hopper", 2, 64): Tiles(64, 64, 4, 3),
+    ("hopper", 2, 64, "32 tokens"): Tiles(32, 32, 2, 2),
+    ("hopper", 2, 64, "64 tokens"): Tiles(64, 64, 4, 1),
     ("hopper", 2, 128): Tiles(128, 64, 8, 3),
+    ("hopper", 2, 128, "32 tokens"): Tiles(32, 32, 2, 2),
+    ("hopper", 2, 128, "64 tokens"): Tiles(64, 64, 4, 2),
     ("hopper", 2, 128, "scores"): Tiles(128, 32, 8, 2),
     ("hopper", 2, 256): Tiles(128, 32, 8, 2),
     ("hopper", 2, 512): Tiles(32, 32, 8, 2),
@@ -200,6 +209,8 @@ DECODE: Table = {
 none, those of 16 bits serve. K and V have half as many stages each as it says, and
 half of those behind a look-up of a page: Triton divides the stages among the loads of a chain."""
 
+SHORT = (32, 64)
+"""Tokens up to which calls have separate rows."""
 SPECIAL = ("ieee", "tf32x3")
 """Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
@@ -273,6 +284,8 @@ def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
     if (name := precision(p)) in SPECIAL:
         special = name
     specials = ("dropout", special) if p.recipe.dropout and p.target not in LITTLE_MEMORY else (special,)
+    if not special:
+        specials = tuple([f"{tokens} tokens" for tokens in SHORT if max(p.M, p.N) <= tokens])
     if name == "ieee":
         kinds = kinds[-1:]  # Blackwell has separate rows only for its matrix units
     entry_bytes = 4 if p.dtype == torch.float32 else 2

@@ -24,7 +24,18 @@ from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
 from ..parts import triton_compat
 from ..parts.call import Call
-from ..parts.channel import Channel, arrive, barriers, expect, named_barrier, stage, wait, wait_before
+from ..parts.channel import (
+    Channel,
+    arrive,
+    barriers,
+    expect,
+    launch_dependents,
+    named_barrier,
+    stage,
+    wait,
+    wait_before,
+    wait_dependencies,
+)
 from ..parts.dropout_bits import apply_dropout, bits, dropout_words, in_whole, read_bits
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile, tile_channel
 from ..parts.ragged import fill_outputs, store_inside, zero_queries_past, zero_values
@@ -78,7 +89,7 @@ class Tile(NamedTuple):
     PV_BITS: int = 16
     FRESH: int = 0
     """Says whether P V of each key tile begins at zero and joins O in registers: 0 no, 1 yes, 2 in two halves of its
-    columns, one after the other. Sums of 8-bit products that stay in the tensor core drift with length."""
+    columns, before the next S. Sums of 8-bit products that stay in the tensor core drift with length."""
     SUMS: bool = False
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
     PAGE: int | None = None
@@ -238,6 +249,20 @@ def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
 
 
 @gluon.jit
+def added(x, alpha, new):
+    """Return x * alpha + new; alpha is a factor for each row."""
+    return x * gl.convert_layout(alpha, gl.SliceLayout(1, x.type.layout))[:, None] + new
+
+
+@gluon.jit
+def weigh_in_turn(p, v, o, o_right, alpha, zero, tile: gl.constexpr):
+    """Compute o * alpha + P V, for the left half of O's columns and then the right: registers hold half of P V."""
+    o = added(o, alpha, warpgroup_mma_wait(0, [weigh(p, v, zero, tile)]))
+    o_right = added(o_right, alpha, warpgroup_mma_wait(0, [weigh(p, v, zero, tile, o.shape[1])]))
+    return o, o_right
+
+
+@gluon.jit
 def sum_rows(p, ones, l):
     """Start the sums of P's rows."""
     p = unpack(p, gl.DotOperandLayout(0, l.type.layout, 4))
@@ -368,21 +393,25 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                 k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
                 if tile.PV_BITS == 8:
                     v_next = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
+            if tile.FRESH == 2:
+                wait(shared.v.full, y)
+                o, o_right = weigh_in_turn(p, stage(shared.v.memory, y), o, o_right, alpha_before, zero_o, tile)
             wait(shared.k.full, y + 1)
             if tile.PINGPONG:
                 named_barrier("sync", W)
             k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
-            wait(shared.v.full, y)
             if tile.SUMS:
                 l_next = sum_rows(p, shared.ones, zero_l)
-            o_next = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
+            if tile.FRESH != 2:
+                wait(shared.v.full, y)
+                o_next = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
             if tile.PINGPONG:
                 named_barrier("arrive", (W + 1) % WARPGROUPS)
             words = read_bits(shared.bits, (y + 1) * WARPGROUPS + W, 0, zero)
             if tile.WAIT_PV == 3:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            S_new = warpgroup_mma_wait(2 if tile.SUMS else 1, [S_next])
+            S_new = warpgroup_mma_wait(tile.SUMS + (tile.FRESH != 2), [S_next])
             if tile.QK_BITS == 8:
                 S_new = descaled(S_new, q_scale * k_scale) if SCORES else S_new
                 S_new = S_new.to(gl.float32) if tile.MASK_IN_LOOP else S_new
@@ -399,24 +428,19 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                         S_new, c_j = positive(S_new, c_j)
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)
             P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile.QK_BITS == 8 and not SCORES, tile)
-            if tile.SUMS:
+            if tile.SUMS and tile.FRESH == 2:
+                l_next = warpgroup_mma_wait(0, [l_next])
+            elif tile.SUMS:
                 o_next, l_next = warpgroup_mma_wait(0, [o_next, l_next])
-            else:
+            elif tile.FRESH != 2:
                 o_next = warpgroup_mma_wait(0, [o_next])
-            if tile.FRESH != 2:
-                arrive(shared.k.empty, y + 1)
-            if tile.FRESH:
-                o = o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
-            else:
+            arrive(shared.k.empty, y + 1)
+            if tile.FRESH == 1:
+                o = added(o, alpha_before, o_next)
+            elif tile.FRESH == 0:
                 o = o_next
-            if tile.FRESH == 2:
-                o_next = weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)
-                o_next = warpgroup_mma_wait(0, [o_next])
-                arrive(shared.k.empty, y + 1)
-                o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_next
             if tile.SUMS:
-                l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
-            if tile.SUMS:
+                l_sum = added(l_sum, alpha_l, l_next)
                 alpha_l = alpha_new
             if tile.PV_BITS == 8:
                 alpha = alpha_new * (v_scale / v_next)
@@ -434,23 +458,27 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         wait(shared.v.full, y)
         if tile.SUMS:
             l_next = sum_rows(p, shared.ones, zero_l)
-        o_last = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
+        if tile.FRESH != 2:
+            o_last = weigh(p, stage(shared.v.memory, y), zero_o if tile.FRESH else o, tile)
         t = receive_tile(shared.tile_ids, n + 1, 4)
         if tile.SUMS:
-            o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
-            l_sum = l_sum * gl.convert_layout(alpha_l, gl.SliceLayout(1, l_layout))[:, None] + l_next
+            if tile.FRESH == 2:
+                l_next = warpgroup_mma_wait(0, [l_next])
+            else:
+                o_last, l_next = warpgroup_mma_wait(0, [o_last, l_next])
+            l_sum = added(l_sum, alpha_l, l_next)
             l = known(gl.convert_layout(gl.max(l_sum, 1), gl.SliceLayout(1, s_layout)), m)
-        else:
+        elif tile.FRESH != 2:
             o_last = warpgroup_mma_wait(0, [o_last])
-        if tile.FRESH:
-            o_last += o * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None]
-        o = o_last
         if tile.FRESH == 2:
-            o_last = warpgroup_mma_wait(0, [weigh(p, stage(shared.v.memory, y), zero_o, tile, o_columns)])
-            o_right = o_right * gl.convert_layout(alpha_before, gl.SliceLayout(1, o_layout))[:, None] + o_last
+            o, o_right = weigh_in_turn(p, stage(shared.v.memory, y), o, o_right, alpha_before, zero_o, tile)
             o = gl.join(o, o_right).permute((0, 2, 1)).reshape([64, D])
             whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // tile.PV_BITS])
             o = gl.convert_layout(o, whole)
+        elif tile.FRESH:
+            o = added(o, alpha_before, o_last)
+        else:
+            o = o_last
         y += 1
         if tile.PV_BITS == 8:
             o = o * v_scale
@@ -509,6 +537,8 @@ def attention_forward(
         gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUMS else None,
     )
     fence_async_shared()
+    launch_dependents()
+    wait_dependencies()
     if DROPOUT_WARPS:
         # four warpgroups divide 512 registers a thread, and three divide 504
         gl.static_assert(WARPGROUPS == 2)

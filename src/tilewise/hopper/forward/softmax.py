@@ -63,21 +63,26 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
         shift = m
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     if tile.SUMS:
-        if S.type.layout != layout:
-            ROWS: gl.constexpr = S.shape[0]
-            S = gl.join(S, gl.full_like(S, float("-inf"))).permute((0, 2, 1)).reshape([ROWS, 2 * S.shape[1]])
-        c = gl.convert_layout(c, row_layout)
-        P = powers(gl.convert_layout(S, layout), gl.convert_layout(shift, row_layout), c)
+        S = widened(S, gl.full_like(S, float("-inf")), layout)
+        P = powers(S, gl.convert_layout(shift, row_layout), gl.convert_layout(c, row_layout))
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
         by_row: gl.constexpr = tile.QK_BITS == 8 and len(variant.scores) == 0
         P = gl.exp2(scaled(exponents(S, shift, c[:, None] if by_row else c), c, tile.PV_BITS))
         l = gl.sum(P, 1)
-        if P.type.layout != layout:
-            ROWS: gl.constexpr = P.shape[0]
-            P = gl.join(P, gl.zeros_like(P)).permute((0, 2, 1)).reshape([ROWS, 2 * P.shape[1]])
-        return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), gl.convert_layout(P, layout)
+        rest = gl.zeros_like(P)
+        if tile.PV_BITS == 8:  # all are 0 in e4m3; where equal numbers become a word, ptxas leaves a register unset
+            rest += gl.arange(0, P.shape[1], gl.SliceLayout(0, P.type.layout))[None, :] * 2.0**-100
+        return gl.convert_layout(m, row_layout), gl.convert_layout(l, row_layout), widened(P, rest, layout)
+
+
+@gluon.jit
+def widened(x, rest, layout: gl.constexpr):
+    """Return a tile in a layout, followed by the columns of `rest` where it has half as many as the layout."""
+    if x.type.layout != layout:
+        x = gl.join(x, rest).permute((0, 2, 1)).reshape([x.shape[0], 2 * x.shape[1]])
+    return gl.convert_layout(x, layout)
 
 
 @gluon.jit
