@@ -33,8 +33,9 @@ from .tuned import Candidate, Tuned
 
 BACKENDS = ("hopper", "triton")
 ROUNDS, QUICK_ROUNDS = 5, 3
-SHORT, OTHER = 128, {64: 256, 128: 64}
-"""Lengths at which Hopper's forward reads rows for short calls: one with a mask, and one without by head size."""
+SHORT, PLAIN = 128, {64: (32, 64, 256), 128: (32, 64)}
+"""Lengths at which Hopper's forward or the portable backward reads rows for short calls: one with a mask, and those
+without by head size."""
 WORKERS = min(16, os.cpu_count() or 1)
 """Compilations side by side; each holds the results of one call."""
 Trial = tuple[Any, Candidate]
@@ -99,7 +100,7 @@ class Call:
 
 def cases(device: torch.device, quick: bool = False) -> list[Case]:
     """Return cases for each type and head size: full and causal masks on a short and a long length, and dropout for the
-    rows that only such calls read. 16-bit types up to head size 128 have two shorter ones, too. With `quick`, the
+    rows that only such calls read. 16-bit types up to head size 128 have some shorter ones, too. With `quick`, the
     others are long full and short causal ones alone."""
     half = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     found = []
@@ -112,7 +113,7 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
             found += [*plain[: 2 if quick else 4], replace(plain[1], dropout=0.1)]
             if D <= 128 and dtype == half:
                 found.append(Case(tokens // SHORT, 2048 // D, SHORT, D, dtype, causal=True))
-                found.append(Case(tokens // OTHER[D], 2048 // D, OTHER[D], D, dtype))
+                found += [Case(tokens // length, 2048 // D, length, D, dtype) for length in PLAIN[D]]
     return found
 
 

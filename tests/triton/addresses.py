@@ -15,7 +15,7 @@ from pathlib import Path
 INF = float("inf")
 PASSES = {
     "addi", "subi", "muli", "extsi", "extui", "trunci", "select", "minsi", "maxsi", "shli", "splat", "broadcast",
-    "expand_dims", "reshape", "trans", "convert_layout", "reduce", "region",
+    "expand_dims", "reshape", "trans", "convert_layout", "reduce", "scan", "region",
 }  # fmt: skip
 """Operations whose result is as large as what goes in, or larger."""
 LOCATION = re.compile(r"\s*\bloc\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)")
@@ -101,7 +101,7 @@ class Reader:
                 self.open(region)
         elif line.startswith("^bb"):
             names = NAME.findall(line)
-            assert not names or self.regions[-1].op in ("while", "reduce"), f"a block with arguments: {line}"
+            assert not names or self.regions[-1].op in ("while", "reduce", "scan"), f"a block with arguments: {line}"
             for n, name in enumerate(names):
                 self.define(name, self.regions[-1].second[n] if self.regions[-1].op == "while" else None)
         elif line.startswith(("scf.yield", "scf.condition")):
@@ -129,7 +129,8 @@ class Reader:
             return
         number = re.search(r"(?:dense<| |^)(-?\d+)>? :", rest) if op == "constant" else None
         number = number or (re.search(r"end = (\d+)", rest) if op == "make_range" else None)
-        given = [self.find(name) for name in NAME.findall(rest)] if not rest.endswith("{") or op == "reduce" else []
+        takes = not rest.endswith("{") or op in ("reduce", "scan")
+        given = [self.find(name) for name in NAME.findall(rest)] if takes else []
         value = Value(op, given, int(number.group(1)) if number else None, rest.rpartition(" : ")[2], whole)
         if op == "select":
             value.before = given[1:]

@@ -332,8 +332,8 @@ def _reach(starts: list[int], follow: Any, avoiding: int | None) -> set[int]:
 # Lengths
 
 
-LENGTHS = tuple(product((1, 2, 5), (16, 77, 1024, 4097), (16, 131, 4096)))
-"""Batches, queries and keys."""
+LENGTHS = tuple(product((1, 2, 5), (16, 77, 1024, 4097), (80, 131, 4096)))
+"""Batches, queries and keys. None is so short that it has separate tiles."""
 
 
 def lengths(B: int, M: int, N: int) -> dict[str, dict[str, Any]]:

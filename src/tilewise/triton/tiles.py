@@ -343,4 +343,4 @@ def neighbours(name: str, row: Tiles) -> list[Tiles]:
     made = [row._replace(**change) for change in changes]
     least = min(B_r, B_c, 16)
     fits = [t for t in made if min(t.B_r, t.B_c) >= least and max(t.B_r, t.B_c) >= 16]  # which some product sums over
-    return [t for t in fits if t.warps in (4, 8) and t.stages > 0 and t != row]
+    return [t for t in fits if t.warps in (4, 8, warps) and t.stages > 0 and t != row]
