@@ -81,4 +81,5 @@ else:
     attend = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
     measure("peer", lambda *x: attend(*x, causal=True), contiguous)
     measure("ours", ours("ulysses", contiguous), contiguous)
+dist.barrier()  # or a rank would leave while another one still sends
 dist.destroy_process_group()
