@@ -107,7 +107,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {
         "tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4,
-        "launch_pdl": not MARGIN,  # which the next launch would wait on
+        "launch_pdl": not MARGIN,  # there the next launch would wait
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8

@@ -69,8 +69,8 @@ EIGHT_BITS: dict[Any, EightBits] = {
     (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, fetch_early=False, wait_pv=1), 2, sums=True),
 }
-"""By head size and precision, the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift. `studies
-tune` does not measure these."""
+"""By head size and precision, among the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift.
+`studies tune` does not measure these."""
 
 
 class Backward(NamedTuple):

@@ -6,7 +6,7 @@ Some rows replace the plain row:
 - "ieee" is for products on FMA units. Ampere's rows equal Hopper's if these spill no more.
 - "tf32x3" is for that precision. Its split operands take a third more shared memory than bf16x6's, too much for the
   plain row.
-- "32 tokens" and "64 tokens" are for the backward of calls that are no longer. There a tile is the whole head.
+- "32 tokens" and "64 tokens" are for the backward of calls of at most as many. There a tile is the whole head.
 
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
