@@ -153,7 +153,7 @@ class Cached(Frozen):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that `plain` names."""
-        return tuple([getattr(self, name) for name in self.plain[1]])
+        return tuple([t for t in (self.lengths, self.table, self.starts, self.cu_q, self.index) if t is not None])
 
     def to(self, device: torch.device | str | int) -> "Cached":
         """Return the same layout with its tensors on a device."""

@@ -322,11 +322,15 @@ def test_a_call_of_another_stream_has_its_counter(launched, monkeypatch, of):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("plain", 115), ("cached", 155), ("append", 140), ("hopper causal", 105), ("hopper causal backward", 230)],
+    [("plain", 105), ("cached", 140), ("append", 125), ("hopper causal", 105), ("hopper causal backward", 205)],
 )
-def test_a_call_makes_few_calls_in_python(launched, name, most):
-    """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300."""
+def test_a_call_makes_few_calls_in_python(launched, monkeypatch, name, most):
+    """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300. Results lie where
+    they lay before, as a GPU's allocator gives freed memory again."""
     call, _ = CALLS[name]()
+    made, empty = {}, torch.empty_strided
+    again = lambda shape, *a, dtype, **o: made.setdefault((*shape, dtype), empty(shape, *a, dtype=dtype, **o))  # noqa: E731
+    monkeypatch.setattr(torch, "empty_strided", again)
     counts = []
     with torch.no_grad():
         for _ in range(6):  # the first ones keep launches; in some, Python collects garbage

@@ -184,7 +184,7 @@ def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device,
     batch, heads = _mask_shape(p)
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, count, across), dtype=torch.int8, device=device)
-    constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key}
+    constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key, "num_warps": 8}
     arguments = (addresses(lists), kinds, parts, p.M, p.N, heads, count, across)
     programs = batch * heads * count
     return lists, Launch(attention_list_tiles, programs, arguments, constants, pl.compiled, (tiles, by_key))

@@ -14,6 +14,8 @@ Tensors = Sequence[Tensor | None]
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
 """A gap in a list of arguments, which addresses fill it, and what turns them into an argument. A descriptor's gap is a
 slice, as the launcher takes several parts."""
+MOST = 128
+"""How many addresses a call keeps the arguments of, of some kilobytes each: layers of a model have their own."""
 
 
 class Replay:
@@ -25,6 +27,8 @@ class Replay:
     def __init__(self) -> None:
         self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
         """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
+        self.filled: dict[tuple[int, ...], list[tuple[Any, tuple[Any, ...]]]] = {}
+        """Launchers with all arguments, by the tensors' addresses and the stream: allocators give these again."""
         self.hopeless = False
         """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
@@ -45,18 +49,21 @@ class Replay:
         """Launch what is kept. Return False, without a launch, if nothing that fits is."""
         if self.kept is None or stream is None or profiled():
             return False
-        twice, launches = self.kept
-        numbers = [0 if t is None else t.data_ptr() for t in tensors]
-        for n, first in twice:
-            if numbers[n] != numbers[first]:
-                return False
-        numbers.append(stream)
-        for launch, kept, fills in launches:
-            given = kept.copy()
-            for gap, of, make in fills:
-                given[gap] = make(numbers[of]) if make else numbers[of]
+        addresses = (*[0 if t is None else t.data_ptr() for t in tensors], stream)
+        launches = self.filled.get(addresses) or self.fill(self.kept, addresses)
+        for launch, given in launches:
             launch(*given)
-        return True
+        return bool(launches)
+
+    def fill(self, kept: Any, addresses: tuple[int, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Return launchers with their arguments, and keep them; none if a tensor is no longer given twice."""
+        twice, launches = kept
+        if any([addresses[n] != addresses[first] for n, first in twice]):
+            return []
+        if len(self.filled) >= MOST:
+            self.filled.clear()
+        found = self.filled[addresses] = [(launch, _filled(given, fills, addresses)) for launch, given, fills in launches]
+        return found
 
     def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
@@ -74,7 +81,7 @@ class Replay:
                 self.hopeless = True
                 return
             kept.append((at_once.launch, given, [(3, -1, None), *fills]))
-        self.kept = [(n, first) for n, first in enumerate(firsts) if n != first], kept
+        self.kept, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], kept), {}
 
 
 def _open(

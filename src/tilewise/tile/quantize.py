@@ -165,14 +165,34 @@ def signs_of(SIZE: tl.constexpr):
 
 @triton.jit
 def rotated(x, STEPS: tl.constexpr):  # (R, 2^STEPS)
-    """Multiply rows by Hadamard's matrix, by butterflies. # (R, 2^STEPS)"""
+    """Multiply rows by Hadamard's matrix, by butterflies; return both halves of the columns.
+
+    Threads lie along rows, so that one has a row's columns in registers. # (C / 2, R), (C / 2, R)
+    """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    for n in tl.static_range(STEPS):
-        pairs = tl.permute(tl.reshape(x, (R, C // (2 << n), 2, 1 << n)), (0, 1, 3, 2))
-        a, b = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, C))
-    return x
+    x = tl.trans(x)
+    for n in tl.static_range(STEPS - 1):
+        a, b = tl.split(tl.permute(tl.reshape(x, (C // (2 << n), 2, 1 << n, R)), (0, 2, 3, 1)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), (C, R))
+    a, b = tl.split(tl.permute(tl.reshape(x, (2, C // 2, R)), (1, 2, 0)))
+    return a + b, a - b
+
+
+@triton.jit
+def largest_bits(left, right):  # (C / 2, R), (C / 2, R)
+    """Return the largest `size_bits` of each row. # (R,)"""
+    return tl.maximum(tl.max(size_bits(left), 0), tl.max(size_bits(right), 0))
+
+
+@triton.jit
+def store_rows(at, left, right, factor, kept):
+    """Store int8 codes of rows, whose halves of columns these are, from `at` on."""
+    C: tl.constexpr = 2 * left.shape[0]
+    R: tl.constexpr = left.shape[1]
+    whole = tl.permute(tl.join(int8(left, factor, kept), int8(right, factor, kept)), (1, 2, 0))
+    whole = tl.reshape(whole, (R, C))
+    tl.store(at + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :], whole)
 
 
 @triton.constexpr_function
@@ -296,28 +316,19 @@ def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes
         q = load_turned(x.Q, origin(x.Q, b, h, first), rows, rows < length, x.angles, sizes)
         own = block * BLOCK_Q + row + tl.arange(0, ROWS)
         tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
-        q = rotated(q * balance[None, :], log2_of(SIZE))
-        factor, kept, descale = int8_scale(tl.max(size_bits(q), 1))
-        tl.store(codes.q + own[:, None] * SIZE + columns[None, :], int8(q, factor[:, None], kept[:, None]))
+        left, right = rotated(q * balance[None, :], log2_of(SIZE))
+        factor, kept, descale = int8_scale(largest_bits(left, right))
+        store_rows(codes.q + (block * BLOCK_Q + row) * SIZE, left, right, factor[None, :], kept[None, :])
         tl.store(codes.q_descale + own, descale * (1.0 / SIZE))
 
 
 @triton.jit
 def rotated_keys(x, at, row, lo, hi, mean, balance, sizes: tl.constexpr):  # (SIZE,), (SIZE,)
-    """Load keys from `row` on, smoothed, balanced and rotated. # (rows_at_once, SIZE)"""
+    """Load keys from `row` on, smoothed, balanced and rotated, as `rotated` returns them."""
     rows = row + tl.arange(0, rows_at_once(sizes.SIZE))
     inside = (rows >= lo) & (rows < hi)
     k = load_turned(x.K, at, rows, inside, x.angles, sizes)
     return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(sizes.SIZE))
-
-
-@triton.jit
-def store_keys(codes, k, factor, kept, own):
-    """Store keys as the codes' rows from `own` on."""
-    ROWS: tl.constexpr = k.shape[0]
-    SIZE: tl.constexpr = k.shape[1]
-    at = (own + tl.arange(0, ROWS))[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(codes.k + at, int8(k, factor, kept))
 
 
 @triton.jit
@@ -331,15 +342,15 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
     balance = signs_of(SIZE) / tl.load(codes.balance + head * SIZE + columns)  # exact: powers of two
     top = 0
     for row in range(ROWS, BLOCK_K, ROWS):
-        k = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
-        top = tl.maximum(top, tl.max(size_bits(k)))
-    k = rotated_keys(x, at, j0, lo, hi, mean, balance, sizes)
-    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(size_bits(k))))
+        left, right = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
+        top = tl.maximum(top, tl.max(largest_bits(left, right), 0))
+    left, right = rotated_keys(x, at, j0, lo, hi, mean, balance, sizes)
+    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(largest_bits(left, right), 0)))
     tl.store(codes.k_descale + block, descale)
-    store_keys(codes, k, factor, kept, own)
+    store_rows(codes.k + own * SIZE, left, right, factor, kept)
     for row in range(ROWS, BLOCK_K, ROWS):
-        k = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
-        store_keys(codes, k, factor, kept, own + row)
+        left, right = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
+        store_rows(codes.k + (own + row) * SIZE, left, right, factor, kept)
 
 
 @triton.jit

@@ -119,6 +119,7 @@ def attention_list_tiles(
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
     at = list_at(lists, b, h, t)
     own = kinds + program.to(tl.int64) * across
+    ROWS: tl.constexpr = min(B_R, 16)  # of a tile at a time, or registers would spill
     if BY_KEY:
         lo, _, _, hi = query_tiles(mask, b, t * B_C, tl.minimum(t * B_C + B_C, N) - 1, M, N - M, B_R)
     else:
@@ -128,15 +129,16 @@ def attention_list_tiles(
         r, c = t, x
         if BY_KEY:
             r, c = x, t
-        i = r * B_R + tl.arange(0, B_R)[:, None]
-        j = c * B_C + tl.arange(0, B_C)[None, :]
-        inside = (i < M) & (j < N)
-        seen = visible(mask, b, h, i + (N - M), j) & inside
-        any_seen = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        shown = tl.zeros([ROWS, B_C], tl.int32)
+        for row in range(0, B_R, ROWS):
+            i = r * B_R + row + tl.arange(0, ROWS)[:, None]
+            j = c * B_C + tl.arange(0, B_C)[None, :]
+            shown += (visible(mask, b, h, i + (N - M), j) & (i < M) & (j < N)).to(tl.int32)
+        count = tl.sum(tl.sum(shown, 1), 0)
         # a tile that sticks out is never full: its loads need bounds
-        all_seen = tl.min(tl.min(seen.to(tl.int32), 1), 0)
-        tl.store(own + x, any_seen + all_seen)
-        partial += any_seen - all_seen
+        full = (count == B_R * B_C).to(tl.int32)
+        tl.store(own + x, (count > 0).to(tl.int32) + full)
+        partial += (count > 0).to(tl.int32) - full
     tl.debug_barrier()
     first, full = 0, 0
     for start in range(lo, hi, 128):

@@ -147,6 +147,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
     BLOCK: tl.constexpr = width(Q.ptr.dtype.element_ty, split.d)
     SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
     if split.OVERLAP:
+        tl.extra.cuda.gdc_wait()  # first, as attention_combine reads what kernels before this one wrote
         tl.extra.cuda.gdc_launch_dependents()
     line = line_of(batch, variant.mask, W, split)
     h, w = tl.program_id(0) % H_k, tl.program_id(0) // H_k

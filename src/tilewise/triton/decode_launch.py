@@ -31,10 +31,7 @@ from .tiles import HOPPER, Tiles, decode_tiles, precision
 
 TINY = 2.0**-126
 power_of_2: Any = triton.next_power_of_2
-SMALL = 1 << 30
-"""Bytes of K and V below which one program for each multiprocessor is faster than two: half as many partial sums. In 8
-bits two are always faster, as one converts while the other waits."""
-LEAST = 128
+LEAST = 64
 """The fewest keys that a program takes."""
 COMBINED = 16
 """Partial sums that are added at a time."""
@@ -62,7 +59,8 @@ class Plan(NamedTuple):
 @lru_cache(4096)
 def plan(p: Problem, most: int | None = None) -> Plan:
     """Plan a problem with its row of tile sizes, without packed sequences of more than `most` queries."""
-    return planned(p, decode_tiles(p), programs(p), most=most)
+    tiles = decode_tiles(p)
+    return planned(p, tiles, programs(p, tiles), most=most)
 
 
 def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | None = None) -> Plan:
@@ -87,13 +85,23 @@ def paired(p: Problem) -> bool:
     return p.v.dtype.itemsize == 1 and p.dtype.itemsize == 2 and even
 
 
-def programs(p: Problem) -> int:
-    """Return how many programs share the keys of a key head."""
+def programs(p: Problem, tiles: Tiles) -> int:
+    """Return how many programs share the keys of a key head: one for each multiprocessor. There are two where one has
+    work while the other waits: with 8-bit keys, pieces of a fixed size, several tiles of rows, or pages looked up."""
     if p.target == "cpu":
         return 3
-    device, size = p.q.device, p.B * p.N * p.H_k * (p.D + p.D_v) * p.k.dtype.itemsize
+    chunk, device = p.recipe.cached and p.recipe.layout[2], p.q.device
+    two = chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return max(1, multiprocessors * (1 if size < SMALL and p.k.dtype.itemsize > 1 else 2) // p.H_k)
+    return max(1, multiprocessors * (2 if two else 1) // p.H_k)
+
+
+def look_ups(p: Problem, tiles: Tiles) -> int:
+    """Return how many pages are looked up for a tile of keys."""
+    if p.in_layout("table") is None:
+        return 0
+    page = p.k.shape[1]
+    return 1 if page % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, page)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -123,11 +131,11 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     scales = scales_of(lambda name: p.in_layout(name, x.extra), p.B, p.H_k)
     arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
-    constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap}
+    overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
+    constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap, **overlap}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
-    overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
-    constants = {"split": pl.split, "B_X": COMBINED, "num_warps": 4, **overlap}
+    constants = {"split": pl.split, "B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), **overlap}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
 
 
@@ -140,7 +148,6 @@ def told(p: Problem) -> str:
         f"{W} programs for each of {p.H_k} key heads",
         f"pieces of {split.CHUNK} keys" if split.CHUNK else f"at most {2 * W} partial sums",
     ]
-    if split.P:
-        looked = 1 if split.P % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, split.P)
+    if looked := look_ups(p, tiles):
         parts.append(f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile")
     return "; ".join(parts)

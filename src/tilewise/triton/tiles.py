@@ -181,7 +181,7 @@ BIAS: Table = {
 DECODE: Table = {
     ("hopper", 2, 128, 16): Tiles(16, 64, 4, 5),
     ("hopper", 2, 256, 16): Tiles(16, 32, 4, 5),
-    ("hopper", 2, 128, 64): Tiles(64, 64, 8, 5),
+    ("hopper", 2, 128, 64): Tiles(64, 32, 4, 7),
     ("hopper", 2, 256, 64): Tiles(64, 32, 8, 3),
     ("hopper", 4, 128, 16): Tiles(16, 32, 4, 3),
     ("hopper", 4, 256, 16): Tiles(16, 16, 4, 3),

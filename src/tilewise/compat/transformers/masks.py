@@ -55,7 +55,7 @@ def mask_of(
         return attention_mask
     function = mask_function or causal_mask_function
     one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not allow_is_causal_skip)
-    if isinstance(q_offset, Tensor):
+    if isinstance(q_offset, Tensor) and not one_step:
         q_offset = q_offset.clone()  # the cache counts on in place, before its layer computes attention
     asked = Request(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, use_vmap, device)
     if SHARDED:
@@ -137,16 +137,21 @@ class Request(NamedTuple):
         """
         if pattern is None or pattern.packed or pattern.chunked or Causal() not in pattern.intervals:
             return self.draw()
-        end = self.q_offset + self.M - self.kv_offset
-        end = end.reshape(-1).to(torch.int32) if isinstance(end, Tensor) else torch.tensor([end], dtype=torch.int32)
+        ahead = self.M - self.kv_offset
+        stop = self.q_offset + ahead
+        end = stop.reshape(-1).to(torch.int32) if isinstance(stop, Tensor) else torch.tensor([stop], dtype=torch.int32)
         lengths, starts = end.to(self.device).expand(self.batch).contiguous(), None
         if self.real is not None:
             real = self.real[:, self.kv_offset : self.kv_offset + self.N]
-            starts = real.int().argmax(1).int()
-            one_run = padding_facts(real)[2] & (starts + real.sum(1) == lengths).all()
-            if not bool(one_run):
+            starts, at = lengths - real.sum(1, dtype=torch.int32), torch.arange(real.shape[1], device=self.device)
+            one_run = (at >= starts[:, None]) & (at < lengths[:, None])
+            if not torch.equal(real, one_run):
                 return self.draw()
-        view = MaskView(self.shape, (), lambda _: Values(Dense(self.draw()), self.N), self.draw, "")
+
+        def draw() -> Tensor:
+            return self._replace(q_offset=stop - ahead).draw()  # as the cache counts q_offset on in place
+
+        view = MaskView(self.shape, (), lambda _: Values(Dense(draw()), self.N), draw, "")
         view.cached = intersect(pattern.intervals), Cached(lengths, starts=starts)
         return view
 
