@@ -116,7 +116,7 @@ def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked
         call = caches.make(case, device_of("triton"))
         before = run(call, "triton")
         decode_launch.plan.cache_clear()
-        monkeypatch.setattr(decode_launch, "programs", lambda p: programs)
+        monkeypatch.setattr(decode_launch, "programs", lambda p, tiles: programs)
         monkeypatch.setattr(decode_launch, "LEAST", 32)
         after = run(call, "triton")
         again = run(call, "triton")
@@ -259,7 +259,7 @@ def test_explain_tells_rows_programs_and_look_ups():
     told = tw.explain(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16(), layout=call.layout, device="sm_90")
     assert told.backend == "triton"
     assert "16 rows of 4 heads x 64 keys" in told.tiles
-    assert "66 programs for each of 2 key heads" in told.tiles
+    assert "132 programs for each of 2 key heads" in told.tiles
     assert "pages of 16, 4 look-ups a tile" in told.tiles
     assert not told.refusals["hopper"]  # but with one row a sequence it is slower
     assert "keys from a cache" in tw.explain(call.q, call.k, call.v, layout=call.layout).tiles

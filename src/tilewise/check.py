@@ -117,9 +117,9 @@ def check_arguments(
     if place is not None:
         parts, changes = [_placed(each, place, q, k, layout, rotary) for each in (parts, changes)]
         values = parts + changes
-    extra = [t for value in values if value.captures for t in value.tensors]
-    extra += [*([] if sink is None else [sink]), *of_all, *told, *tables]
-    extra += () if layout is None else (*layout.tensors, *scales)
+    captured = [t for value in values if value.captures for t in value.tensors]
+    of_sink, of_layout = () if sink is None else (sink,), () if layout is None else (*layout.tensors, *scales)
+    extra = (*captured, *of_sink, *of_all, *told, *tables, *of_layout)
     if isinstance(layout, Cached):
         refuse_gradients(q, k, v, *extra)
     if of_all:
@@ -140,7 +140,7 @@ def check_arguments(
         given=bool(told),
         rotary=rotary,
     )
-    return Operands(q, k, v, tuple(extra)), recipe, (0, 0) if layout is None else layout.longest()
+    return Operands(q, k, v, extra), recipe, (0, 0) if layout is None else layout.longest()
 
 
 def _placed(

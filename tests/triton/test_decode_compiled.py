@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory of a block."""
-SPILLS = {"D128 chunks": 24, "D256 prefill": 152, "D128 fp32": 16, "D256 fp32": 544}
+SPILLS = {"D128 fp32": 16, "D256 fp32": 544}
 """Bytes that a thread may keep in local memory, where it is not none."""
 
 

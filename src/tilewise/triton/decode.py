@@ -86,11 +86,12 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
         acc = (tl.zeros([B_R, BLOCK], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    for t in tl.range(lo, full_lo, num_stages=1):
+    LARGE: tl.constexpr = B_R > 16  # addresses made before these loops would fill registers of the one between
+    for t in tl.range(lo, full_lo, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
-    for t in tl.range(full_hi, hi, num_stages=1):
+    for t in tl.range(full_hi, hi, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     if split.PAIRS:
         return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l

@@ -23,6 +23,7 @@ registers. The backward's tiles have 8 rows or columns where 16 spill, or need m
 LITTLE_MEMORY have.
 """
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -188,10 +189,11 @@ DECODE: Table = {
     ("hopper", 1, 128, 16): Tiles(16, 64, 4, 5, 255),
     ("hopper", 1, 128, 64): Tiles(64, 32, 8, 5),
     ("hopper", 1, 256, 64): Tiles(32, 32, 8, 3),
+    ("blackwell", 2, 256, 64): Tiles(64, 16, 8, 3),
     ("ampere", 2, 128, 16): Tiles(16, 64, 4, 5),
     ("ampere", 2, 256, 16): Tiles(16, 32, 4, 5),
     ("ampere", 2, 128, 64): Tiles(64, 64, 8, 5),
-    ("ampere", 2, 256, 64): Tiles(64, 32, 8, 3),
+    ("ampere", 2, 256, 64): Tiles(64, 16, 8, 5),
     ("ampere", 4, 128, 16): Tiles(16, 32, 4, 3),
     ("ampere", 4, 256, 16): Tiles(16, 16, 4, 3),
     ("other", 2, 128, 16): Tiles(16, 32, 4, 5),
@@ -313,12 +315,10 @@ def decode_tiles(p: Problem) -> Tiles:
     sizes = (4,) if p.dtype == torch.float32 else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
     invariant = p.recipe.cached and p.recipe.layout[2] > 0
     few = p.M * (p.H // p.H_k) <= 16 and not invariant
-    for kind in chips(p.target):
-        for size in (128, 256):
-            for rows in (16, 64) if few else (64, 16):
-                found = (DECODE[key] for n in sizes if (key := (kind, n, size, rows)) in DECODE)
-                if max(p.D, p.D_v) <= size and (row := next(found, None)):
-                    return row
+    rows = (16, 64) if few else (64, 16)
+    for size, count, n, kind in product((128, 256), rows, sizes, chips(p.target)):
+        if max(p.D, p.D_v) <= size and (kind, n, size, count) in DECODE:
+            return DECODE[kind, n, size, count]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
 
 
