@@ -94,15 +94,17 @@ def test_rotary_in_the_pre_pass_is_rotary_before_the_call(precision, pairs, pack
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask", [tw.Full(), tw.Causal(), tw.Window(100, 0)], ids=lambda mask: type(mask).__name__)
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_errors_are_those_of_the_cpu(precision, mask, D):
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_errors_are_those_of_the_cpu(backend, precision, mask, D):
     """The rule of approximations: 1.1 times the CPU's error, and two units in the last place of the largest entry."""
     q, k, v = drawn(300, 700, 4, 2, D)
-    refused(q.cuda(), k.cuda(), v.cuda(), precision, mask=mask)
+    refused(q.cuda(), k.cuda(), v.cuda(), precision, mask=mask, backend=backend)
     do = torch.randn(2, 300, 4, D, generator=torch.Generator().manual_seed(9)).to(bf16)
 
     def results(device):
         leaves = [t.to(device).detach().requires_grad_() for t in (q, k, v)]
-        o, lse = tw.attention(*leaves, mask=mask, precision=precision, return_lse=True)
+        chosen = backend if device == "cuda" else None
+        o, lse = tw.attention(*leaves, mask=mask, precision=precision, return_lse=True, backend=chosen)
         return [t.detach().cpu() for t in (o, lse, *torch.autograd.grad(o, leaves, do.to(device)))]
 
     wide = [t.double() for t in (q, k, v)]

@@ -147,7 +147,7 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
 
 def _new_in_eight_bits(p: Problem) -> bool:
     """Tell whether a call with 8-bit products has only been compiled, and run in the interpreter."""
-    return quantize.eight_bits(p) and (p.recipe.precision == "fp8" or max(p.D, p.D_v) > 128)
+    return quantize.eight_bits(p) and p.recipe.precision == "fp8"
 
 
 def _against_eight_bits(problem: Problem) -> list[str]:

@@ -8,7 +8,7 @@ from ..tile.blocks import block, store_rows, width
 from ..tile.dropout import dropout_mask
 from ..tile.factors import left_slices, load_left, load_right, load_values, product
 from ..tile.masks import visible
-from ..tile.quantize import BLOCK_K, BLOCK_Q, e4m3
+from ..tile.quantize import BLOCK_K, BLOCK_Q, on_e4m3_grid
 from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
 from ..tile.rows import fill_unused, first_block, row_values, rows_of
 from ..tile.schedule import assign, counts
@@ -50,11 +50,12 @@ def step(j, q, acc, m, l, K, V, descale, values, place, variant, c, MASKED: tl.c
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l_new = online_softmax(S, m, l, c)
     if len(values) > 0:
-        P = e4m3(P * 256.0)
+        P = on_e4m3_grid(P * 256.0)  # in fp32: from packed words, ptxas would read row sums' registers before it sets them
         if len(variant.scores) == 0:
-            l_new = l * alpha + tl.sum(P.to(tl.float32), 1) * 0.00390625
+            l_new = l * alpha + tl.sum(P, 1) * 0.00390625
         v, scale = load_codes(values, j0, K.at.shape[1], B_C, acc.shape[1])
-        return tl.fma(acc, alpha[:, None], tl.dot(in_key_order(P), v) * (scale * 0.00390625)), m, l_new
+        product_v = tl.dot(in_key_order(P.to(tl.float8e4nv)), v)
+        return tl.fma(acc, alpha[:, None], product_v * (scale * 0.00390625)), m, l_new
     l = l_new
     if variant.dropout is not None:
         P *= dropout_mask(variant.dropout, place, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])
