@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = (
-    "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/", "experimental.py",
+    "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/",
     "host/precompile.py", "host/rotary.py", "import_hook.py", "merge.py", "operator.py", "parallel/", "reference.py",
     "rotary.py", "tile/rotary.py", "warm.py",
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """python -m tilewise: tables, JSON for programs, a sentence and exit status 2 for bad input."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -130,8 +129,3 @@ def test_a_command_that_moved_says_where_it_is(arguments):
     assert result.exit_code == 2
     name, *_ = arguments.split()
     assert f"`tilewise {name}` is now `python -m studies " in sentence(result)
-
-
-def test_the_experiment_says_where_it_is():
-    with pytest.raises(ImportError, match=r"import studies\.accumulation"):
-        importlib.import_module("tilewise.experimental")

@@ -12,17 +12,14 @@ from .launch import Launch, current_stream, on_device, profiled
 
 Tensors = Sequence[Tensor | None]
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
-"""A gap in a list of arguments, which addresses fill it, and what turns them into an argument. A descriptor's gap is a
-slice, as the launcher takes several parts."""
+"""A gap in a list of arguments, which addresses fill it, and what makes an argument of them. A descriptor's gap is a
+slice of several parts."""
 MOST = 128
-"""How many addresses a call keeps the arguments of, of some kilobytes each: layers of a model have their own."""
+"""For how many layers of a model arguments are kept: each has its own addresses."""
 
 
 class Replay:
-    """The launches of a call, with the stream and the addresses of its tensors left open.
-
-    All else that kernels take follows from the problem. For two kernels it takes as long as the rest of a call.
-    """
+    """The launches of a call, with the stream and all addresses left open. The rest follows from the problem."""
 
     def __init__(self) -> None:
         self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
@@ -46,7 +43,7 @@ class Replay:
             self.keep(made, tensors)
 
     def run(self, stream: int | None, tensors: Tensors) -> bool:
-        """Launch what is kept. Return False, without a launch, if nothing that fits is."""
+        """Launch what is kept. Return False if nothing that fits is."""
         if self.kept is None or stream is None or profiled():
             return False
         addresses = (*[0 if t is None else t.data_ptr() for t in tensors], stream)
@@ -62,7 +59,7 @@ class Replay:
             return []
         if len(self.filled) >= MOST:
             self.filled.clear()
-        found = self.filled[addresses] = [(launch, _filled(given, fills, addresses)) for launch, given, fills in launches]
+        self.filled[addresses] = found = [(launch, _filled(each, fills, addresses)) for launch, each, fills in launches]
         return found
 
     def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:

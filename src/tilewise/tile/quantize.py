@@ -236,12 +236,10 @@ def int8(x, factor, kept):
 def on_e4m3_grid(x):
     """Round numbers of at most 448 to what e4m3 holds. Triton's interpreter rounds wrongly up to a power of two."""
     bits = x.to(tl.int32, bitcast=True)
-    rest = bits & 0x7FFFFFFF
-    small = (tl.abs(x) + 16384.0) - 16384.0  # 2^14, where the next number is 2^-9 away: those of e4m3 below 2^-6, too
-    rounded = tl.where(
-        rest < 121 << 23, small.to(tl.int32, bitcast=True), (rest + 0x7FFFF + (rest >> 20 & 1)) & -0x100000
-    )
-    return (rounded | bits & -0x80000000).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(bits & 0x7F800000, 121 << 23)  # below 2^-6, e4m3's numbers are as far apart as there
+    large = (exponent + (20 << 23)).to(tl.float32, bitcast=True)  # the next number is an eighth of 2^exponent away
+    rounded = (tl.abs(x) + large) - large
+    return (rounded.to(tl.int32, bitcast=True) | bits & -0x80000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -86,8 +86,8 @@ def paired(p: Problem) -> bool:
 
 
 def programs(p: Problem, tiles: Tiles) -> int:
-    """Return how many programs share the keys of a key head: one for each multiprocessor. There are two where one has
-    work while the other waits: with 8-bit keys, pieces of a fixed size, several tiles of rows, or pages looked up."""
+    """Return how many programs share a key head's keys: one a multiprocessor, or two where one works while the other
+    waits: with 8-bit keys, pieces of a fixed size, several tiles of rows, or several look-ups a tile."""
     if p.target == "cpu":
         return 3
     chunk, device = p.recipe.cached and p.recipe.layout[2], p.q.device
@@ -131,11 +131,11 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     scales = scales_of(lambda name: p.in_layout(name, x.extra), p.B, p.H_k)
     arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
-    overlap = {"launch_pdl": True} if pl.split.OVERLAP else {}
-    constants = {"split": pl.split, "num_warps": pl.tiles.warps, **cap, **overlap}
+    both = {"split": pl.split, **({"launch_pdl": True} if pl.split.OVERLAP else {})}
+    constants = {"num_warps": pl.tiles.warps, **cap, **both}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
-    constants = {"split": pl.split, "B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), **overlap}
+    constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), **both}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
 
 

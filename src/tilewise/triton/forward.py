@@ -50,12 +50,12 @@ def step(j, q, acc, m, l, K, V, descale, values, place, variant, c, MASKED: tl.c
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l_new = online_softmax(S, m, l, c)
     if len(values) > 0:
-        P = on_e4m3_grid(P * 256.0)  # in fp32: from packed words, ptxas would read row sums' registers before it sets them
+        P = on_e4m3_grid(P * 256.0)  # in fp32: ptxas sums packed words before their registers are set
         if len(variant.scores) == 0:
             l_new = l * alpha + tl.sum(P, 1) * 0.00390625
         v, scale = load_codes(values, j0, K.at.shape[1], B_C, acc.shape[1])
-        product_v = tl.dot(in_key_order(P.to(tl.float8e4nv)), v)
-        return tl.fma(acc, alpha[:, None], product_v * (scale * 0.00390625)), m, l_new
+        PV = tl.dot(in_key_order(P.to(tl.float8e4nv)), v)
+        return tl.fma(acc, alpha[:, None], PV * (scale * 0.00390625)), m, l_new
     l = l_new
     if variant.dropout is not None:
         P *= dropout_mask(variant.dropout, place, place.i0, tl.arange(0, B_R)[:, None], j0, tl.arange(0, B_C)[None, :])

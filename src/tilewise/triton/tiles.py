@@ -11,16 +11,13 @@ Some rows replace the plain row:
 Hopper's rows are the fastest measured on an H200. For 16-bit types, they are the fastest of those whose loop has no
 spills up to head size 128, and without "ieee" at head size 256. Other rows are the largest that compile for every chip
 of their kind, by the same rule, within its shared memory; so is every row of head size 512, Hopper's too.
-tests/triton/test_compile.py checks each row.
-`python -m studies tune` measures similar rows on a GPU; docs/results/performance.md plots the times.
+`python -m studies tune` measures similar rows on a GPU.
 
-sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, to keep the products out of tensor
-memory. Triton 3.6 splits such a product into many parts; with Hopper's tiles these need more tensor memory than there
-is, and the compiled kernel is empty.
+sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, as Triton 3.6 splits a product into
+many parts; with Hopper's tiles these need more tensor memory than there is, and the compiled kernel is empty.
 
-In fp32, head sizes above 256 are multiplied on FMA units. On matrix units their split operands would spill thousands of
-registers. The backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than the chips of
-LITTLE_MEMORY have.
+In fp32, head sizes above 256 are multiplied on FMA units, as split operands would spill thousands of registers. The
+backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than the chips of LITTLE_MEMORY have.
 """
 
 from itertools import product
@@ -208,8 +205,8 @@ DECODE: Table = {
     ("interpreter", 4, 256, 64): Tiles(64, 64, 4, 1),
 }
 """Rows of the kernel that splits keys, by the bytes of an entry of K, and the rows of its tiles; where 8-bit keys have
-none, those of 16 bits serve. K and V have half as many stages each as it says, and
-half of those behind a look-up of a page: Triton divides the stages among the loads of a chain."""
+none, those of 16 bits serve. Of the stages, K and V have half each, and behind a look-up of a page a quarter, as Triton
+divides them among the loads of a chain."""
 
 SHORT = (32, 64)
 """Tokens up to which calls have separate rows."""
