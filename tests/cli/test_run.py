@@ -155,7 +155,7 @@ def test_pythons_safe_path_is_kept(folder):
 
 def test_under_torchrun_every_rank_tells(folder):
     pytest.importorskip("torch.distributed.run")
-    (folder / "ranks.py").write_text("import os; print('rank', os.environ['RANK'])")
+    (folder / "ranks.py").write_text("import os, sys; sys.stdout.write(f\"rank {os.environ['RANK']}\\n\")")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tilewise", "run", "--sdpa")
     done = python(folder, *launch, "ranks.py", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
