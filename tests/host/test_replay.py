@@ -329,7 +329,10 @@ def test_a_call_makes_few_calls_in_python(launched, monkeypatch, name, most):
     they lay before, as a GPU's allocator gives freed memory again."""
     call, _ = CALLS[name]()
     made, empty = {}, torch.empty_strided
-    again = lambda shape, *a, dtype, **o: made.setdefault((*shape, dtype), empty(shape, *a, dtype=dtype, **o))  # noqa: E731
+
+    def again(shape, strides, *, dtype, **options):
+        return made.setdefault((*shape, dtype), empty(shape, strides, dtype=dtype, **options))
+
     monkeypatch.setattr(torch, "empty_strided", again)
     counts = []
     with torch.no_grad():
