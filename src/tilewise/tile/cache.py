@@ -87,9 +87,9 @@ def entry_of(batch, b):
 
 @triton.jit
 def load_keys(X, h, keys, t, P: tl.constexpr, d: tl.constexpr, B_C: tl.constexpr, BLOCK: tl.constexpr,
-              CHECK: tl.constexpr):  # fmt: skip
-    """Load the rows of key tile t, zero past the head size. With CHECK, keys that no row sees are zero, and neither
-    they nor their entries of the table are read. # (B_C, BLOCK)
+              CHECK: tl.constexpr, start: tl.constexpr = 0):  # fmt: skip
+    """Load the rows of key tile t from entry `start` on, zero past the head size. With CHECK, keys that no row sees are
+    zero, and neither they nor their entries of the table are read. # (B_C, BLOCK)
 
     P is the size of a page, 0 without pages. A tile inside one page costs one look-up.
     """
@@ -110,9 +110,9 @@ def load_keys(X, h, keys, t, P: tl.constexpr, d: tl.constexpr, B_C: tl.constexpr
         else:
             page = tl.load(keys.table + rows // P).to(tl.int64)
         ptr = head + (page * X.batch + (rows % P).to(tl.int64) * X.row)[:, None]
-    entries = tl.arange(0, BLOCK)
+    entries = start + tl.arange(0, BLOCK)
     exists = tl.full([1, BLOCK], 1, tl.int1)
-    if d < BLOCK:
+    if d < start + BLOCK:
         exists = (entries < d)[None, :]
     if CHECK:
         exists = exists & inside[:, None]

@@ -91,5 +91,5 @@ def find(line, at):
     """Return the sequence, the row tile and the place within it of a place, and how many that row tile takes."""
     b = tl.sum((line.end <= at).to(tl.int32), 0)
     each = pick(line, line.each, b)
-    at -= pick(line, line.end - line.tiles * line.each, b)
+    at -= tl.max(tl.where(line.end <= at, line.end, 0), 0)
     return b, at // each, at % each, each

@@ -24,15 +24,17 @@ LARGEST = tl.constexpr(2.0**126)
 
 @triton.jit
 def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.constexpr, MASKED: tl.constexpr):
-    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V."""
+    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: slices of columns."""
     P_SIZE: tl.constexpr = split.P
     D: tl.constexpr = split.d
     B_C: tl.constexpr = split.B_C
     PRECISION: tl.constexpr = split.PRECISION
-    BLOCK: tl.constexpr = q.shape[1]
+    TYPE: tl.constexpr = q[0].dtype
+    SLICE: tl.constexpr = q[0].shape[1]
     j = (t * B_C + tl.arange(0, B_C))[None, :]
-    k = load_keys(K, h, keys, t, P_SIZE, D, B_C, BLOCK, MASKED)
-    S = dot(q, k.to(q.dtype).T, PRECISION)  # (B_r, B_c)
+    S = dot(q[0], load_keys(K, h, keys, t, P_SIZE, D, B_C, SLICE, MASKED).to(TYPE).T, PRECISION)  # (B_r, B_c)
+    for n in tl.static_range(1, len(q)):
+        S += dot(q[n], load_keys(K, h, keys, t, P_SIZE, D, B_C, SLICE, MASKED, n * SLICE).to(TYPE).T, PRECISION)
     if k_scale is not None:
         S *= k_scale
     S = apply_scores(variant.scores, S, Entries(at.b, at.h, at.i0, at.i, 0, j), len(variant.scores))
@@ -40,15 +42,15 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
         seen = visible(variant.mask, at.b, at.h, at.i, j) & (j >= keys.first) & (j < keys.last)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
-    values = load_values(V, h, keys, t, q.dtype, split, MASKED)
+    values = load_values(V, h, keys, t, TYPE, split, MASKED)
     if split.PAIRS:
         P *= P_SCALE
     sums = ()
     for n in tl.static_range(len(values)):
-        if q.dtype == tl.float32:
+        if TYPE == tl.float32:
             sums += (tl.fma(acc[n], alpha[:, None], dot(P, values[n], PRECISION)),)
         else:
-            sums += (tl.dot(P.to(q.dtype), values[n], acc[n] * alpha[:, None]),)  # (B_r, d_v)
+            sums += (tl.dot(P.to(TYPE), values[n], acc[n] * alpha[:, None]),)  # (B_r, d_v)
     return sums, m, l
 
 
@@ -78,7 +80,7 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
     B_R: tl.constexpr = split.B_R
-    BLOCK: tl.constexpr = width(q.dtype, split.d_v)
+    BLOCK: tl.constexpr = width(q[0].dtype, split.d_v)
     STAGES: tl.constexpr = split.STAGES
     if split.PAIRS:
         acc = (tl.zeros([B_R, BLOCK // 2], tl.float32), tl.zeros([B_R, BLOCK // 2], tl.float32))
@@ -86,17 +88,37 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
         acc = (tl.zeros([B_R, BLOCK], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    LARGE: tl.constexpr = B_R > 16  # addresses made before these loops would fill registers of the one between
-    for t in tl.range(lo, full_lo, num_stages=1, disable_licm=LARGE):
+    # where tiles are large, addresses that loops share would spill
+    for t in tl.range(lo, full_lo, num_stages=1, disable_licm=B_R > 16):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
-    for t in tl.range(full_hi, hi, num_stages=1, disable_licm=LARGE):
+    for t in tl.range(full_hi, hi, num_stages=1, disable_licm=B_R > 16):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     if split.PAIRS:
         return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l
     else:
         return acc[0], m, l
+
+
+@triton.jit
+def load_queries(ptr, seen, d: tl.constexpr):
+    """Load rows of q from their addresses, in slices of columns."""
+    BLOCK: tl.constexpr = width(ptr.dtype.element_ty, d)
+    SLICE: tl.constexpr = slice_of(ptr.dtype.element_ty, BLOCK)
+    q = ()
+    for n in tl.static_range(BLOCK // SLICE):
+        entries = n * SLICE + tl.arange(0, SLICE)
+        inside = seen[:, None] & (entries < d)[None, :]
+        q += (tl.load(ptr[:, None] + entries[None, :], mask=inside, other=0.0),)
+    return q
+
+
+@triton.constexpr_function
+def slice_of(dtype, block):
+    """Return the columns of q and K that are multiplied at a time. In fp32 each is split in three, too much for the
+    registers in wide blocks."""
+    return 32 if dtype == tl.float32 and block > 128 else block
 
 
 @triton.jit
@@ -131,6 +153,13 @@ def address(X, b, rows, heads):
 
 
 @triton.jit
+def places_of(r, h, M, split: tl.constexpr):
+    """Return the rows of tile r: their numbers, their queries and heads, and whether there are such queries."""
+    row = r * split.B_R + tl.arange(0, split.B_R)
+    return row, row // split.G, h * split.G + row % split.G, row < M * split.G
+
+
+@triton.jit
 def partial_at(partial, slot, H_k, h, d_v: tl.constexpr):
     """Return the address of a partial sum, d_v numbers, m and l, of one row or several of a key head."""
     return partial + (slot * H_k + h) * (d_v + 2)
@@ -145,7 +174,6 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
     B_R: tl.constexpr = split.B_R
     G: tl.constexpr = split.G
     D_V: tl.constexpr = split.d_v
-    BLOCK: tl.constexpr = width(Q.ptr.dtype.element_ty, split.d)
     SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
     if split.OVERLAP:
         tl.extra.cuda.gdc_wait()  # first, as attention_combine reads what kernels before this one wrote
@@ -160,8 +188,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
             count = tl.minimum(count, 1)
         q0, M = queries_of(batch, b)
         start, N = keys_of(batch, b)
-        row = r * B_R + tl.arange(0, B_R)
-        i, heads, seen = row // G, h * G + row % G, row < M * G
+        _, i, heads, seen = places_of(r, h, M, split)
         first_row = N - M + r * B_R // G
         last_row = N - M + tl.minimum((r * B_R + B_R - 1) // G, M - 1)
         first, _ = key_range_of(variant.mask, b, first_row, N)
@@ -174,21 +201,21 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
         begin = (begin // SIZE + x) * (SIZE // split.B_C)
         of_rows = b if batch.cu_q is None else b * 0
         rows = i if batch.cu_q is None else q0 + i
-        entries = tl.arange(0, BLOCK)
-        q = tl.load(
-            address(Q, of_rows, rows, heads)[:, None] + entries[None, :],
-            mask=seen[:, None] & (entries < split.d)[None, :], other=0.0,
-        )  # fmt: skip
+        q = load_queries(address(Q, of_rows, rows, heads), seen, split.d)
         place = Entries(b, heads[:, None], 0, (N - M + i)[:, None], 0, 0)
         k_scale = None if scales is None else scale_of(scales.k, b, h, scales.k_batch, scales.k_head)
         if split.PAIRS:
-            q, power = in_fp16(q)
+            half, power = in_fp16(q[0])
+            q = (half,)
             k_scale *= power
         acc, m, l = sum_keys(
             q, K, V, h, keys, place, variant, c, k_scale, tiles, begin, begin + count * (SIZE // split.B_C), split
         )
         if scales is not None:
             acc *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
+        # computed anew from the piece's last place: kept over the loops, rows would spill
+        row, i, heads, seen = places_of((r * each + x + count - 1) // each, h, M, split)
+        rows = i if batch.cu_q is None else q0 + i
         if count == each:
             write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, D_V)
         else:
