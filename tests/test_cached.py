@@ -127,6 +127,23 @@ def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked
         assert torch.equal(before[0], after[0]) or not invariant
 
 
+@pytest.mark.parametrize(("B", "kernels"), [(6, 1), (7, 2)])
+def test_partial_sums_are_added_only_where_there_are_some(B, kernels, monkeypatch):
+    """The interpreter has three programs a key head: each sums two of 6 sequences, but not a third of 7."""
+    from tilewise.triton import decode_launch
+
+    seen, launches = [], decode_launch.launches
+    monkeypatch.setattr(decode_launch, "launches", lambda *args: seen.append(launches(*args)) or seen[-1])
+    monkeypatch.setattr(decode_launch, "programs", lambda p, tiles: 3)
+    decode_launch.plan.cache_clear()
+    q, k, v = (torch.randn(B, n, H, 64, device=device_of("triton")).half() for n, H in ((1, 4), (100, 2), (100, 2)))
+    o = tw.attention(q, k, v, backend="triton")
+    decode_launch.plan.cache_clear()
+    assert [len(each) for each in seen] == [kernels]
+    want, _ = tw.reference.attention(q.double(), k.double(), v.double())
+    assert float((o - want).abs().max()) < 1e-3
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_prompt_in_pieces_is_one_causal_call(backend):
     call = caches.make(replace(PROMPT, invariant=0), device_of(backend))

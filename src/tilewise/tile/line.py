@@ -34,6 +34,8 @@ class Split(NamedTuple):
     OVERLAP: bool
     PAIRS: bool = False
     """Says whether values are in 8 bits, and two neighbours are loaded as one integer."""
+    AHEAD: bool = False
+    """Says whether rows of q are loaded with each tile of keys, so that a piece's first keys need not wait for them."""
 
 
 class Line(NamedTuple):

@@ -6,6 +6,8 @@ order of keys. With a CHUNK every piece of CHUNK keys leaves one.
 """
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,13 +24,22 @@ P_SCALE = tl.constexpr(2.0**15)
 LARGEST = tl.constexpr(2.0**126)
 
 
+class Queries(NamedTuple):
+    """Locate rows of q that are not loaded yet: addresses, and which there are."""
+
+    ptr: object
+    seen: object
+
+
 @triton.jit
 def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.constexpr, MASKED: tl.constexpr):
-    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: slices of columns."""
+    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: what `queries` returns."""
     P_SIZE: tl.constexpr = split.P
     D: tl.constexpr = split.d
     B_C: tl.constexpr = split.B_C
     PRECISION: tl.constexpr = split.PRECISION
+    if split.AHEAD:
+        q = load_queries(q.ptr, q.seen & (t >= 0), D)  # naming t keeps the load in the loop, among those ahead
     TYPE: tl.constexpr = q[0].dtype
     SLICE: tl.constexpr = q[0].shape[1]
     j = (t * B_C + tl.arange(0, B_C))[None, :]
@@ -80,7 +91,7 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
     B_R: tl.constexpr = split.B_R
-    BLOCK: tl.constexpr = width(q[0].dtype, split.d_v)
+    BLOCK: tl.constexpr = width(q.ptr.dtype.element_ty if split.AHEAD else q[0].dtype, split.d_v)
     STAGES: tl.constexpr = split.STAGES
     if split.PAIRS:
         acc = (tl.zeros([B_R, BLOCK // 2], tl.float32), tl.zeros([B_R, BLOCK // 2], tl.float32))
@@ -99,6 +110,15 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
         return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l
     else:
         return acc[0], m, l
+
+
+@triton.jit
+def queries(ptr, seen, split: tl.constexpr):
+    """Return rows of q, in slices of columns; or where they are, if each tile of keys loads them."""
+    if split.AHEAD:
+        return Queries(ptr, seen)
+    else:
+        return load_queries(ptr, seen, split.d)
 
 
 @triton.jit
@@ -201,7 +221,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
         begin = (begin // SIZE + x) * (SIZE // split.B_C)
         of_rows = b if batch.cu_q is None else b * 0
         rows = i if batch.cu_q is None else q0 + i
-        q = load_queries(address(Q, of_rows, rows, heads), seen, split.d)
+        q = queries(address(Q, of_rows, rows, heads), seen, split)
         place = Entries(b, heads[:, None], 0, (N - M + i)[:, None], 0, 0)
         k_scale = None if scales is None else scale_of(scales.k, b, h, scales.k_batch, scales.k_head)
         if split.PAIRS:
@@ -272,6 +292,7 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     q0, M = queries_of(batch, b_real)
     if split.OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i = row - q0
     if (b >= B) | (i < 0) | (i >= M):
         return

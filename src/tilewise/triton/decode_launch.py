@@ -71,6 +71,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
         tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER, paired(p),
+        p.target in HOPPER and not page and tiles.B_r == 16 and p.k.dtype.itemsize == 2,  # elsewhere it gains nothing
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
@@ -87,13 +88,26 @@ def paired(p: Problem) -> bool:
 
 def programs(p: Problem, tiles: Tiles) -> int:
     """Return how many programs share a key head's keys: one a multiprocessor, or two where one works while the other
-    waits: with 8-bit keys, pieces of a fixed size, several tiles of rows, or several look-ups a tile."""
+    waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program."""
     if p.target == "cpu":
         return 3
     chunk, device = p.recipe.cached and p.recipe.layout[2], p.q.device
-    two = chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return max(1, multiprocessors * (2 if two else 1) // p.H_k)
+    one = max(1, multiprocessors // p.H_k)
+    many = row_tiles(p, tiles) >= (8 if p.in_layout("table") is None else 1) * one
+    two = many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
+    return max(1, 2 * multiprocessors // p.H_k) if two else one
+
+
+def row_tiles(p: Problem, tiles: Tiles) -> int:
+    """Return how many tiles of rows a key head has, at most."""
+    return p.B * cdiv(p.M * (p.H // p.H_k), tiles.B_r)
+
+
+def whole(p: Problem, pl: Plan) -> bool:
+    """Tell whether each program is known to sum whole tiles of rows: they are all as long, and divide evenly."""
+    count, W = row_tiles(p, pl.tiles), pl.programs
+    return not p.extra and not p.recipe.cached and count % W == 0 and count * pl.tiles.B_c >= W * pl.split.LEAST
 
 
 def look_ups(p: Problem, tiles: Tiles) -> int:
@@ -124,7 +138,7 @@ def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
-    """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves."""
+    """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
     variant, batch = Variant(parts, changes, None, None, sink), batch_of(p, x, most=pl.most)
     outputs, inputs = (rows(saved.o), rows_of_lse(saved.lse)), [rows(adjacent(t)) for t in x[:3]]
@@ -134,6 +148,8 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     both = {"split": pl.split, **({"launch_pdl": True} if pl.split.OVERLAP else {})}
     constants = {"num_warps": pl.tiles.warps, **cap, **both}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
+    if whole(p, pl):
+        return [decode]
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
     constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), **both}
     return [decode, Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]

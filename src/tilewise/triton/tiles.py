@@ -177,7 +177,7 @@ BIAS: Table = {
 """Rows of a bias's gradient, under dq's keys. They stand where its kernel spills with dq's rows."""
 
 DECODE: Table = {
-    ("hopper", 2, 128, 16): Tiles(16, 64, 4, 5),
+    ("hopper", 2, 128, 16): Tiles(16, 64, 4, 7),
     ("hopper", 2, 256, 16): Tiles(16, 32, 4, 5, 255),
     ("hopper", 2, 128, 64): Tiles(64, 32, 4, 7),
     ("hopper", 2, 256, 64): Tiles(64, 32, 8, 3),
