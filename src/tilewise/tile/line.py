@@ -18,7 +18,8 @@ from .masks import key_range_of
 class Split(NamedTuple):
     """Hold the constants of the kernels: G query heads share a key head; head sizes; rows of a page, or 0; rows and
     columns of a tile of S; keys of a chunk, or 0; B_B >= B, a power of two; the fewest keys that a program takes; how
-    many stages loads are ahead; how products are computed; whether the kernels overlap."""
+    many stages loads are ahead; how products are computed; whether the chip is Hopper's or a later one of its line, on
+    which kernels overlap."""
 
     G: int
     d: int
@@ -31,7 +32,7 @@ class Split(NamedTuple):
     LEAST: int
     STAGES: int
     PRECISION: str
-    OVERLAP: bool
+    HOPPER: bool
     PAIRS: bool = False
     """Says whether values are in 8 bits, and two neighbours are loaded as one integer."""
     AHEAD: bool = False

@@ -145,7 +145,7 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     scales = scales_of(lambda name: p.in_layout(name, x.extra), p.B, p.H_k)
     arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
-    both = {"split": pl.split, **({"launch_pdl": True} if pl.split.OVERLAP else {})}
+    both = {"split": pl.split, **({"launch_pdl": True} if pl.split.HOPPER else {})}
     constants = {"num_warps": pl.tiles.warps, **cap, **both}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     if whole(p, pl):
