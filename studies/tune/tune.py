@@ -29,6 +29,7 @@ from ..bench.measure import Pace, pace, sample, spread, synchronize
 from ..bench.peers import SEED
 from ..bench.results import FAILED, OK, SKIPPED, WRONG
 from ..bench.suites import BACKWARD, FORWARD, Case
+from . import rows
 from .tuned import Candidate, Tuned
 
 BACKENDS = ("hopper", "triton")
@@ -132,7 +133,7 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
     made = []
     for (backend, table, key), readers in found.items():
         plain = [case for case in readers if not case.dropout]
-        title = f"{backend} {table} {_module(backend, 'tiles').title(key)}"
+        title = f"{backend} {table} {rows.title(key)}"
         made.append(Slot(backend, table, key, title, tuple(plain or readers)))
     return made
 
@@ -141,7 +142,7 @@ def neighbours(slot: Slot, device: torch.device) -> list[Any]:
     """Return the row in use, then those of its table's neighbourhood."""
     tiles = _module(slot.backend, "tiles")
     row = getattr(tiles.current(_problem(slot.backend, slot.cases[0], device, slot.precision)), slot.table)
-    return [row, *tiles.neighbours(slot.table, row)]
+    return [row, *rows.neighbours(row)]
 
 
 def tune(

@@ -13,6 +13,7 @@ from studies.bench import results
 from studies.bench.suites import Case
 from studies.pages import report
 from studies.tune import command, tuned
+from studies.tune.rows import neighbours
 from studies.tune.tuned import Candidate, Tuned
 from tilewise import reference
 from tilewise.cli.app import app as package
@@ -42,7 +43,7 @@ def _forgotten(monkeypatch):
 
 @pytest.fixture
 def _one_neighbour(monkeypatch):
-    monkeypatch.setattr(portable, "neighbours", lambda name, row: [row._replace(B_c=16)])
+    monkeypatch.setattr(tune.rows, "neighbours", lambda row: [row._replace(B_c=16)])
 
 
 def test_every_row_of_a_hopper_card_is_tried(monkeypatch):
@@ -252,8 +253,8 @@ def test_values_that_hoppers_kernels_do_not_take_are_refused(field, tmp_path, mo
 @pytest.mark.parametrize("module", [portable, hopper], ids=["triton", "hopper"])
 def test_every_row_and_every_neighbour_is_allowed(module):
     allowed = tables.ALLOWED[module.__name__.split(".")[1]]
-    for name, table in module.TABLES.items():
-        for row in [other for own in table.values() for other in (own, *module.neighbours(name, own))]:
+    for table in module.TABLES.values():
+        for row in [other for own in table.values() for other in (own, *neighbours(own))]:
             for field, values in allowed.items():
                 assert row._asdict().get(field, values[0]) in values, f"{field} of {row}"
 
@@ -300,7 +301,7 @@ def test_the_whole_command_on_a_tiny_case(tmp_path, monkeypatch):
 
 
 def test_wrong_and_failing_rows_are_listed_with_their_reasons(monkeypatch):
-    monkeypatch.setattr(portable, "neighbours", lambda name, row: [row._replace(B_c=16), row._replace(B_r=16)])
+    monkeypatch.setattr(tune.rows, "neighbours", lambda row: [row._replace(B_c=16), row._replace(B_r=16)])
     real = tune.Call.forward
 
     def forward(self, plan):

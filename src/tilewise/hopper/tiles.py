@@ -209,34 +209,3 @@ def precision(p: Problem) -> str | None:
 def current_fp32(p: Problem) -> Fp32Forward:
     """Return the row for an fp32 problem. `studies tune` does not measure these."""
     return FP32_FORWARD[padded(p), precision(p)]
-
-
-def title(key: Any) -> str:
-    """Format a table key for display."""
-    size, *rest = key if isinstance(key, tuple) else (key,)
-    return " ".join((f"D{size}", *rest))
-
-
-CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "forward": (
-        {"warpgroups": 2, "registers": 240}, {"warpgroups": 3, "registers": 160},
-        {"B_c": 64}, {"B_c": 64, "kv_stages": 3}, {"B_c": 128},
-        {"q_stages": 1}, {"q_stages": 1, "kv_stages": 3}, {"q_stages": 2}, {"kv_stages": 2}, {"kv_stages": 3},
-        {"pingpong": True}, {"pingpong": False}, {"fetch_early": True}, {"fetch_early": False},
-        {"wait_pv": 0}, {"wait_pv": 1}, {"wait_pv": 2},
-    ),
-    "backward": (
-        {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
-    ),
-}  # fmt: skip
-"""Lists what `studies tune` tries. The backward's B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and
-a group holds 64 keys."""
-
-
-def neighbours(name: str, row: Any) -> list[Any]:
-    """Return every other row that one change makes of a row of this table. Further steps take another run. Where two
-    programs share the registers, none are left for other tiles."""
-    crowded = getattr(row, "programs", 1) > 1
-    changes = [change for change in CHANGES[name] if not (crowded and {"B_c", "registers"} & {*change})]
-    made = dict.fromkeys(row._replace(**change) for change in changes)
-    return [other for other in made if other != row]

@@ -316,27 +316,3 @@ def decode_tiles(p: Problem) -> Tiles:
         if max(p.D, p.D_v) <= size and (kind, n, size, count) in DECODE:
             return DECODE[kind, n, size, count]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")
-
-
-def title(key: Any) -> str:
-    """Return a key as text, without its kind of chip."""
-    _, entry_bytes, size, *rest = key
-    return " ".join((f"{8 * entry_bytes}-bit", f"D{size}", *rest))
-
-
-def neighbours(name: str, row: Tiles) -> list[Tiles]:
-    """Return the rows that `studies tune` compares with a row of a table.
-
-    They have half or twice the rows, columns or warps, or rows and warps together, or one stage more or less, or no cap
-    on registers. To go further, run `tune` again. No side is below 16, unless the row's is.
-    """
-    B_r, B_c, warps, stages, _ = row
-    changes = (
-        {"B_r": B_r // 2}, {"B_r": B_r * 2}, {"B_c": B_c // 2}, {"B_c": B_c * 2}, {"warps": warps // 2},
-        {"warps": warps * 2}, {"B_r": B_r // 2, "warps": warps // 2}, {"B_r": B_r * 2, "warps": warps * 2},
-        {"stages": stages - 1}, {"stages": stages + 1}, {"registers": None},
-    )  # fmt: skip
-    made = [row._replace(**change) for change in changes]
-    least = min(B_r, B_c, 16)
-    fits = [t for t in made if min(t.B_r, t.B_c) >= least and max(t.B_r, t.B_c) >= 16]  # which some product sums over
-    return [t for t in fits if t.warps in (4, 8, warps) and t.stages > 0 and t != row]
