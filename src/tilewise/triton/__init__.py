@@ -80,8 +80,6 @@ class Portable:
             parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
         if _less_accurate(problem):
             parts.append("may round 4 times as much as PyTorch")
-        if problem.target != "cpu" and _new_in_eight_bits(problem):
-            parts.append("never run on a GPU")
         return "; ".join((*parts, source_of_rows(problem.q.device)))
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
@@ -143,11 +141,6 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
         recipe = recipe._replace(precision="tf32x3")
     wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
     return wide, Operands(*(x[:2] if quantize.eight_bits(p) else (q, k)), v, x.extra)
-
-
-def _new_in_eight_bits(p: Problem) -> bool:
-    """Tell whether a call with 8-bit products has only been compiled, and run in the interpreter."""
-    return quantize.eight_bits(p) and p.recipe.precision == "fp8"
 
 
 def _against_eight_bits(problem: Problem) -> list[str]:
