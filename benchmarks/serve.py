@@ -106,10 +106,10 @@ def reader(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Callable[[],
     """Return a call that reads the keys and values of all sequences, page by page, and does nothing else."""
     P, size = k.shape[1], k[0].numel()
     used = [own[: -(-n // P)] for own, n in zip(table, lengths.tolist(), strict=True)]
-    pages, programs = torch.cat(used), 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    pages, programs = torch.cat(used), 16 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs, device="cuda")
     start: Any = read[(programs,)]
-    return lambda: start(k, v, pages, out, len(pages), SIZE=size, BLOCK=min(size, 4096), num_warps=8)
+    return lambda: start(k, v, pages, out, len(pages), SIZE=size, BLOCK=min(size, 4096), num_warps=4)
 
 
 class Served:
