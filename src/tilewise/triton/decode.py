@@ -21,6 +21,7 @@ P_SCALE = tl.constexpr(2.0**15)
 """Scales P where products are in fp16, to fill its range."""
 LARGEST = tl.constexpr(2.0**126)
 E4M3 = tl.constexpr(tl.float8e4nv)
+# sort a pair of neighbours by place, and convert each place of two keys at once
 UNPACK = tl.constexpr("""{
     .reg .b32 sorted;
     .reg .b16 first, second;
