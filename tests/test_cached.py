@@ -1,6 +1,8 @@
 """Keys in a cache: every case against the reference, on the CPU and in Triton; and what the layout promises."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import caches
 import numpy as np
@@ -258,17 +260,16 @@ def test_compiled_and_fake_and_checked():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_queries_and_no_sequences(packed):
-    k = torch.randn(4, 16, 2, 8)
-    for B, M in ((0, 1), (2, 0)):
-        layout = tw.Cached(torch.zeros(B), torch.zeros(B, 2)) if False else tw.Cached(
-            torch.zeros(B, dtype=torch.int32), torch.zeros(B, 2, dtype=torch.int32),
-            cu_q=torch.zeros(B + 1, dtype=torch.int32) if packed else None)  # fmt: skip
-        q = torch.randn(3, 4, 8) if packed else torch.randn(B, M, 4, 8)
-        for backend in BACKENDS:
-            o, lse = tw.attention(q, k, k, layout=layout, return_lse=True, backend=backend)
-            assert o.shape == q.shape
-            assert not o.any()
-            assert lse.isneginf().all()
+    for backend, (B, M) in itertools.product(BACKENDS, ((0, 1), (2, 0))):
+        device = device_of(backend)
+        k = torch.randn(4, 16, 2, 8, device=device)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        layout = tw.Cached(zeros(B), zeros(B, 2), cu_q=zeros(B + 1) if packed else None)
+        q = torch.randn(*((3,) if packed else (B, M)), 4, 8, device=device)
+        o, lse = tw.attention(q, k, k, layout=layout, return_lse=True, backend=backend)
+        assert o.shape == q.shape
+        assert not o.any()
+        assert lse.isneginf().all()
 
 
 def test_explain_tells_rows_programs_and_look_ups():
