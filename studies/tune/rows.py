@@ -41,9 +41,10 @@ def _of_portable(row: Tiles) -> list[Tiles]:
 
 def _of_hopper(row: Row) -> list[Row]:
     """Change one field or two. Where two programs share the registers, none are left for other tiles."""
-    crowded = getattr(row, "programs", 1) > 1
-    changes = OF_FORWARD if isinstance(row, Forward) else OF_BACKWARD
-    return [row._replace(**change) for change in changes if not (crowded and {"B_c", "registers"} & {*change})]
+    if not isinstance(row, Forward):
+        return [row._replace(**change) for change in OF_BACKWARD]
+    kept = {"B_c", "registers"} if row.programs > 1 else set()
+    return [row._replace(**change) for change in OF_FORWARD if not kept & {*change}]
 
 
 OF_FORWARD: tuple[dict[str, Any], ...] = (
@@ -54,11 +55,6 @@ OF_FORWARD: tuple[dict[str, Any], ...] = (
     {"wait_pv": 0}, {"wait_pv": 1}, {"wait_pv": 2},
 )  # fmt: skip
 OF_BACKWARD: tuple[dict[str, Any], ...] = (
-    {"q_stages": 1},
-    {"q_stages": 2},
-    {"q_stages": 3},
-    {"do_stages": 1},
-    {"do_stages": 2},
-    {"do_stages": 3},
-)
+    {"q_stages": 1}, {"q_stages": 2}, {"q_stages": 3}, {"do_stages": 1}, {"do_stages": 2}, {"do_stages": 3},
+)  # fmt: skip
 """Its B_r and B_c follow from the head size: pieces of dQ are 64 x 64, and a group holds 64 keys."""

@@ -18,8 +18,7 @@ from .masks import key_range_of
 class Split(NamedTuple):
     """Hold the constants of the kernels: G query heads share a key head; head sizes; rows of a page, or 0; rows and
     columns of a tile of S; keys of a chunk, or 0; B_B >= B, a power of two; the fewest keys that a program takes; how
-    many stages loads are ahead; how products are computed; whether the chip is Hopper's or a later one of its line, on
-    which kernels overlap."""
+    many stages loads are ahead; how products are computed; whether the chip is one of `tiles.HOPPER`."""
 
     G: int
     d: int
@@ -36,7 +35,7 @@ class Split(NamedTuple):
     PAIRS: bool = False
     """Says whether values are in 8 bits, and two neighbours are loaded as one integer."""
     AHEAD: bool = False
-    """Says whether rows of q are loaded with each tile of keys, so that a piece's first keys need not wait for them."""
+    """Says whether q is loaded with each tile of keys, so that a piece's first keys need not wait for it."""
 
 
 class Line(NamedTuple):

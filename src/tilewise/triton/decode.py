@@ -21,7 +21,7 @@ P_SCALE = tl.constexpr(2.0**15)
 """Scales P where products are in fp16, to fill its range."""
 LARGEST = tl.constexpr(2.0**126)
 E4M3 = tl.constexpr(tl.float8e4nv)
-# sort a pair of neighbours by place, and convert each place of two keys at once
+# (a0, b0) and (a1, b1) of two keys become (a0, a1) and (b0, b1)
 UNPACK = tl.constexpr("""{
     .reg .b32 sorted;
     .reg .b16 first, second;
@@ -40,7 +40,7 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
     B_C: tl.constexpr = split.B_C
     PRECISION: tl.constexpr = split.PRECISION
     if split.AHEAD:
-        q = load_queries(q[0], q[1] & (t >= 0), D)  # naming t keeps the load in the loop, among those ahead
+        q = load_queries(q[0], q[1] & (t >= 0), D)  # naming t keeps the load in the loop
     TYPE: tl.constexpr = q[0].dtype
     SLICE: tl.constexpr = q[0].shape[1]
     j = (t * B_C + tl.arange(0, B_C))[None, :]
@@ -85,7 +85,7 @@ def load_values(V, h, keys, t, TYPE: tl.constexpr, split: tl.constexpr, MASKED: 
 @triton.jit
 def unpack(x, HOPPER: tl.constexpr):
     """Return the first and the second of two neighbours in e4m3, each in fp16."""
-    if HOPPER:  # 3 instructions for two pairs, where the compiler takes 10
+    if HOPPER:  # 3 instructions, not 10
         return tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         first, second = (x & 255).to(tl.uint8), (x >> 8).to(tl.uint8)
@@ -108,7 +108,7 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
         acc = (tl.zeros([B_R, BLOCK], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    # where tiles are large, addresses that loops share would spill
+    # in large tiles, addresses that loops share would spill
     for t in tl.range(lo, full_lo, num_stages=1, disable_licm=B_R > 16):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     for t in tl.range(full_lo, full_hi, num_stages=STAGES):
@@ -123,7 +123,7 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
 
 @triton.jit
 def queries(ptr, seen, split: tl.constexpr):
-    """Return rows of q, in slices of columns; or their addresses, and which there are, if key tiles load them."""
+    """Return rows of q, in slices of columns; or their addresses and which there are, for `step` to load."""
     if split.AHEAD:
         return ptr, seen
     else:
@@ -145,8 +145,7 @@ def load_queries(ptr, seen, d: tl.constexpr):
 
 @triton.constexpr_function
 def slice_of(dtype, block):
-    """Return the columns of q and K that are multiplied at a time. In fp32 each is split in three, too much for the
-    registers in wide blocks."""
+    """Return the columns of q and K that are multiplied at a time: few in wide blocks of fp32, which splits each."""
     return 32 if dtype == tl.float32 and block > 128 else block
 
 
@@ -242,7 +241,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
         )
         if scales is not None:
             acc *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
-        # computed anew from the piece's last place: kept over the loops, rows would spill
+        # computed anew, as rows kept over the loops would spill
         row, i, heads, seen = places_of((r * each + x + count - 1) // each, h, M, split)
         rows = i if batch.cu_q is None else q0 + i
         if count == each:
@@ -301,7 +300,7 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     q0, M = queries_of(batch, b_real)
     if split.HOPPER:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()  # earlier, two of the next would share a multiprocessor
     i = row - q0
     if (b >= B) | (i < 0) | (i >= M):
         return

@@ -71,7 +71,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
         tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER, paired(p),
-        p.target in HOPPER and not page and tiles.B_r == 16 and p.k.dtype.itemsize == 2,  # elsewhere it gains nothing
+        p.target in HOPPER and not page and tiles.B_r == 16 and p.k.dtype.itemsize == 2,  # with pages it is slower
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
@@ -94,6 +94,7 @@ def programs(p: Problem, tiles: Tiles) -> int:
     chunk, device = p.recipe.cached and p.recipe.layout[2], p.q.device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     one = max(1, multiprocessors // p.H_k)
+    # a program waits between tiles of rows, longer with pages
     many = row_tiles(p, tiles) >= (8 if p.in_layout("table") is None else 1) * one
     two = many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
     return max(1, 2 * multiprocessors // p.H_k) if two else one
@@ -105,7 +106,7 @@ def row_tiles(p: Problem, tiles: Tiles) -> int:
 
 
 def whole(p: Problem, pl: Plan) -> bool:
-    """Tell whether each program is known to sum whole tiles of rows: they are all as long, and divide evenly."""
+    """Tell whether programs sum whole tiles of rows alone: all have as many keys, and each program as many tiles."""
     count, W = row_tiles(p, pl.tiles), pl.programs
     return not p.extra and not p.recipe.cached and count % W == 0 and count * pl.tiles.B_c >= W * pl.split.LEAST
 
