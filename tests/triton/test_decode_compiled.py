@@ -50,3 +50,11 @@ def test_two_programs_fit_a_multiprocessor_of_hopper(compiled):
         for one in those:
             assert 2 * one["shared"] <= 227 * 1024, one
             assert 2 * 128 * one["registers"] <= 65536, one
+
+
+def test_q_is_copied_ahead_with_contiguous_keys_on_hopper(compiled):
+    """Triton would move its load out of the loop, if the mask did not name the tile."""
+    target, found = compiled
+    if target in ("sm_90", "sm_100"):
+        copies = {one["case"]: one["copies"] for one in found if one["kernel"] == "attention_decode"}
+        assert copies["D128 contiguous"] > copies["D128 page 64"]
