@@ -1,8 +1,7 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
-A score is a pair of functions, so that nobody can forget the gradient: `apply` maps input logits S to output logits,
-and `pull` maps the gradient of the output back to the input. `device` names the kernels' pair in tile/scores.py, and
-`arguments` returns its arguments.
+A score is a pair of functions: `apply` maps input logits S to output logits, and `pull` maps the gradient of the output
+back to the input. `device` names the kernels' pair in tile/scores.py, and `arguments` returns its arguments.
 """
 
 from dataclasses import dataclass

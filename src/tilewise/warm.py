@@ -33,8 +33,7 @@ sys.modules[name] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 importlib.import_module(f"{name}.host.precompile").main(target)
 """
-"""What a process that compiles runs. It imports this package from its files: where Hugging Face's `kernels` loaded it
-under another name, no search would find it."""
+"""What a process that compiles runs. It imports this package from its files: `kernels` loads it under another name."""
 
 
 class Kernel(NamedTuple):
@@ -51,7 +50,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Warmed:
-    """The result of `warm`: the kernels, and what it could not list_kernels. It prints as a table."""
+    """Hold the kernels that `warm` compiled, and what it could not foresee. It prints as a table."""
 
     kernels: tuple[Kernel, ...]
     unforeseen: dict[str, tuple[str, ...]]

@@ -10,11 +10,11 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.cli.console import err, out, pick_device, progress, sentences, table
+from tilewise.cli.console import err, out, progress, sentences, table
 from tilewise.problem import target_of
 
 from ..bench import results
-from ..options import check_names, results_file
+from ..options import check_names, pick_device, results_file
 from . import measure as sums
 from . import page as accumulation_page
 from . import plots as accumulation_plots

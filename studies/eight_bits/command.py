@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli.console import pick_device, sentences
+from tilewise.cli.console import sentences
 
 from ..bench.tables import markdown, three_digits
+from ..options import pick_device
 from ..training.train import MODELS
 from .schemes import by_length, errors, gradient_errors
 from .training import compared, trainings

@@ -14,11 +14,12 @@ import torch
 import typer
 
 import tilewise as tw
-from tilewise.cli.console import err, log_loss, out, pick_device, print_json, progress, sentences, table
+from tilewise.cli.console import err, out, print_json, progress, sentences, table
 
 from ..bench.results import environment, slug
+from ..options import pick_device
 from .comparison import NAMES, Comparison
-from .contest import CONTENDERS, contest, known
+from .contest import CONTENDERS, contest, known, log_loss
 from .contest import show as show_contest
 from .contests import picture, save
 from .trainer import MATMUL, Settings, TrainingError, text_of, train_apart

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -46,12 +45,6 @@ def progress(*extra: str) -> Progress:
     )
 
 
-def log_loss(name: str, steps: int, losses: Sequence[float]) -> None:
-    """Print a line every tenth of the way in a pipe, where no bar can move."""
-    if not err.is_terminal and len(losses) % max(1, steps // 10) == 0:
-        err.print(f"{name} step {len(losses)}/{steps} loss {losses[-1]:.4f}")
-
-
 @contextmanager
 def sentences(*more: type[Exception]) -> Iterator[None]:
     """End with a sentence and exit status 2, without a traceback, on bad input; `more` are further errors to show."""
@@ -59,14 +52,3 @@ def sentences(*more: type[Exception]) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError, *more) as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def pick_device(name: str | None) -> torch.device:
-    """Return the device asked for, or a GPU if there is one."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {name!r}; leave it out for a GPU if there is one")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be one that PyTorch sees, got cuda without a GPU; leave --device out")
-    return torch.device(name)

@@ -10,9 +10,7 @@ from rich.markup import escape
 from ..backend import ORDER, load
 from ..check import describe
 from ..compat.shadow import PACKAGES, who
-from ..explain import explain
 from ..host.tables import source_of_rows
-from ..mask import Causal
 from ..problem import Operands, Recipe
 from .console import out, print_json, sentences, table
 from .machine import device_name, versions
@@ -59,10 +57,3 @@ def _probe(device: torch.device) -> Any:
     """Describe a plain call in fp32, which every device knows."""
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))
-
-
-def backend_in_words(device: torch.device) -> str:
-    """Name the back end that plain calls on this device get, and its tiles."""
-    q = torch.zeros(1, 1024, 4, 32, device=device)
-    plan = explain(q, q, q, mask=Causal())
-    return f"{plan.backend}: {plan.tiles}"
