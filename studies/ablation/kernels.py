@@ -110,7 +110,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
     fetch(K, keys, STAGES, loop, place, variant, shape)
-    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, s_layout, tile)
+    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, s_layout, False, tile)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
@@ -126,7 +126,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
         if MASK_IN_LOOP:  # noqa: SIM102, a constant of the compiler stands alone
             if is_partial(x, loop):
                 S_new = masked(S_new, place, place.i0, j * B_C, variant)
-        P_new, m, l, alpha = online(S_new, m, l, c, y, False, tile)
+        P_new, m, l, alpha, _below = online(S_new, m, l, c, y, False, False, False, tile)
         o = warpgroup_mma_wait(0, [o_next])
         triton_compat.barrier()
         fetch(K, keys, y + 1 + STAGES, loop, place, variant, shape)

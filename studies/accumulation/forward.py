@@ -71,7 +71,7 @@ def step(j, q, acc, m, l, K, V, place, variant, c, lower, sums: tl.constexpr, MA
         columns = j0 + tl.arange(0, B_C)[None, :]
         seen = visible(variant.mask, place.b, place.h, i, columns) & (columns < place.N)
         S = tl.where(seen, S, float("-inf"))
-    m_new, shift = row_max(S, m, c)
+    m_new, shift = row_max(tl.max(S, 1), m, c)
     # what is lost in rounding S * c - top must not lift an exponent above -lower
     top = shift + lower + tl.abs(shift) * MARGIN
     P = exponentials(S * c - top[:, None], EXP2)

@@ -192,19 +192,40 @@ def test_zeros_and_what_is_not_finite(precision, mask):
     assert torch.equal(o.isnan(), cpu.isnan())
 
 
+@pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize(
     ("dtype", "precision"), [(bf16, "int8"), (bf16, "fp8"), (bf16, None), (torch.float32, None)], ids=str
 )
-def test_long_rows_keep_the_length_of_o(dtype, precision):
+def test_long_rows_keep_the_length_of_o(dtype, precision, D):
     """With a mean in V, sums that stayed in the tensor core would shrink O by 8.7 %."""
     g = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, n, 1, 128, generator=g) for n in (64, 1 << 17, 1 << 17))
-    q, k, v = (t.to(dtype).cuda() for t in (q, k, v + torch.randn(128, generator=g)))
+    q, k, v = (torch.randn(1, n, 1, D, generator=g) for n in (64, 1 << 17, 1 << 17))
+    q, k, v = (t.to(dtype).cuda() for t in (q, k, v + torch.randn(D, generator=g)))
     refused(q, k, v, precision)
     rows, keys, values = (t[0, :, 0].double() for t in (q, k, v))
-    true = torch.softmax(rows @ keys.mT * 128**-0.5, -1) @ values
+    true = torch.softmax(rows @ keys.mT * D**-0.5, -1) @ values
     o = tw.attention(q, k, v, precision=precision)[0, :, 0].double()
     assert ((o * true).sum() / true.square().sum()).item() == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("mask", [tw.Full(), tw.Causal()], ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("D", [128, 256])
+def test_tiles_of_v_may_differ_a_million_times(D, mask):
+    """Their sums join in fp16, whose range is smaller."""
+    q, k, v = drawn(700, 4000, 4, 2, D)
+    v = (v.float() * 10.0 ** torch.randint(-4, 3, (32,), generator=torch.Generator().manual_seed(3)).repeat_interleave(
+        128
+    )[:4000, None, None]).to(bf16)  # fmt: skip
+    on_card = [t.cuda() for t in (q, k, v)]
+    refused(*on_card, "fp8", mask=mask)
+    true = reference.attention(*[t.double() for t in (q, k, v)], mask=mask)[0]
+    ours, theirs = (
+        tw.attention(*on_card, mask=mask, precision="fp8").cpu(),
+        tw.attention(q, k, v, mask=mask, precision="fp8"),
+    )
+    found, allowed = (((x.double() - true).norm(dim=-1) / true.norm(dim=-1)) for x in (ours, theirs))
+    assert found.square().mean().sqrt() <= 1.1 * allowed.square().mean().sqrt()
+    assert found.max() <= 1.5 * allowed.max()
 
 
 @pytest.mark.parametrize("pairs", [None, "halves"])
@@ -225,10 +246,15 @@ def test_a_graph_replays_with_other_numbers(precision, pairs):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
-def test_tensors_in_e4m3_err_as_on_the_cpu(packed, D):
+@pytest.mark.parametrize("logits", ["drawn", "negative", "negative at first"])
+def test_tensors_in_e4m3_err_as_on_the_cpu(logits, packed, D):
+    """Their row max is one of integers, which is right for logits above 0 alone."""
     ends = torch.tensor([[0, 130, 130, 300], [0, 140, 400, 700]], dtype=torch.int32)
     scales = torch.rand(3 if packed else 2, 2, generator=torch.Generator().manual_seed(2)) + 0.5
-    operands = [t[0] if packed else t for t in drawn(300, 700, 4, 2, D)]
+    q, k, v = drawn(300, 700, 4, 2, D)
+    if logits != "drawn":  # keys are read from the last
+        q, k = -q.abs(), k.abs() if logits == "negative" else torch.cat([k[:, :100], k[:, 100:].abs()], 1)
+    operands = [t[0] if packed else t for t in (q, k, v)]
     eight = [tw.Quantized(t.to(torch.float8_e4m3fn), scales) for t in operands]
 
     def options(device):
@@ -247,3 +273,19 @@ def test_tensors_in_e4m3_err_as_on_the_cpu(packed, D):
         found, allowed = ((x - t)[seen].square().mean().sqrt().item() for x in (a, b))
         assert found <= 1.1 * allowed + units, what
         assert (c - t)[seen].abs().max().item() <= units, what
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("key", [0, 3, 11, 130, 699])
+def test_a_nan_in_e4m3_reaches_every_row_that_sees_it(key, D):
+    """Half of P's bits are computed without exponentials, and would not show it."""
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in drawn(300, 700, 4, 2, D))
+    k[1, key, 1, 5] = torch.nan
+    eight = [tw.Quantized(t.cuda(), torch.ones((), device="cuda")) for t in (q, k, v)]
+    refused(*eight, "fp8", mask=tw.Causal())
+    o, lse = (t.isnan() for t in tw.attention(*eight, mask=tw.Causal(), precision="fp8", return_lse=True))
+    sees = torch.arange(300, device="cuda") + 400 >= key
+    assert torch.equal(lse[1, 2:], sees.expand(2, 300))
+    assert torch.equal(o[1, :, 2:].all(-1), sees[:, None].expand(300, 2))
+    assert lse.sum() == 2 * sees.sum()  # nowhere else
+    assert o.sum() == 2 * D * sees.sum()

@@ -63,7 +63,9 @@ def store_inside(G, x, b, h, row, count, *_):
 
 
 INSTEAD["tilewise.hopper.forward.kernel"] = {"finalize": pair}
-INSTEAD["tilewise.hopper.forward.softmax"] = {"masked": masked, "row_max": pair}
+INSTEAD["tilewise.hopper.forward.softmax"] = {
+    "masked": masked, "row_max": pair, "top_of": pair, "any_below": lambda *_: Scalar(False),
+}  # fmt: skip
 INSTEAD["tilewise.hopper.parts.ragged"] = {
     "zero_from": lambda *_: None, "zero_outside": zero_outside, "store_inside": store_inside,
 }  # fmt: skip

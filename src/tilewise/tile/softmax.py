@@ -8,9 +8,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def row_max(S, m, c, P_SCALE_LOG2: tl.constexpr = 0):  # (B_r, B_c), (B_r,), scalar or (B_r,)
-    """Return the new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. With a
-    P_SCALE_LOG2, the maximum is taken for as much smaller, and P comes out 2^P_SCALE_LOG2 times as large.
+def larger(a, b):
+    """Return the larger of two numbers, or NaN if one is."""
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_max(top, m, c, P_SCALE_LOG2: tl.constexpr = 0, KEEP_NAN: tl.constexpr = False):
+    """Return the new row max in base 2, and what exponents subtract: the same, but 0 where no key was seen yet. `top`
+    is the tile's own; c is a factor, or one for each row. With a P_SCALE_LOG2, the maximum is lowered by it, so that P
+    comes out 2^P_SCALE_LOG2 times as large. With KEEP_NAN, NaN stays.
 
     m is kept as the rounded c * max(S) that the exponents really use, so that alpha is exactly 1 while m stays. A
     factor off by one bit would be applied once per tile, and long rows would drift.
@@ -18,10 +25,11 @@ def row_max(S, m, c, P_SCALE_LOG2: tl.constexpr = 0):  # (B_r, B_c), (B_r,), sca
     Without c, m is in natural log, and exact. Logits with a bias need that. The product of its largest numbers with
     log2 e is inf. Of smaller ones it is so large that what is rounded off would be an exponent by itself.
     """
-    top = tl.max(S, 1) if c is None else tl.max(S, 1) * c
+    if c is not None:
+        top = top * c
     if P_SCALE_LOG2:
         top -= P_SCALE_LOG2
-    m_new = tl.maximum(m, top)
+    m_new = larger(m, top) if KEEP_NAN else tl.maximum(m, top)
     return m_new, tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys must not give inf - inf
 
 
@@ -40,7 +48,7 @@ def rescaling(m, shift, c):
 @triton.jit
 def online_softmax(S, m, l, c):  # (B_r, B_c), (B_r,), (B_r,), scalar or None
     """Return P = exp2(c S - m_new), the factor that rescales older sums, and the new row max and row sum."""
-    m_new, shift = row_max(S, m, c)
+    m_new, shift = row_max(tl.max(S, 1), m, c)
     P = tl.exp2(exponents(S, shift, c))
     alpha = rescaling(m, shift, c)
     return P, alpha, m_new, l * alpha + tl.sum(P, 1)

@@ -56,7 +56,7 @@ from .eight_bits import (
 )
 from .pages import load_rows, query_tile_in_cache, zero_unseen
 from .queries import is_partial, key_tile, loop_of, part_of, query_tile, skip_tiles
-from .softmax import begin, masked, online, scored
+from .softmax import any_below, begin, masked, online, scored
 
 
 class Tile(NamedTuple):
@@ -325,6 +325,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
     l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 256 // tile.PV_BITS])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // tile.PV_BITS)
     SCORES: gl.constexpr = len(call.variant.scores) > 0
+    E4M3: gl.constexpr = tile.SUMS and s_type == gl.float32
     zero = gl.zeros([64, B_C], s_type, s_layout)
     zero_o = gl.zeros([64, o_columns], gl.float32, o_layout)
     zero_l = gl.zeros([64, 8], gl.float32, l_layout)
@@ -370,7 +371,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         if tile.QK_BITS == 8:
             S = descaled(S, q_scale * k_scale) if SCORES else S.to(gl.float32)
             c_first = c if SCORES else scale_of(S, c, q_scale * k_scale)
-        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, tile)
+        m, l, P = begin(S, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, E4M3, tile)
         first_words = read_bits(shared.bits, y * WARPGROUPS + W, 0, zero)
         p = operand(P, first_words, O.dtype, call, p_layout, tile)
         if tile.PAGE is None:
@@ -386,6 +387,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             if n > 0:
                 tma.store_wait(0)
                 arrive(shared.q.empty, n - 1)
+        below = any_below(m) if E4M3 and tile.FRESH == 1 else False
         while x > part.lo:
             x -= 1
             j = key_tile(call.variant, loop, x)
@@ -427,7 +429,9 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                     if tile.QK_BITS == 8 and not SCORES:
                         S_new, c_j = positive(S_new, c_j)
                     S_new = masked(S_new, place, row0, j * B_C, call.variant)
-            P_new, m, l, alpha_new = online(S_new, m, l, c_j, y, tile.QK_BITS == 8 and not SCORES, tile)
+            P_new, m, l, alpha_new, below = online(
+                S_new, m, l, c_j, y, below, E4M3, tile.QK_BITS == 8 and not SCORES, tile
+            )
             if tile.SUMS and tile.FRESH == 2:
                 l_next = warpgroup_mma_wait(0, [l_next])
             elif tile.SUMS:

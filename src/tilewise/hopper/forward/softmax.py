@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from ...tile.masks import key_range_of, visible
 from ...tile.scores import Entries, apply_scores
-from ...tile.softmax import exponents, rescaling, row_max
+from ...tile.softmax import exponents, larger, rescaling, row_max
 from ..parts.channel import end_block
 from ..parts.threads import as_tile, by_thread, positions
 from .eight_bits import P_SCALE_LOG2, positive, powers
@@ -48,7 +48,7 @@ def masked(S, place, row0, j0, variant, hidden: gl.constexpr = float("-inf")):
 
 
 @gluon.jit
-def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: gl.constexpr):
+def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, E4M3: gl.constexpr, tile: gl.constexpr):
     """Compute m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0.
     Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
     S = scored(S, partial, place, row0, j0, variant)
@@ -57,7 +57,9 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, tile: g
             S, c = positive(S, c)
         S = masked(S, place, row0, j0, variant)
     EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 and c is not None else 0
-    m, shift = row_max(S, gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout)), c, EXTRA)
+    m = gl.full([S.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout))
+    top, _ = top_of(S, m, c, True, E4M3, tile)
+    m, shift = row_max(top, m, c, EXTRA, E4M3)
     if tile.BOUNDED:
         m = gl.maximum(m, 0.0)
         shift = m
@@ -135,20 +137,44 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 
 
 @gluon.jit
-def online(S, m, l, c, y, BY_ROW: gl.constexpr, tile: gl.constexpr):
-    """Compute P of the next key tile, m and l with it, and the factor that rescales O so far: 1 if m is final. BY_ROW
-    says whether c is a factor for each row."""
+def any_below(m):
+    """Tell whether all logits of a row so far are negative."""
+    return gl.min(m) < -P_SCALE_LOG2
+
+
+@gluon.jit
+def top_of(S, m, c, below, E4M3: gl.constexpr, tile: gl.constexpr):
+    """Return the tile's row max, and whether all logits of a row so far are negative (`below`). With E4M3, it is NaN if
+    one is, which half of P would not show. At FRESH 1 it is a maximum of integers, in half the instructions: too low
+    where all are negative, which matters only while `below`."""
+    if not E4M3:
+        return gl.max(S, 1), below
+    elif tile.FRESH != 1:
+        return gl.reduce(S, 1, larger), below
+    else:
+        top = gl.max(S.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+        if below:
+            top = larger(top, gl.max(S, 1))
+            below = any_below(gl.maximum(m, top * c - P_SCALE_LOG2))
+        return top, below
+
+
+@gluon.jit
+def online(S, m, l, c, y, below, E4M3: gl.constexpr, BY_ROW: gl.constexpr, tile: gl.constexpr):
+    """Compute P of the next key tile, m and l with it, the factor that rescales O so far (1 if m is final), and `below`
+    (see `top_of`). BY_ROW says whether c is a factor for each row."""
     if tile.BOUNDED:
         P = exponentials(S, m, c, y, tile.WAIT_PV, tile.PV_BITS)
-        return P, m, l + gl.sum(P, 1), 1.0
+        return P, m, l + gl.sum(P, 1), 1.0, below
     else:
         EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 and c is not None else 0
-        m_new, shift = row_max(S, m, c, EXTRA)
+        top, below = top_of(S, m, c, below, E4M3, tile)
+        m_new, shift = row_max(top, m, c, EXTRA, E4M3)
         if tile.SUMS:
             P = packed_exponentials(S, shift, c, y, tile)
             alpha = rescaling(m, shift, c)
-            return P, m_new, l, alpha
+            return P, m_new, l, alpha, below
         else:
             P = exponentials(S.to(gl.float32), shift, c[:, None] if BY_ROW else c, y, tile.WAIT_PV, tile.PV_BITS)
             alpha = rescaling(m, shift, c)
-            return P, m_new, l * alpha + gl.sum(P, 1), alpha
+            return P, m_new, l * alpha + gl.sum(P, 1), alpha, below

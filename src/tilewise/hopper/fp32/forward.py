@@ -219,7 +219,7 @@ def write(o, m, l, O, L, place, q0, row0, call, P_SCALE_LOG2: gl.constexpr):
 @gluon.jit
 def next_probabilities(S, m, l, unit, y, shared, tile: gl.constexpr):
     """Compute P of the next key tile, m and l with it, and the factor that rescales O so far."""
-    m_new, shift = row_max(S, m, unit, tile.P_SCALE_LOG2)
+    m_new, shift = row_max(gl.max(S, 1), m, unit, tile.P_SCALE_LOG2)
     P = exponentials(S, shift, unit[:, None], y, tile.WAIT_PV)
     if tile.WAIT_PV == 3:  # passed long ago; but a basic block ends here, and ptxas moves no wait above it
         wait(shared.v.full, y)
@@ -265,7 +265,8 @@ def attend(W: gl.constexpr, O, L, K, V, shared, call, c, tile: gl.constexpr):
         unit_j = to_base_2(unit, descale_k)
         if is_partial(x, part):
             S = masked(S, place, row0, j * B_C, call.variant)
-        m, shift = row_max(S, gl.full([64], float("-inf"), gl.float32, row_layout), unit_j, tile.P_SCALE_LOG2)
+        nothing = gl.full([64], float("-inf"), gl.float32, row_layout)
+        m, shift = row_max(gl.max(S, 1), nothing, unit_j, tile.P_SCALE_LOG2)
         P = gl.exp2(S * unit_j[:, None] - shift[:, None])
         l = gl.sum(P, 1)
         p = split_columns(P, shared.pieces.dtype, p_layout, tile.PIECES)
