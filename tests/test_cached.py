@@ -283,6 +283,13 @@ def test_explain_tells_rows_programs_and_look_ups():
     assert "keys from a cache" in tw.explain(call.q, call.k, call.v, layout=call.layout).tiles
 
 
+@pytest.mark.parametrize(("B", "sums"), [(16, "no"), (17, "at most 32")])
+def test_explain_tells_partial_sums(B, sums):
+    """Sixteen programs a key head sum a sequence each, but of a seventeenth a part each."""
+    q, k = (torch.empty(B, n, H, 128, device="meta").bfloat16() for n, H in ((1, 32), (4096, 8)))
+    assert f"{sums} partial sums" in tw.explain(q, k, k, device="sm_90", backend="triton").tiles
+
+
 def test_a_mixture_gives_each_sequence_its_kernel():
     ends, lengths = torch.tensor([0, 1, 2, 2050], dtype=torch.int32), torch.full((3,), 2560, dtype=torch.int32)
     layout = tw.Cached(lengths, torch.zeros(3, 40, dtype=torch.int32), cu_q=ends, max_q=2048)

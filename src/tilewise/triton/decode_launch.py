@@ -47,9 +47,9 @@ class Plan(NamedTuple):
     c: float
     """Logits times c are in base 2."""
     partial: int
-    """Numbers of all partial sums; 0 if no program runs."""
+    """Numbers of all partial sums; 0 if there are none."""
     most: int | None
-    """The most queries of a packed sequence that is summed, None for all of them."""
+    """The most queries of a packed sequence that is summed, or None."""
     values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 @lru_cache(4096)
 def plan(p: Problem, most: int | None = None) -> Plan:
-    """Plan a problem with its row of tile sizes, without packed sequences of more than `most` queries."""
+    """Plan a problem with its row of tile sizes, without sequences of more than `most` queries."""
     tiles = decode_tiles(p)
     return planned(p, tiles, programs(p, tiles), most=most)
 
@@ -74,14 +74,13 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
         p.target in HOPPER and not page and tiles.B_r == 16 and p.k.dtype.itemsize == 2,  # with pages it is slower
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
-    slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 2 * W * tiles.B_r
-    partial = 0 if 0 in (p.B, total_rows(p)) else slots * p.H_k * (p.D_v + 2)
+    slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 0 if whole(p, split, W) else 2 * W * tiles.B_r
     c = (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
-    return Plan(tiles, split, W, c, partial, most, values, {}, Replay())
+    return Plan(tiles, split, W, c, slots * p.H_k * (p.D_v + 2), most, values, {}, Replay())
 
 
 def paired(p: Problem) -> bool:
-    """Tell whether neighbours of 8-bit values are read together: with q in 16 bits, and rows at even addresses."""
+    """Tell whether neighbours of 8-bit values are read together: q has 16 bits, and rows are at even addresses."""
     even = p.v.aligned and not any(number % 2 for number in (p.D_v, *p.v.stride[:-1]))
     return p.v.dtype.itemsize == 1 and p.dtype.itemsize == 2 and even
 
@@ -95,20 +94,20 @@ def programs(p: Problem, tiles: Tiles) -> int:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     one = max(1, multiprocessors // p.H_k)
     # a program waits between tiles of rows, longer with pages
-    many = row_tiles(p, tiles) >= (8 if p.in_layout("table") is None else 1) * one
+    many = row_tiles(p, tiles.B_r) >= (8 if p.in_layout("table") is None else 1) * one
     two = many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
     return max(1, 2 * multiprocessors // p.H_k) if two else one
 
 
-def row_tiles(p: Problem, tiles: Tiles) -> int:
+def row_tiles(p: Problem, B_r: int) -> int:
     """Return how many tiles of rows a key head has, at most."""
-    return p.B * cdiv(p.M * (p.H // p.H_k), tiles.B_r)
+    return p.B * cdiv(p.M * (p.H // p.H_k), B_r)
 
 
-def whole(p: Problem, pl: Plan) -> bool:
+def whole(p: Problem, split: Split, W: int) -> bool:
     """Tell whether programs sum whole tiles of rows alone: all have as many keys, and each program as many tiles."""
-    count, W = row_tiles(p, pl.tiles), pl.programs
-    return not p.extra and not p.recipe.cached and count % W == 0 and count * pl.tiles.B_c >= W * pl.split.LEAST
+    count = row_tiles(p, split.B_R)
+    return not p.extra and not p.recipe.cached and count % W == 0 and count * split.B_C >= W * split.LEAST
 
 
 def look_ups(p: Problem, tiles: Tiles) -> int:
@@ -122,7 +121,7 @@ def look_ups(p: Problem, tiles: Tiles) -> int:
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved = empty_saved(p, x, seed)
-    if not pl.partial:
+    if 0 in (p.B, total_rows(p)):
         saved.o.zero_()
         saved.lse.fill_(-torch.inf)
         return saved
@@ -149,7 +148,7 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     both = {"split": pl.split, **({"launch_pdl": True} if pl.split.HOPPER else {})}
     constants = {"num_warps": pl.tiles.warps, **cap, **both}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
-    if whole(p, pl):
+    if not pl.partial:
         return [decode]
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
     constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), **both}
@@ -158,12 +157,13 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
 
 def told(p: Problem) -> str:
     """Describe what runs a problem, for `explain`."""
-    tiles, split, W, *_ = plan(p)
+    tiles, split, W, _, partial, *_ = plan(p)
+    sums = f"at most {2 * W} partial sums" if partial else "no partial sums"
     parts = [
         f"splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
         f"{split.STAGES} stages",
         f"{W} programs for each of {p.H_k} key heads",
-        f"pieces of {split.CHUNK} keys" if split.CHUNK else f"at most {2 * W} partial sums",
+        f"pieces of {split.CHUNK} keys" if split.CHUNK else sums,
     ]
     if looked := look_ups(p, tiles):
         parts.append(f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile")
