@@ -36,7 +36,7 @@ SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 FULL = 64
 """Queries that fill a warpgroup."""
-SHORT_SECTION = 32
+SHORT_SECTION = 48
 """Run as many of short matrices: they differ little in length, and their keys stay in the L2 cache."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
