@@ -438,7 +438,7 @@ def _check_lengths(p: Problem) -> None:
                 f"{name} must have fewer than 2^30 = {OPEN} rows in a sequence, got {length}; split the sequence"
             )
     if p.recipe.rotary:
-        check_positions(max(p.M, p.N), p.extra[p.told + 2 * p.recipe.given].shape[0])
+        check_positions(max(p.M, p.N), p.extra[p.after_sink + 2 * p.recipe.given].shape[0])
 
 
 def _check_extra(p: Problem) -> None:

@@ -95,10 +95,10 @@ def given_beforehand(
 def check_scales(p: Problem, x: Operands) -> None:
     """Raise ValueError for a scale that is not positive and finite, or a balance that is no power of two."""
     if p.recipe.given:
-        balance = x.extra[p.told + 1]
+        balance = x.extra[p.after_sink + 1]
         if not bool(((torch.frexp(balance).mantissa == 0.5) & balance.isfinite()).all()):
             raise ValueError("EightBits: balance must hold powers of two, got others; use torch.exp2 of integers")
         return
-    for name, scale in zip(("q", "k", "v"), x.extra[p.told : p.told + 3], strict=True):
+    for name, scale in zip(("q", "k", "v"), x.extra[p.after_sink : p.after_sink + 3], strict=True):
         if not bool(((scale > 0) & scale.isfinite()).all()):
             raise ValueError(f"{name}'s scale must be finite and > 0, got {scale.tolist()}; give zeros a scale of 1")

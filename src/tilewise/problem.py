@@ -223,8 +223,8 @@ class Problem(Call):
         return len(self.q.shape) == 3
 
     @property
-    def told(self) -> int:
-        """Return where the extra operands begin that follow the sink: `Recipe.of_layout` counts them."""
+    def after_sink(self) -> int:
+        """Return where the `Recipe.of_layout` extra operands after the sink begin."""
         return len(self.extra) - self.recipe.of_layout
 
     def in_layout(self, name: str, extra: tuple[Any, ...] | None = None) -> Any:

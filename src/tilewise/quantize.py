@@ -206,7 +206,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
 def in_blocks(p: Problem, x: Operands) -> Codes:
     """Return q, k and v of e4m3 as codes, on any device and without reading it: rows in blocks, V transposed."""
     size = size_of(p)
-    of_q, of_k, of_v = x.extra[p.told : p.told + 3]
+    of_q, of_k, of_v = x.extra[p.after_sink : p.after_sink + 3]
     ends = x.extra[-2:] if p.recipe.varlen else (None, None)
 
     def blocks(t: Tensor, side: int) -> Tensor:
@@ -233,7 +233,7 @@ def in_blocks(p: Problem, x: Operands) -> Codes:
 
 def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
     """Return rotary's cos and sin, (positions, R / 2), of a call that has them."""
-    first = p.told + 2 * p.recipe.given
+    first = p.after_sink + 2 * p.recipe.given
     cos, sin = x.extra[first : first + 2]
     return cos, sin
 
@@ -248,7 +248,7 @@ def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
 
 def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
     """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size."""
-    mean, balance = x.extra[p.told : p.told + 2]
+    mean, balance = x.extra[p.after_sink : p.after_sink + 2]
     wider = 0, size_of(p) - p.D
     mean = mean if smooths(p) else torch.zeros_like(mean)
     return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(balance, wider, value=1.0)

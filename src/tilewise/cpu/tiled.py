@@ -131,7 +131,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
             _unowned(grad, cu).zero_()
     if p.recipe.sink:
-        index = p.told - 1
+        index = p.after_sink - 1
         if p.wanted[index]:
             extra[index] = sink_gradient(x.extra[index], saved.lse.to(kind), delta)
     typed = [None if g is None else g.to(t.dtype) for g, t in zip(extra, x.extra, strict=True)]

@@ -1,7 +1,7 @@
 """File locks for compilation: ranks of a node that need the same kernel at once compile it only once.
 
-Each process locks a file in Triton's cache. The operating system releases the lock when its holder exits, even by a
-crash. No process waits longer than LOCK_TIMEOUT, or where files cannot be locked. Then two may compile the same kernel.
+Each process locks a file in Triton's cache. The system releases the lock when its holder exits. No process waits longer
+than LOCK_TIMEOUT, or where files cannot be locked. Then two may compile the same kernel.
 """
 
 import os

@@ -26,7 +26,7 @@ class Replay:
         """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
         self.filled: dict[tuple[int, ...], list[tuple[Any, tuple[Any, ...]]]] = {}
         """Launchers with all arguments, by the tensors' addresses and the stream: allocators give these again."""
-        self.hopeless = False
+        self.cannot_keep = False
         """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
     def __call__(self, stream: int | None, tensors: Tensors, make: Callable[[], Iterable[Launch]]) -> None:
@@ -39,7 +39,7 @@ class Replay:
         made = list(make())
         for each in made:
             each.run(stream)
-        if not self.hopeless:
+        if not self.cannot_keep:
             self.keep(made, tensors)
 
     def run(self, stream: int | None, tensors: Tensors) -> bool:
@@ -69,13 +69,13 @@ class Replay:
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
             if at_once is None:
-                self.hopeless = compiled is not None
+                self.cannot_keep = compiled is not None
                 return
             start = [launch.programs, 1, 1, None, *at_once.base]
             try:
                 given, fills = _open(start, (*launch.arguments, *rest), places, at_once.maps)
             except KeyError:
-                self.hopeless = True
+                self.cannot_keep = True
                 return
             kept.append((at_once.launch, given, [(3, -1, None), *fills]))
         self.kept, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], kept), {}

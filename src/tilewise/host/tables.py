@@ -1,8 +1,7 @@
 """Tables of tile sizes, by kernel and kind of problem, which measured rows from a file can replace.
 
 A back end's tiles.py holds the default rows. TILEWISE_TILES names a file that `studies tune --write` made. Its rows
-for the GPU of a call replace the defaults (docs/internals/adr/0009). The file is read once, when a problem is
-first planned.
+for the GPU of a call replace the defaults (docs/internals/adr/0009).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Launches of the kernels that split keys: arguments from shapes alone, never from what lengths hold."""
+"""Launches of the kernels that split keys: arguments follow from shapes, not from what lengths hold."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
