@@ -138,15 +138,15 @@ def packed_exponentials(S, shift, c, y, tile: gl.constexpr):
 
 @gluon.jit
 def any_below(m):
-    """Tell whether all logits of a row so far are negative."""
+    """Tell whether a row has had negative logits alone; m is lowered by P_SCALE_LOG2."""
     return gl.min(m) < -P_SCALE_LOG2
 
 
 @gluon.jit
 def top_of(S, m, c, below, E4M3: gl.constexpr, tile: gl.constexpr):
-    """Return the tile's row max, and whether all logits of a row so far are negative (`below`). With E4M3, it is NaN if
-    one is, which half of P would not show. At FRESH 1 it is a maximum of integers, in half the instructions: too low
-    where all are negative, which matters only while `below`."""
+    """Return the tile's row max, and whether a row has had negative logits alone (`below`). With E4M3, the max is NaN
+    if one is, which half of P would not show. At FRESH 1 it is one of integers, in half the instructions: too low where
+    all are negative, which matters only while `below`."""
     if not E4M3:
         return gl.max(S, 1), below
     elif tile.FRESH != 1:
