@@ -9,9 +9,10 @@ from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
 from .check import autocast_type, cast, check_arguments, check_results, dropout_seed
-from .layout import Cached, Layout
+from .known import KNOWN, kind_of, remember
+from .layout import Cached, Layout, Varlen
 from .mask import Full, Mask
-from .operator import attend, attend_backward
+from .operator import attend, attend_backward, run
 from .options import Everything, Options, refuse_unknown, spell_out
 from .place import Origin
 from .problem import KINDS, Saved, Unsupported
@@ -107,11 +108,19 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
+    tensors: tuple[Any, ...] = (q, k, v, *layout.tensors) if isinstance(layout, (Varlen, Cached)) else (q, k, v)
+    kind = kind_of(
+        tensors, mask, score, layout, deterministic, scale, dropout, precision, backend, out_dtype, sink, place
+    )
+    if kind is not None and (found := KNOWN.get(kind)) is not None:
+        o, lse = run(tensors, dropout_seed(seed, tensors[0], dropout), *found)
+        return (o, lse) if return_lse else o
     x, recipe, longest = check_arguments(
         q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
     )
     drawn = dropout_seed(seed, x.q, recipe.dropout)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
+    remember(kind, x, recipe, longest)
     return (o, lse) if return_lse else o
 
 

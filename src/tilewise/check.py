@@ -132,7 +132,7 @@ def check_arguments(
         scale,
         dropout,
         precision,
-        bool(deterministic) or _asks_for_determinism(),
+        bool(deterministic) or asks_for_determinism(),
         backend,
         out_dtype=_out_dtype(out_dtype, torch.bfloat16 if of_all else q.dtype),
         place=None if place is None or not dropout else _counters(place, q),
@@ -207,14 +207,14 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
     return tuple(score)
 
 
-def _asks_for_determinism() -> bool:
+def asks_for_determinism() -> bool:
     """Tell whether torch.use_deterministic_algorithms(True) is in force with errors, not only with warnings."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 # Dynamo cannot trace this function, and compiles again when the setting changes. We set the attribute that
 # torch.compiler.assume_constant_result sets, because calling that would import all of torch._dynamo.
-_asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
+asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _unwrap(

@@ -51,9 +51,13 @@ def attend(
         return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
     if transformed():
         return _Transformed.apply((recipe, longest, None), seed, *x)
-    if not torch.is_grad_enabled() or not any([t.requires_grad for t in tensors]):
-        return _forward(x, seed, recipe, longest, problem)[:2]
-    return _apply_eager((recipe, longest, problem), seed, *x)
+    wants = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    return run(x, seed, (recipe, longest, problem), wants)
+
+
+def run(x: Tensors, seed: Tensor | None, call: Call, wants: bool) -> tuple[Tensor, Tensor]:
+    """Return o and lse of a call that nothing intercepts, differentiable if a gradient is wanted."""
+    return _apply_eager(call, seed, *x) if wants else _forward(x, seed, *call)[:2]
 
 
 def attend_backward(
@@ -233,17 +237,17 @@ class _Eager(ReverseMode):
 
     @staticmethod
     def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
-        saved = _forward(tensors, seed, *call)
-        ctx.call = call[0].of_gradients(), call[1]
-        ctx.save_for_backward(*_needed(call[0], tensors), saved.o, saved.lse, saved.seed, *saved.kept)
+        o, lse, drawn, kept = _forward(tensors, seed, *call)
+        ctx.call = call
+        ctx.save_for_backward(*(_needed(call[0], tensors) if kept else tensors), o, lse, drawn, *kept)
         ctx.set_materialize_grads(False)
-        return saved.o, saved.lse
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
         given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
         tensors, (o, lse, seed, *kept) = given[:count], given[count:]
-        recipe, longest = ctx.call
+        recipe, longest = ctx.call[0].of_gradients(), ctx.call[1]
         wanted = tuple(ctx.needs_input_grad[5:])
         if do is None and dlse is None:
             return (None,) * (2 + len(tensors))
@@ -268,7 +272,7 @@ class _Transformed(_Eager):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, seed, *tensors = inputs
-        ctx.call = call[0].of_gradients(), call[1]
+        ctx.call = call
         ctx.save_for_backward(*tensors, *output, seed)
         ctx.set_materialize_grads(False)
 

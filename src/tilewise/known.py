@@ -1,0 +1,66 @@
+"""Known calls: one of their kind has passed the check, which takes longer than a launch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .check import asks_for_determinism, describe, seen
+from .layout import Cached, Layout, Varlen
+from .mask import Mask, Value
+from .operator import PLAIN, Call, intercepted, transformed
+from .problem import Operands, Recipe, matmul_setting
+
+KNOWN: dict[Any, tuple[Call, bool]] = {}
+"""A checked call of each kind, and whether it wants a gradient."""
+MOST = 4096
+LAYOUTS = {type(None), Varlen, Cached}
+NUMBERS = {type(None), float, str, torch.dtype}
+"""Types of options of which equal values make equal calls."""
+
+
+def kind_of(
+    x: Sequence[Any], mask: Any, score: Any, layout: Layout | None, deterministic: Any, *options: Any
+) -> tuple[Any, ...] | None:
+    """Return all on which a call depends but the contents of q, k, v and the layout's tensors, `x`; hashable.
+
+    None if there is more, as tensors of masks and scores or autocast, or if `attend` does not run the call at once.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not PLAIN.issuperset(map(type, x))
+        or not NUMBERS.issuperset(map(type, options))
+        or not isinstance(mask, Mask)
+        or type(score) is not tuple
+        or type(layout) not in LAYOUTS
+        or (type(layout) is Varlen and None in (layout.max_q, layout.max_k))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
+        or transformed()
+    ):
+        return None
+    values = mask.parts + mask.lists + score
+    if any([not isinstance(value, Value) or value.captures for value in values]):
+        return None
+    try:
+        tensors = seen(x), tuple([(t.requires_grad, t.is_neg()) for t in x])
+    except RuntimeError:  # a sparse tensor has no address
+        return None
+    of_layout = None if layout is None else (layout.plain, layout.longest())
+    matmul = matmul_setting() if x[0].dtype == torch.float32 else None
+    plain = tuple([(type(value), value.plain) for value in values])
+    ordered = bool(deterministic) or asks_for_determinism()
+    return tensors, plain, of_layout, options, ordered, matmul, torch.is_grad_enabled()
+
+
+def remember(kind: Any, x: Operands, recipe: Recipe, longest: tuple[int, int]) -> None:
+    """Keep a checked call of a kind, unless something intercepts it."""
+    tensors = *x[:3], *x.extra
+    if kind is None or intercepted(tensors):
+        return
+    if len(KNOWN) >= MOST:
+        KNOWN.clear()
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    KNOWN[kind] = (recipe, longest, describe(x, recipe, longest)), wants

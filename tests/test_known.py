@@ -1,0 +1,168 @@
+"""Calls like one that was checked before are not checked again, and nothing else changes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import api, known, reference
+
+SIZE = (2, 40, 4, 16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    known.KNOWN.clear()
+    yield
+    known.KNOWN.clear()
+
+
+def operands(dtype=torch.float64, gradient=False):
+    return [torch.randn(SIZE, dtype=dtype, requires_grad=gradient) for _ in range(3)]
+
+
+def checks(monkeypatch):
+    """Return a list to which every check of arguments appends."""
+    made, check = [], api.check_arguments
+    monkeypatch.setattr(api, "check_arguments", lambda *given: made.append(1) or check(*given))
+    return made
+
+
+def packed():
+    cu = torch.tensor([0, 30, 80], dtype=torch.int32)
+    return [t.flatten(0, 1) for t in operands()], tw.Varlen(cu, cu, 50, 50)
+
+
+def test_the_second_call_of_a_kind_is_not_checked(monkeypatch):
+    made = checks(monkeypatch)
+    for gradient in (False, True, False, True):
+        x = operands(gradient=gradient)
+        o, lse = tw.attention(*x, mask=tw.Causal() & tw.Window(9, 0), score=(tw.SoftCap(5.0),), return_lse=True)
+        wanted = reference.attention(*x, mask=tw.Window(9, 0), score=(tw.SoftCap(5.0),))
+        torch.testing.assert_close(o, wanted[0])
+        torch.testing.assert_close(lse, wanted[1])
+        assert o.requires_grad == gradient
+    assert len(made) == 2
+
+
+def test_a_layout_is_known_by_its_shapes_and_lengths(monkeypatch):
+    made = checks(monkeypatch)
+    for _ in range(3):
+        x, layout = packed()
+        tw.attention(*x, layout=layout)
+    assert len(made) == 1
+    unread = tw.Varlen(layout.cu_q, layout.cu_k)
+    for _ in range(2):
+        assert torch.equal(tw.attention(*x, layout=unread), tw.attention(*x, layout=layout))
+    assert len(made) == 3, "a length that is read from a tensor may change"
+
+
+def test_contents_are_checked_every_time():
+    x, layout = packed()
+    tw.attention(*x, layout=layout)
+    wrong = tw.Varlen(layout.cu_q.flip(0), layout.cu_k, 50, 50)
+    with pytest.raises(ValueError, match="cu_q"):
+        tw.attention(*x, layout=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"dropout": False}, "dropout"),
+        ({"scale": True}, "scale"),
+        ({"scale": torch.tensor(0.25)}, "scale"),
+        ({"score": [3]}, "score"),
+        ({"score": 3}, "score"),
+        ({"mask": [tw.Causal()]}, "mask"),
+        ({"layout": "packed"}, "layout"),
+        ({"backend": ["cpu"]}, "backend"),
+        ({"precision": "bf16x9"}, "precision"),
+        ({"out_dtype": torch.float16}, "out_dtype"),
+        ({"seed": "3"}, "seed"),
+        ({"place": 3}, "place"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_option_is_refused_after_a_right_one(wrong, named):
+    x = operands()
+    for _ in range(2):
+        tw.attention(*x, scale=1.0)
+    with pytest.raises((TypeError, ValueError), match=named):
+        tw.attention(*x, **{"scale": 1.0, **wrong})
+
+
+def test_other_tensors_are_told_apart():
+    x = operands()
+    tw.attention(*x)
+    with pytest.raises(ValueError, match="strided"):
+        tw.attention(x[0].to_sparse(), *x[1:])
+    with pytest.raises((TypeError, ValueError), match="type"):
+        tw.attention(x[0].float(), *x[1:])
+    with pytest.raises(ValueError, match="head size"):
+        tw.attention(x[0][..., :8], *x[1:])
+    o = tw.attention(x[0].transpose(1, 2).contiguous().transpose(1, 2), *x[1:])
+    torch.testing.assert_close(o, tw.attention(*x))
+    negated = (torch.randn(SIZE, dtype=torch.complex128).conj().imag, *x[1:])
+    assert negated[0].is_neg()
+    apart = torch.empty(*SIZE, 2, dtype=torch.float64)[..., 0].copy_(negated[0])
+    torch.testing.assert_close(tw.attention(*negated), tw.attention(apart, *x[1:]))
+
+
+@pytest.mark.parametrize("around", ["autocast", "no_grad", "vmap", "grad", "tracing"])
+def test_what_surrounds_a_call_is_told_apart(around):
+    x = operands(torch.float32, gradient=True)
+    wanted = tw.attention(*x)
+    assert len(known.KNOWN) == 1
+    if around == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert tw.attention(*x).dtype == torch.bfloat16
+    elif around == "no_grad":
+        with torch.no_grad():
+            assert not tw.attention(*x).requires_grad
+    elif around == "vmap":
+        o = torch.func.vmap(tw.attention)(*[t[:, None] for t in x])
+        torch.testing.assert_close(o[:, 0], wanted)
+    elif around == "grad":
+        found = torch.func.grad(lambda q: tw.attention(q, *x[1:]).sum())(x[0])
+        torch.testing.assert_close(found, torch.autograd.grad(wanted.sum(), x[0])[0])
+    else:
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            o = tw.attention(*[mode.from_tensor(t) for t in x])
+        assert isinstance(o, torch._subclasses.FakeTensor)
+
+
+def test_settings_of_torch_are_told_apart():
+    x = operands(torch.float32)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        for strict in (False, True):
+            torch.use_deterministic_algorithms(strict)
+            for matmul in ("highest", "high"):
+                torch.set_float32_matmul_precision(matmul)
+                tw.attention(*x)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_float32_matmul_precision("highest")
+    problems = [call[2] for call, _ in known.KNOWN.values()]
+    assert {(p.recipe.deterministic, p.matmul) for p in problems} == {
+        (strict, matmul) for strict in (False, True) for matmul in ("highest", "high")
+    }
+
+
+def test_no_tensor_is_kept_and_no_more_kinds_than_fit(monkeypatch):
+    monkeypatch.setattr(known, "MOST", 4)
+    padding = torch.tensor([30, 40])
+    alive = weakref.ref(padding)
+    x = operands()
+    tw.attention(*x, mask=tw.Padding(padding))
+    assert not known.KNOWN, "its lengths are a tensor of the mask"
+    for n in range(1, 11):
+        tw.attention(*x, mask=tw.Window(n, 0))
+        assert len(known.KNOWN) <= 4
+    kept = weakref.ref(x[0])
+    del padding, x
+    gc.collect()
+    assert alive() is None
+    assert kept() is None
