@@ -8,9 +8,9 @@ from torch.autograd import forward_ad
 
 from .check import asks_for_determinism, describe, seen
 from .layout import Cached, Layout, Varlen
-from .mask import Mask, Value
+from .mask import Mask
 from .operator import PLAIN, Call, intercepted, transformed
-from .problem import Operands, Recipe, matmul_setting
+from .problem import KINDS, Operands, Recipe, matmul_setting
 
 KNOWN: dict[Any, tuple[Call, bool]] = {}
 """A checked call of each kind, and whether it wants a gradient."""
@@ -42,7 +42,7 @@ def kind_of(
     ):
         return None
     values = mask.parts + mask.lists + score
-    if any([not isinstance(value, Value) or value.captures for value in values]):
+    if any([KINDS.get(type(value).__name__) is not type(value) or value.captures for value in values]):
         return None
     try:
         tensors = seen(x), tuple([(t.requires_grad, t.is_neg()) for t in x])

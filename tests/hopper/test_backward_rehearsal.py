@@ -151,6 +151,14 @@ def test_ragged_lengths(mask, M, N, programs):
 
 @pytest.mark.parametrize("H_k", [8, 2])
 @pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_programs_take_tiles_of_several_sections(mask, D, H_k):
+    _, wrong = rehearsed(384, 512, D, H_k, MASKS[mask], programs=13, section=1)
+    assert not wrong
+
+
+@pytest.mark.parametrize("H_k", [8, 2])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_packed_sequences(mask, D, H_k):
     layout, sequences = packed(MASKS[mask])

@@ -127,6 +127,31 @@ def test_alibi_takes_no_sign_off_where_the_mask_hides_later_keys():
     assert chosen(tw.Causal(), None) is DEVICE_SCORES.alibi_fn, "other back ends have one form"
 
 
+@pytest.mark.parametrize(
+    ("given", "sections"),
+    [
+        ({"M": 197, "batch": (166,)}, 16),
+        ({"M": 1024, "batch": (4,)}, 4),
+        ({"M": 1024, "batch": (2,)}, 16),
+        ({"M": 1024, "batch": (12,), "mask": tw.Causal()}, 4),
+        ({"M": 1024, "batch": (8,), "mask": tw.Causal()}, 16),
+        ({"M": 256, "batch": (16,), "mask": tw.Causal()}, 16),
+        ({"M": 4096, "batch": (4,), "mask": tw.Causal()}, 2),
+        ({"M": 4096, "batch": (4,), "mask": tw.Window(255, 0)}, 1),
+        ({"M": 1024, "batch": (4,), "deterministic": True}, 16),
+    ],
+)
+def test_few_matrices_run_at_once_where_every_multiprocessor_has_many_tiles(given, sections):
+    M, batch = given.pop("M"), given.pop("batch")
+    assert plan(problem(M, M, 128, H=16, H_k=16, batch=batch, **given)).backward_shape.section == sections
+
+
+def test_packed_sequences_run_as_many_heads_at_once_as_divide_all():
+    ends = torch.tensor([0, 1000, 2000], dtype=torch.int32)
+    p = problem(2000, 2000, 128, H=12, H_k=12, batch=(), layout=tw.Varlen(ends, ends, 1000, 1000))
+    assert plan(p).backward_shape.section == 12
+
+
 def test_under_a_narrow_window_finish_has_processors_of_its_own():
     def programs(mask, M=8192, H=16):
         p = problem(M, M, 128, H=H, H_k=H, mask=mask)

@@ -329,12 +329,13 @@ def test_a_call_makes_few_calls_in_python(launched, monkeypatch, name, most):
     """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300. Results lie where
     they lay before, as a GPU's allocator gives freed memory again."""
     call, _ = CALLS[name]()
-    made, empty = {}, torch.empty_strided
+    made, strided, empty = {}, torch.empty_strided, torch.empty
 
     def again(shape, strides, *, dtype, **options):
-        return made.setdefault((*shape, dtype), empty(shape, strides, dtype=dtype, **options))
+        return made.setdefault((*shape, dtype), strided(shape, strides, dtype=dtype, **options))
 
     monkeypatch.setattr(torch, "empty_strided", again)
+    monkeypatch.setattr(torch, "empty", lambda *given, **options: made.setdefault(given, empty(*given, **options)))
     counts = []
     with torch.no_grad():
         for _ in range(6):  # the first ones keep launches; in some, Python collects garbage

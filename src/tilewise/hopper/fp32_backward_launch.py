@@ -21,8 +21,8 @@ from .fp32.preprocess import Blocks, Scales
 from .fp32.split import Split, attention_split_fp32
 from .parts.call import Scratch as RowScratch
 from .plan import (
-    CACHED_QUERIES,
     TINY,
+    alike,
     empty_gqa_sums,
     even_section,
     heads_per_loop,
@@ -227,9 +227,8 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         order = scratch.rows.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
-    cached = CACHED_QUERIES // (per_program * p.M * D * 4 * (kind.pieces + 1))
-    least = max(1, 2 * processors(p.q.device) // tiles, cached)  # two tiles a multiprocessor, or more
-    section = even_section(heads, least)
+    concurrent = processors(p.q.device) // tiles
+    section = even_section(heads, max(1, concurrent // 2 if alike(p) and not p.recipe.varlen else 2 * concurrent))
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),

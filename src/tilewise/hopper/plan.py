@@ -43,8 +43,9 @@ CACHED_KEYS = 32 << 20
 POSTPROCESS_PROCESSORS = 3
 """Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
 without."""
-CACHED_QUERIES = 16 << 20
-"""Let concurrent programs share at most this many bytes of Q, dO and sums of dQ."""
+MANY, MANY_ALIKE = 12, 3
+"""Let a multiprocessor have this many tiles of the backward before few matrices run concurrently. With fewer, some
+would idle in the tail, and sooner where tiles differ in length."""
 MOST_HEADS, SHORT_LOOP = 4, 2048
 """Limit a loop of the backward to MOST_HEADS query heads, since its epilogue takes some time. Allow more while they
 have about SHORT_LOOP queries in all."""
@@ -205,14 +206,14 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
 
 def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Shape:
     """Return the backward's factors and counts, and how many matrices run concurrently."""
-    tiles = cdiv(p.N, row.B_c)
-    concurrent = processors(p.q.device) // tiles  # no fewer, or some would idle in the tail
-    heads = heads_per_loop(p, row)
-    section = max(1, concurrent, CACHED_QUERIES // (heads * p.M * padded(p) * 8))
+    tiles, heads = cdiv(p.N, row.B_c), heads_per_loop(p, row)
+    loops, section, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
+    if loops >= (MANY_ALIKE if same else MANY) * section and not (p.recipe.deterministic or p.recipe.varlen):
+        section = max(1 if same else min(2, section), section // 4)  # sums of dQ stay in the L2 cache
     while p.recipe.varlen and p.H // heads % section:  # all from one sequence
         section -= 1
     return backward_kernel.Shape(
-        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), p.B * p.H // heads, section, tiles,
+        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), loops, section, tiles,
         key_tiles(p, row.B_c),
     )  # fmt: skip
 
@@ -243,7 +244,17 @@ def main_programs(p: Problem, shape: Any) -> int:
     for as much dQ to write. So postprocess gets some multiprocessors from the start; otherwise all would wait for it in
     the tail."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
-    return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and 8 * width(p) < p.M else min(tiles, most)
+    return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and narrow(p) else min(tiles, most)
+
+
+def alike(p: Problem) -> bool:
+    """Tell whether the backward's tiles have about one length."""
+    return not p.recipe.mask or narrow(p) or max(p.M, p.N) <= SHORT
+
+
+def narrow(p: Problem) -> bool:
+    """Tell whether a row sees less than an eighth of the keys."""
+    return 8 * width(p) < p.M
 
 
 def width(p: Problem) -> int:

@@ -16,7 +16,7 @@ from ..score import SoftCap
 SINGLE = 64
 """Tokens up to which a head is a single tile."""
 SHORT = 512
-"""Tokens up to which a masked head is a few tiles of queries."""
+"""Tokens up to which a head is a few tiles of queries."""
 
 
 class Forward(NamedTuple):
@@ -43,7 +43,7 @@ FORWARD: dict[Any, Forward] = {
     64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "short"): Forward(2, 64, 3, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
+    (64, "short"): Forward(2, 64, 4, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
@@ -196,8 +196,10 @@ def keys(p: Problem) -> dict[str, Any]:
             forward = 128, "scores"
         elif longest <= SINGLE and not (recipe.score or p.listed):
             forward = 128, "single"
+        elif longest <= SHORT and not recipe.score:
+            forward = 128, "short"
         elif recipe.mask and not recipe.score:
-            forward = 128, "short" if longest <= SHORT else "masked"
+            forward = 128, "masked"
     return {"forward": forward, "backward": size}
 
 
