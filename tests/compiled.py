@@ -17,8 +17,8 @@ RECORD = HERE / "compiled.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = (
     "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/",
-    "host/precompile.py", "host/rotary.py", "import_hook.py", "merge.py", "operator.py", "parallel/", "reference.py",
-    "rotary.py", "tile/rotary.py", "warm.py",
+    "host/precompile.py", "host/rotary.py", "import_hook.py", "known.py", "merge.py", "operator.py", "parallel/",
+    "reference.py", "rotary.py", "tile/rotary.py", "warm.py",
 )  # fmt: skip
 """Files from which no kernel of attention is made: the scripts call `check.py`, `explain.py` and the back ends."""
 ONLY_HOPPER = "hopper/"
