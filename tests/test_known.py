@@ -133,6 +133,16 @@ def test_what_surrounds_a_call_is_told_apart(around):
         assert isinstance(o, torch._subclasses.FakeTensor)
 
 
+def test_autocast_changes_what_it_casts_alone(monkeypatch):
+    made = checks(monkeypatch)
+    half, full = operands(torch.bfloat16), operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, count in ((half, 1), (half, 1), (full, 2), (full, 3)):
+            assert tw.attention(*x).dtype == torch.bfloat16
+            assert len(made) == count
+    assert tw.attention(*full).dtype == torch.float32
+
+
 def test_settings_of_torch_are_told_apart():
     x = operands(torch.float32)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

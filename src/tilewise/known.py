@@ -6,14 +6,16 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .check import asks_for_determinism, describe, seen
+from .check import asks_for_determinism, autocast_type, describe, seen
 from .layout import Cached, Layout, Varlen
 from .mask import Mask
 from .operator import PLAIN, Call, intercepted, transformed
 from .problem import KINDS, Operands, Recipe, matmul_setting
 
-KNOWN: dict[Any, tuple[Call, bool]] = {}
+Calls = dict[Any, tuple[Call, bool]]
 """A checked call of each kind, and whether it wants a gradient."""
+KNOWN: Calls = {}
+"""Those of `attention`."""
 MOST = 4096
 LAYOUTS = {type(None), Varlen, Cached}
 NUMBERS = {type(None), float, str, torch.dtype}
@@ -25,7 +27,7 @@ def kind_of(
 ) -> tuple[Any, ...] | None:
     """Return all on which a call depends but the contents of q, k, v and the layout's tensors, `x`; hashable.
 
-    None if there is more, as tensors of masks and scores or autocast, or if `attend` does not run the call at once.
+    None if there is more, as tensors of masks and scores, or if `attend` does not run the call at once.
     """
     if (
         torch.compiler.is_compiling()
@@ -36,7 +38,6 @@ def kind_of(
         or type(layout) not in LAYOUTS
         or (type(layout) is Varlen and None in (layout.max_q, layout.max_k))
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_any_autocast_enabled()
         or forward_ad._current_level >= 0
         or transformed()
     ):
@@ -52,15 +53,16 @@ def kind_of(
     matmul = matmul_setting() if x[0].dtype == torch.float32 else None
     plain = tuple([(type(value), value.plain) for value in values])
     ordered = bool(deterministic) or asks_for_determinism()
-    return tensors, plain, of_layout, options, ordered, matmul, torch.is_grad_enabled()
+    cast = autocast_type(x[0]) if torch._C._is_any_autocast_enabled() else None
+    return tensors, plain, of_layout, options, ordered, matmul, cast, torch.is_grad_enabled()
 
 
-def remember(kind: Any, x: Operands, recipe: Recipe, longest: tuple[int, int]) -> None:
+def remember(calls: Calls, kind: Any, x: Operands, recipe: Recipe, longest: tuple[int, int]) -> None:
     """Keep a checked call of a kind, unless something intercepts it."""
     tensors = *x[:3], *x.extra
-    if kind is None or intercepted(tensors):
+    if intercepted(tensors):
         return
-    if len(KNOWN) >= MOST:
-        KNOWN.clear()
+    if len(calls) >= MOST:
+        calls.clear()
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    KNOWN[kind] = (recipe, longest, describe(x, recipe, longest)), wants
+    calls[kind] = (recipe, longest, describe(x, recipe, longest)), wants

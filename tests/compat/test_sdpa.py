@@ -136,6 +136,28 @@ def test_what_is_wrong_is_told_by_pytorch(name):
     assert "tilewise" not in str(found.value)
 
 
+def test_a_kind_of_call_is_checked_once(monkeypatch):
+    made, check = [], sdpa.check_arguments
+    monkeypatch.setattr(sdpa, "check_arguments", lambda *given: made.append(1) or check(*given))
+    cases = {name: case for name, case in TAKEN.items() if "attn_mask" not in case[1] and "dropout_p" not in case[1]}
+    with sdpa.use(**ON_CPU):
+        for count in (len(cases), len(cases)):
+            for make, options in cases.values():
+                x = make()
+                with sdpa_kernel(SDPBackend.MATH):  # PyTorch's own, even if the call's kind is known
+                    expected = attend(*x, **options)
+                with tw.count_calls() as calls:
+                    o = attend(*x, **options)
+                assert calls.ran.total() == 1
+                torch.testing.assert_close(o, expected)
+                found, wanted = (torch.autograd.grad(each.sum(), x) for each in (o, expected))
+                torch.testing.assert_close(found, wanted)
+            assert len(made) == count
+    with sdpa.use(devices=("cpu",)), tw.count_calls() as calls:
+        attend(*qkv())
+    assert calls.handed_back.total() == 1, "other settings know nothing"
+
+
 def test_dropout_is_tilewises_and_follows_torchs_generator():
     x = [t.detach() for t in qkv(64, 64, dtype=torch.float32)]
     with tw.count_calls() as calls, sdpa.use(**ON_CPU):

@@ -18,8 +18,9 @@ from torch.autograd import forward_ad
 from ..backend import ON_TRITON, candidates, load, select
 from ..check import check_arguments, describe, describe_fake, dropout_seed
 from ..count import COUNTING, count_handed_back
+from ..known import Calls, kind_of, remember
 from ..mask import Causal, Dense, Full, Mask
-from ..operator import PLAIN, attend, transformed
+from ..operator import PLAIN, attend, run, transformed
 from ..problem import Operands, Problem, Recipe, Unsupported, target_of
 from ..score import Bias, Score
 
@@ -65,6 +66,9 @@ class Installed(NamedTuple):
 
 
 _installed: Installed | None = None
+TAKEN: Calls = {}
+"""Calls without a mask that were checked and taken."""
+CAUSAL, FULL = Causal(), Full()
 
 
 def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
@@ -133,6 +137,7 @@ def _change(settings: Settings | None) -> None:
 
     if settings == (_installed.settings if _installed else None):
         return
+    TAKEN.clear()
     if _installed is not None:
         _installed.library._destroy()
         compiler.cache_key_tag, _installed = _installed.cache_key, None  # type: ignore[attr-defined]
@@ -171,12 +176,17 @@ def _route(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run one call on tilewise, or hand it back."""
-    against = _against_call((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    of_call = query, key, value
+    kind = None
+    if attn_mask is None and torch._C._get_overrideable_sdp_enabled():  # type: ignore[attr-defined]
+        kind = kind_of(of_call, CAUSAL if is_causal else FULL, (), None, False, dropout_p, scale)
+    if kind is not None and (found := TAKEN.get((kind, enable_gqa))) is not None:
+        x = _operands(of_call, is_causal)
+        return _as_given(query, run(x, dropout_seed(None, query, dropout_p), *found)[0])
+    against = _against_call(of_call, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if against is None:
-        q, k, v = _heads_second(query, key, value)
         mask, score = _options(query.ndim, attn_mask, is_causal)
-        if is_causal:  # PyTorch aligns the first query with the first key, so that no query sees these
-            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        q, k, v = _operands(of_call, is_causal)
         try:
             x, recipe, longest = check_arguments(q, k, v, mask, score, scale, None, dropout_p, None, None, False, None)
             problem, name = _described(x, recipe)
@@ -187,7 +197,9 @@ def _route(
             if against is None:
                 seed = dropout_seed(None, x.q, recipe.dropout)
                 o = attend((*x[:3], *x.extra), seed, recipe, longest, problem)[0]
-                return o.transpose(1, 2) if query.ndim == 4 else o[:, :, 0] if query.ndim == 3 else o[0, :, 0]
+                if kind is not None:
+                    remember(TAKEN, (kind, enable_gqa), x, recipe, longest)
+                return _as_given(query, o)
     if COUNTING:
         count_handed_back(against)
     return SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[return-value]
@@ -251,10 +263,23 @@ def _heads_second(*operands: Tensor) -> list[Tensor]:
     return [(t if whole else t.expand(batch, heads, -1, -1)).transpose(1, 2) for t in x]
 
 
+def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tensor]:
+    """Return q, k and v as tilewise takes them."""
+    q, k, v = _heads_second(*of_call)
+    if causal:  # PyTorch aligns the first query with the first key, so that no query sees these
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    return [q, k, v]
+
+
+def _as_given(query: Tensor, o: Tensor) -> Tensor:
+    """Return o with the dimensions of the query, in their order."""
+    return o.transpose(1, 2) if query.ndim == 4 else o[:, :, 0] if query.ndim == 3 else o[0, :, 0]
+
+
 def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, tuple[Score, ...]]:
     """Translate attn_mask and is_causal, for operands of a rank."""
     if attn_mask is None:
-        return Causal() if causal else Full(), ()
+        return CAUSAL if causal else FULL, ()
     seen = attn_mask.unsqueeze(1) if rank == attn_mask.ndim == 3 else attn_mask
     return (Dense(seen), ()) if seen.dtype == torch.bool else (Full(), (Bias(seen),))
 
