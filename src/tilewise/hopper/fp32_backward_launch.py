@@ -22,7 +22,6 @@ from .fp32.split import Split, attention_split_fp32
 from .parts.call import Scratch as RowScratch
 from .plan import (
     TINY,
-    alike,
     empty_gqa_sums,
     even_section,
     heads_per_loop,
@@ -228,7 +227,8 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
     concurrent = processors(p.q.device) // tiles
-    section = even_section(heads, max(1, concurrent // 2 if alike(p) and not p.recipe.varlen else 2 * concurrent))
+    few = not (p.recipe.mask or p.recipe.varlen or p.recipe.deterministic)  # dQ's sums then stay in the L2 cache
+    section = even_section(heads, max(1, concurrent // 2 if few else 2 * concurrent))
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
