@@ -75,6 +75,7 @@ def test_contents_are_checked_every_time():
         ({"scale": torch.tensor(0.25)}, "scale"),
         ({"score": [3]}, "score"),
         ({"score": 3}, "score"),
+        ({"score": (tw.Causal(),), "mask": tw.Full()}, "score"),
         ({"mask": [tw.Causal()]}, "mask"),
         ({"layout": "packed"}, "layout"),
         ({"backend": ["cpu"]}, "backend"),
@@ -88,9 +89,9 @@ def test_contents_are_checked_every_time():
 def test_a_wrong_option_is_refused_after_a_right_one(wrong, named):
     x = operands()
     for _ in range(2):
-        tw.attention(*x, scale=1.0)
+        tw.attention(*x, mask=tw.Causal(), scale=1.0)
     with pytest.raises((TypeError, ValueError), match=named):
-        tw.attention(*x, **{"scale": 1.0, **wrong})
+        tw.attention(*x, **{"mask": tw.Causal(), "scale": 1.0, **wrong})
 
 
 def test_other_tensors_are_told_apart():

@@ -51,7 +51,7 @@ def kind_of(
         return None
     of_layout = None if layout is None else (layout.plain, layout.longest())
     matmul = matmul_setting() if x[0].dtype == torch.float32 else None
-    plain = tuple([(type(value), value.plain) for value in values])
+    plain = len(score), tuple([(type(value), value.plain) for value in values])
     ordered = bool(deterministic) or asks_for_determinism()
     cast = autocast_type(x[0]) if torch._C._is_any_autocast_enabled() else None
     return tensors, plain, of_layout, options, ordered, matmul, cast, torch.is_grad_enabled()

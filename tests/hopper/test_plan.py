@@ -128,22 +128,22 @@ def test_alibi_takes_no_sign_off_where_the_mask_hides_later_keys():
 
 
 @pytest.mark.parametrize(
-    ("given", "sections"),
+    ("M", "batch", "options", "section"),
     [
-        ({"M": 197, "batch": (166,)}, 16),
-        ({"M": 1024, "batch": (4,)}, 4),
-        ({"M": 1024, "batch": (2,)}, 16),
-        ({"M": 1024, "batch": (12,), "mask": tw.Causal()}, 4),
-        ({"M": 1024, "batch": (8,), "mask": tw.Causal()}, 16),
-        ({"M": 256, "batch": (16,), "mask": tw.Causal()}, 16),
-        ({"M": 4096, "batch": (4,), "mask": tw.Causal()}, 2),
-        ({"M": 4096, "batch": (4,), "mask": tw.Window(255, 0)}, 1),
-        ({"M": 1024, "batch": (4,), "deterministic": True}, 16),
+        (197, 166, {}, 16),
+        (1024, 4, {}, 4),
+        (1024, 2, {}, 16),
+        (1024, 12, {"mask": tw.Causal()}, 4),
+        (1024, 8, {"mask": tw.Causal()}, 16),
+        (256, 16, {"mask": tw.Causal()}, 16),
+        (4096, 4, {"mask": tw.Causal()}, 2),
+        (4096, 4, {"mask": tw.Window(255, 0)}, 1),
+        (1024, 4, {"deterministic": True}, 16),
     ],
 )
-def test_few_matrices_run_at_once_where_every_multiprocessor_has_many_tiles(given, sections):
-    M, batch = given.pop("M"), given.pop("batch")
-    assert plan(problem(M, M, 128, H=16, H_k=16, batch=batch, **given)).backward_shape.section == sections
+def test_few_matrices_run_at_once_where_every_multiprocessor_has_many_tiles(M, batch, options, section):
+    p = problem(M, M, 128, H=16, H_k=16, batch=(batch,), **options)
+    assert plan(p).backward_shape.section == section
 
 
 def test_packed_sequences_run_as_many_heads_at_once_as_divide_all():
