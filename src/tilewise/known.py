@@ -1,4 +1,4 @@
-"""Known calls: one of their kind has passed the check, which takes longer than a launch."""
+"""Look up what kind of call was checked before: a check takes longer than a launch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from .check import asks_for_determinism, autocast_type, describe, seen
 from .layout import Cached, Layout, Varlen
 from .mask import Mask
-from .operator import PLAIN, Call, intercepted, transformed
+from .operator import Call, intercepted, transformed
 from .problem import KINDS, Operands, Recipe, matmul_setting
 
 Calls = dict[Any, tuple[Call, bool]]
@@ -17,6 +17,7 @@ Calls = dict[Any, tuple[Call, bool]]
 KNOWN: Calls = {}
 """Those of `attention`."""
 MOST = 4096
+"""How many kinds of calls are kept."""
 LAYOUTS = {type(None), Varlen, Cached}
 NUMBERS = {type(None), float, str, torch.dtype}
 """Types of options of which equal values make equal calls."""
@@ -25,28 +26,27 @@ NUMBERS = {type(None), float, str, torch.dtype}
 def kind_of(
     x: Sequence[Any], mask: Any, score: Any, layout: Layout | None, deterministic: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """Return all on which a call depends but the contents of q, k, v and the layout's tensors, `x`; hashable.
+    """Return everything on which the checks and the launch of a call depend, except what tensors hold; hashable.
 
-    None if there is more, as tensors of masks and scores, or if `attend` does not run the call at once.
+    `x`: q, k, v and the layout's tensors. None stands for a call that also depends on others, as masks and scores with
+    tensors do, or that `attend` does not run at once.
     """
     if (
-        torch.compiler.is_compiling()
-        or not PLAIN.issuperset(map(type, x))
+        intercepted(x)
+        or transformed()
+        or forward_ad._current_level >= 0
         or not NUMBERS.issuperset(map(type, options))
         or not isinstance(mask, Mask)
         or type(score) is not tuple
         or type(layout) not in LAYOUTS
         or (type(layout) is Varlen and None in (layout.max_q, layout.max_k))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-        or transformed()
     ):
         return None
     values = mask.parts + mask.lists + score
     if any([KINDS.get(type(value).__name__) is not type(value) or value.captures for value in values]):
         return None
     try:
-        tensors = seen(x), tuple([(t.requires_grad, t.is_neg()) for t in x])
+        tensors = seen(x), tuple([t.requires_grad for t in x])
     except RuntimeError:  # a sparse tensor has no address
         return None
     of_layout = None if layout is None else (layout.plain, layout.longest())
@@ -58,11 +58,8 @@ def kind_of(
 
 
 def remember(calls: Calls, kind: Any, x: Operands, recipe: Recipe, longest: tuple[int, int]) -> None:
-    """Keep a checked call of a kind, unless something intercepts it."""
-    tensors = *x[:3], *x.extra
-    if intercepted(tensors):
-        return
+    """Keep a checked call under its kind."""
     if len(calls) >= MOST:
         calls.clear()
-    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in (*x[:3], *x.extra))
     calls[kind] = (recipe, longest, describe(x, recipe, longest)), wants

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..api import FULL
 from ..backend import ON_TRITON, candidates, load, select
 from ..check import check_arguments, describe, describe_fake, dropout_seed
 from ..count import COUNTING, count_handed_back
 from ..known import Calls, kind_of, remember
-from ..mask import Causal, Dense, Full, Mask
+from ..mask import Causal, Dense, Mask
 from ..operator import PLAIN, attend, run, transformed
 from ..problem import Operands, Problem, Recipe, Unsupported, target_of
 from ..score import Bias, Score
@@ -68,7 +69,7 @@ class Installed(NamedTuple):
 _installed: Installed | None = None
 TAKEN: Calls = {}
 """Calls without a mask that were checked and taken."""
-CAUSAL, FULL = Causal(), Full()
+CAUSAL = Causal()
 
 
 def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
@@ -281,7 +282,7 @@ def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, t
     if attn_mask is None:
         return CAUSAL if causal else FULL, ()
     seen = attn_mask.unsqueeze(1) if rank == attn_mask.ndim == 3 else attn_mask
-    return (Dense(seen), ()) if seen.dtype == torch.bool else (Full(), (Bias(seen),))
+    return (Dense(seen), ()) if seen.dtype == torch.bool else (FULL, (Bias(seen),))
 
 
 def _against_running(x: Operands, problem: Problem, name: str | None) -> str | None:

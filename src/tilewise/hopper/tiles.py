@@ -172,9 +172,9 @@ def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
     256. Short calls have a tile or two of a head: they are faster with small key tiles and two programs on a
-    multiprocessor, at 128 only up to 64 tokens, and with a third stage of Q above. Masks are faster if the previous
-    product is complete before them (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone
-    are faster there with ping-pong scheduling (`pingpong`)."""
+    multiprocessor, at 128 only up to 64 tokens. From there to 512 they are faster with a third stage of Q. Masks are
+    faster if the previous product is complete before them (`wait_pv`). At 128, so are dropout and scores, except
+    SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
