@@ -36,8 +36,8 @@ SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 FULL = 64
 """Queries that fill a warpgroup."""
-SHORT_SECTION = 48
-"""Run as many of short matrices: they differ little in length, and their keys stay in the L2 cache."""
+SHORT_SECTION = {64: 128, 128: 48, 256: 48}
+"""By head size, run as many of short matrices: they differ little in length, and their keys stay in the L2 cache."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
 POSTPROCESS_PROCESSORS = 3
@@ -104,7 +104,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     if p.recipe.cached and p.rows_packed:  # tiles of all sequences (see `sequence_of`), as nothing bounds one alone
         tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
-    section = 1 if not p.recipe.mask else SHORT_SECTION if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
+    section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     constants = {
         "tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4,

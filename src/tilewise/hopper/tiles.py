@@ -40,10 +40,10 @@ class Forward(NamedTuple):
 
 
 FORWARD: dict[Any, Forward] = {
-    64: Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
+    64: Forward(3, 128, 2, 3, pingpong=True, fetch_early=True, wait_pv=0, registers=160),
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
-    (64, "short"): Forward(2, 64, 4, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=104, programs=2),
+    (64, "short"): Forward(2, 64, 4, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=112, programs=2),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),

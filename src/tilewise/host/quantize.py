@@ -20,6 +20,9 @@ from ..tile import quantize as kernels
 from ..tile.rotary import Tables
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
+WARPS = {64: 8, 256: 8}
+"""Give blocks of these sizes so many warps, which else hold too many registers; 128 is faster with four."""
+
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
     """Return the codes of a call."""
@@ -54,5 +57,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     q_tiles, k_tiles = cdiv(p.M, kernels.BLOCK_Q.value), cdiv(p.N, kernels.BLOCK_K.value)
     of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 if codes.v is None else 2)
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
-    blocks = Launch(kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": 4}, compiled)
+    blocks = Launch(
+        kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": WARPS.get(size, 4)}, compiled
+    )
     return [blocks] if p.recipe.given else [statistics, blocks]

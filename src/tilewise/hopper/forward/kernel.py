@@ -143,6 +143,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
+    wait_dependencies()  # only here: parting from the other warps takes a while
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
@@ -200,6 +201,7 @@ def produce_bits(shared, call, tile: gl.constexpr):
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
+    wait_dependencies()
     seed = gl.load(call.variant.dropout.seed)
     threshold = gl.to_tensor(call.variant.dropout.threshold).to(gl.uint32)
     n = 0  # tiles of queries so far
@@ -313,6 +315,7 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: g
 @gluon.jit
 def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: gl.constexpr):
     """Compute 64 rows of every query tile, in warpgroup W."""
+    wait_dependencies()
     if W == 0:  # while the first tile is loaded
         fill_outputs(unused, call.packed)
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -542,7 +545,6 @@ def attention_forward(
     )
     fence_async_shared()
     launch_dependents()
-    wait_dependencies()
     if DROPOUT_WARPS:
         # four warpgroups divide 512 registers a thread, and three divide 504
         gl.static_assert(WARPGROUPS == 2)
