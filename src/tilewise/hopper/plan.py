@@ -106,14 +106,15 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
+    values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
+    variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     constants = {
-        "tile": forward_tile(p, row, warps), "REGISTERS": row.registers, "num_warps": 4,
+        "tile": forward_tile(p, row, warps)._replace(LOCATED=variant is not None),
+        "REGISTERS": row.registers, "num_warps": 4,
         "launch_pdl": not MARGIN,  # there the next launch would wait
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
-    values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
-    variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     return Plan(
         row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,

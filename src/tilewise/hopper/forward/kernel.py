@@ -94,6 +94,8 @@ class Tile(NamedTuple):
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
     PAGE: int | None = None
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
+    LOCATED: bool = False
+    """Says whether the first tile is located while earlier kernels still run: no tensor tells where it is."""
 
 
 class Shape(NamedTuple):
@@ -143,7 +145,8 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
-    wait_dependencies()  # only here: parting from the other warps takes a while
+    if not tile.LOCATED:
+        wait_dependencies()
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
@@ -156,6 +159,8 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             h_k = place.h // call.shape.group
             q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
             v_row = k_row if tile.PV_BITS == 8 else k0
+            if tile.LOCATED:
+                wait_dependencies()  # from the second tile on, it is over
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
