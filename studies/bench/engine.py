@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,8 @@ def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[
 
 
 def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str, device: torch.device) -> list[Row]:
-    """Time every contender once a round, each time starting with another, with the matrix product in between."""
+    """Time every contender once a round, each time in another order, with the matrix product in between: where power
+    limits the clock, a call's time depends on who ran before."""
     side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
     product = matmul(side, case.type, device)
     product_pace = pace(product, device)
@@ -133,8 +135,7 @@ def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str,
     excuses: dict[str, tuple[str, str]] = {c.peer.name: c.no for c in contenders if c.no}
     for turn in range(suite.rounds):
         rate.append(2.0 * side**3 / sample(product, product_pace, device) / 1e12)
-        first = turn % len(contenders)
-        for c in (*contenders[first:], *contenders[:first]):
+        for c in Random(turn).sample(contenders, len(contenders)):
             name = c.peer.name
             if name in excuses or c.attend is None or c.x is None:
                 continue

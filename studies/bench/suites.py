@@ -240,7 +240,7 @@ SUITES = {
             _eight_bits(), (FORWARD,),
             ("tilewise", *(f"tilewise {name}{of}" for of in ("", " kernel") for name in ("int8", "fp8", "e4m3")),
              "sdpa cudnn"),
-            9, 8192, (16384,), host=False, tables=("rate", "eight-bits", "error"),
+            15, 8192, (16384,), host=False, tables=("rate", "eight-bits", "error"),
         ),
         Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
