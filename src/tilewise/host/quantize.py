@@ -52,7 +52,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(
         kernels.attention_quantize_statistics, p.B * p.H_k, (given, made, where, M, N, p.H_k),
-        {**exact, "SMOOTH": smooths(p), "num_warps": 4}, compiled,
+        {**exact, "SMOOTH": smooths(p), "num_warps": 8}, compiled,
     )  # fmt: skip
     q_tiles, k_tiles = cdiv(p.M, kernels.BLOCK_Q.value), cdiv(p.N, kernels.BLOCK_K.value)
     of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 if codes.v is None else 2)

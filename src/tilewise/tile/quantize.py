@@ -271,12 +271,12 @@ def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.conste
     mean = tl.zeros([SIZE], tl.float32)
     if SMOOTH:
         total = tl.zeros([16, SIZE], tl.float32)
-        for n in tl.range(SAMPLES // 16, loop_unroll_factor=4):
+        for n in tl.range(SAMPLES // 16, loop_unroll_factor=16):
             rows = lo + (n * 16 + lanes).to(tl.int64) * count // SAMPLES
             total += finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes))
         mean = halved(total) / SAMPLES
     of_keys, of_queries = tl.zeros([16, SIZE], tl.float32), tl.zeros([16, SIZE], tl.float32)
-    for n in tl.range(SAMPLES // 16, loop_unroll_factor=4):
+    for n in tl.range(SAMPLES // 16, loop_unroll_factor=16):
         turn = n * 16 + lanes
         rows = lo + turn.to(tl.int64) * count // SAMPLES
         away = finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes)) - mean[None, :]
