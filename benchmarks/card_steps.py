@@ -23,16 +23,16 @@ MINUTES = {
     "host": 0.5,
     "variants": 1.5,
     "decode": 1,
-    "eight-bits": 1.5,
+    "eight-bits": 3,
     "prefill": 1,
     "paper": 8,
     "classic": 1.5,
-    "short": 1.5,
+    "short": 4.5,
     "ablation": 1.5,
     "llmc": 2,
     "long": 4,
 }
-"""About what a suite takes on an H200, in the order in which they are measured."""
+"""About what a suite takes on an H200 or H100, in the order in which they are measured."""
 CHIPS = ("hopper",)
 """The kind of the portable kernels' rows that an H200 reads."""
 

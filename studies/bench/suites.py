@@ -150,7 +150,7 @@ def _short() -> tuple[Case, ...]:
         Case(32768 // length, 1024 // head_size, length, head_size, "bf16", causal)
         for head_size in (64, 128)
         for causal in (False, True)
-        for length in (32, 64, 128, 197, 256, 512)
+        for length in (32, 49, 64, 77, 128, 197, 256, 512)
     )
 
 
@@ -209,7 +209,7 @@ SUITES = {
             ("tilewise", *SDPA[:3], *PACKAGES, "standard"), 3, 8192, (16384, 65536),
         ),
         Suite(
-            "short", "32 to 512 tokens, as in ViT, CLIP and BERT: 32k tokens, hidden size 1024", _short(),
+            "short", "32 to 512 tokens, as in Swin, CLIP, BERT and ViT: 32k tokens, hidden size 1024", _short(),
             (FORWARD, BACKWARD), ("tilewise", "tilewise triton", "sdpa cudnn", "sdpa flash"), 5, 8192, (128, 256),
         ),
         Suite(
