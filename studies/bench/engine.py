@@ -123,8 +123,10 @@ def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[
 
 
 def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str, device: torch.device) -> list[Row]:
-    """Time every contender once a round, each time in another order, with the matrix product in between: where power
-    limits the clock, a call's time depends on who ran before."""
+    """Time every contender once a round, with the matrix product in between.
+
+    Each round has another order: where power limits the clock, a call's time depends on the contender before.
+    """
     side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
     product = matmul(side, case.type, device)
     product_pace = pace(product, device)

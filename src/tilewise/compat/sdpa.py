@@ -180,6 +180,7 @@ def _route(
     of_call = query, key, value
     kind = None
     if attn_mask is None and torch._C._get_overrideable_sdp_enabled():  # type: ignore[attr-defined]
+        # else sdpa_kernel(...) names other back ends
         kind = kind_of(of_call, CAUSAL if is_causal else FULL, (), None, False, dropout_p, scale)
     if kind is not None and (found := TAKEN.get((kind, enable_gqa))) is not None:
         x = _operands(of_call, is_causal)

@@ -21,7 +21,7 @@ from ..tile.rotary import Tables
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 WARPS = {64: 8, 256: 8}
-"""Give blocks of these sizes so many warps, which else hold too many registers; 128 is faster with four."""
+"""Counts warps by columns of codes, 4 elsewhere. These sizes otherwise need too many registers for a thread."""
 
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
