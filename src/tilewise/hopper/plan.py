@@ -37,7 +37,7 @@ SECTION = 16
 FULL = 64
 """Queries that fill a warpgroup."""
 SHORT_SECTION = {64: 128, 128: 48, 256: 48}
-"""Run this many short score matrices concurrently, by head size: their keys stay in the L2 cache."""
+"""Run this many short matrices concurrently, by head size: their keys stay in the L2 cache."""
 CACHED_KEYS = 32 << 20
 """Let them share at most this many bytes of K and V: what stays in the L2 cache."""
 POSTPROCESS_PROCESSORS = 3

@@ -21,7 +21,7 @@ from ..tile.rotary import Tables
 from .launch import Launch, cdiv, current_stream, lengths, packed, rows, with_adjacent_rows
 
 WARPS = {64: 8, 256: 8}
-"""Counts warps by columns of codes, 4 elsewhere. These sizes otherwise need too many registers for a thread."""
+"""Counts warps by columns of codes, else 4: threads would need too many registers."""
 
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:

@@ -259,10 +259,7 @@ def key_order(BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["packed", "M", "N", "H_k"])
 def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.constexpr, sizes: tl.constexpr):
-    """Compute the mean and the balance of one key head from SAMPLES rows.
-
-    Both loops are unrolled as a whole, because the program waits for each iteration's loads.
-    """
+    """Compute the mean and the balance of one key head from SAMPLES rows, whose loads begin together."""
     SIZE: tl.constexpr = sizes.SIZE
     G: tl.constexpr = sizes.G
     b, h = tl.program_id(0) // H_k, tl.program_id(0) % H_k

@@ -95,7 +95,7 @@ class Tile(NamedTuple):
     PAGE: int | None = None
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
     LOCATED: bool = False
-    """Says whether the producer locates its first tile while earlier kernels run, as no tensor tells where it is."""
+    """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 
 
 class Shape(NamedTuple):
@@ -160,7 +160,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
             v_row = k_row if tile.PV_BITS == 8 else k0
             if tile.LOCATED:
-                wait_dependencies()  # for Q, K and V; later tiles do not wait
+                wait_dependencies()  # for Q, K and V, once
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
