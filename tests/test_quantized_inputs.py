@@ -86,6 +86,26 @@ def test_codes_are_the_tensors_themselves():
     assert torch.equal(seen.v[:300], v.x[:300].float() * v.scale[of_rows][..., None])
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_kernel_copies_the_same_bytes(packed):
+    quantized = pytest.importorskip("tilewise.host.quantize").quantized
+    first = () if packed else (2,)
+    q, k, v = drawn((*first, 140, 4, 64), (*first, 310, 2, 64), (*first, 310, 2, 40), scales=(3 if packed else 2, 2))
+    layout = tw.Varlen(CU_Q, CU_K) if packed else None
+    x, recipe, longest = check_arguments(q, k, v, tw.Full(), (), None, None, 0.0, layout, "fp8", False, None)
+    p = describe(x, recipe, longest)
+    want, got = quantize.quantize(p, x), quantized(p, x, {})
+    if packed:  # other blocks than those of sequences are not written
+        seen = zip(
+            quantize.multiplied(p, x, want)[:3], quantize.multiplied(p, x, got)[:3], (130, 300, 300), strict=True
+        )
+        assert all(torch.equal(a[:rows], b[:rows]) for a, b, rows in seen)
+    else:
+        for field, a, b in zip(quantize.Codes._fields, want, got, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
 def test_vmap_and_compile_see_the_same_call():
     q, k, v = drawn((3, 2, 20, 2, 32), (3, 2, 30, 2, 32), (3, 2, 30, 2, 32), scales=(2,))
     each = torch.stack(

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .check_quantized import of_rows
 from .mask import Mask, PaddingLengths, PaddingRange
 from .problem import EIGHT_BITS, Operands, Problem
 from .turn import turned
@@ -117,9 +116,9 @@ def empty_codes(p: Problem, device: torch.device) -> Codes:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    fp8 = p.recipe.precision == "fp8"
+    fp8, kind = p.recipe.precision == "fp8", torch.float8_e4m3fn if p.recipe.quantized else torch.int8
     return Codes(
-        empty(of_queries, BLOCK_Q, size, dtype=torch.int8), empty(of_keys, BLOCK_K, size, dtype=torch.int8),
+        empty(of_queries, BLOCK_Q, size, dtype=kind), empty(of_keys, BLOCK_K, size, dtype=kind),
         empty(of_queries, BLOCK_Q), empty(of_keys), empty(of_queries, BLOCK_Q),
         empty(p.B, p.H_k, size), empty(p.B, p.H_k, size),
         empty(of_keys, size, BLOCK_K, dtype=torch.float8_e4m3fn) if fp8 else None, empty(of_keys) if fp8 else None,
@@ -169,66 +168,53 @@ def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
 
 def quantize(p: Problem, x: Operands) -> Codes:
     """Return the codes of a call. Blocks that no sequence owns are zeros."""
-    if p.recipe.quantized:
-        return in_blocks(p, x)
     codes = empty_codes(p, x.q.device)
-    for t in codes:
-        if t is not None:
-            t.view(torch.int8).zero_()
-    signs = signs_of(size_of(p), x.q.device)
+    for t in codes.present():
+        t.view(torch.int8).zero_()
     for s in sequences(p, x):
-        q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
-        j = torch.arange(k.shape[2], device=k.device)
-        inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
-        if p.recipe.given:
-            mean, balance = (t[s.b] for t in given_statistics(p, x))
-        else:
-            mean, balance = statistics(p, q, k, s)
-        codes.mean[s.b], codes.balance[s.b] = mean, balance
-        of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
-        q_int8, descale = int8_rows(rotated(q * of_q))
-        own = p.H, BLOCK_Q, s.first_q, q.shape[2]
-        _blocks(p, codes.q, own).copy_(_cut(q_int8, BLOCK_Q))
-        _blocks(p, codes.q_descale, own).copy_(_cut(descale / size_of(p), BLOCK_Q)[..., 0])
-        _blocks(p, codes.q_shift, own).copy_(_cut((q * of_mean).sum(-1, keepdim=True) * p.scale, BLOCK_Q)[..., 0])
-        k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
-        k_int8, descale = int8_blocks(_cut(k, BLOCK_K))
-        own = p.H_k, BLOCK_K, s.first_k, k.shape[2]
-        _blocks(p, codes.k, own).copy_(k_int8)
-        _blocks(p, codes.k_descale, own).copy_(descale)
-        if codes.v is not None and codes.v_descale is not None:
-            v_e4m3, descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), BLOCK_K))
-            _blocks(p, codes.v, own).copy_(v_e4m3[..., key_order(v.device), :].mT)
-            _blocks(p, codes.v_descale, own).copy_(descale)
+        of_q, of_k = (p.H, BLOCK_Q, s.first_q, s.q.shape[1]), (p.H_k, BLOCK_K, s.first_k, s.k.shape[1])
+        parts = _copied(p, x, s) if p.recipe.quantized else _rounded(p, x, s)
+        for name, to, part in zip(Codes._fields, codes, parts, strict=True):
+            if to is None or part is None:
+                continue
+            if name in ("mean", "balance"):
+                to[s.b] = part
+            else:
+                _blocks(p, to, of_q if name.startswith("q") else of_k).copy_(part)
     return codes
 
 
-def in_blocks(p: Problem, x: Operands) -> Codes:
-    """Return q, k and v of e4m3 as codes, on any device and without reading it: rows in blocks, V transposed."""
-    size = size_of(p)
-    of_q, of_k, of_v = x.extra[p.after_sink : p.after_sink + 3]
-    ends = x.extra[-2:] if p.recipe.varlen else (None, None)
-
-    def blocks(t: Tensor, side: int) -> Tensor:
-        """Return bytes (blocks, rows, size), moved eight at a time."""
-        t = t.view(torch.int8)
-        whole = t.contiguous() if t.shape[-1] == size else torch.nn.functional.pad(t, (0, size - t.shape[-1]))
-        return _to_blocks(p, whole.view(torch.int64), (BLOCK_Q, BLOCK_K)[side], x, side).contiguous().view(torch.int8)
-
-    def scales(scale: Tensor, side: int) -> Tensor:
-        """Return those of rows in blocks, (blocks, rows)."""
-        t = (x.q, x.k)[side]
-        each = of_rows(scale, t.shape[-2], t.shape[0], ends[side]).expand(*t.shape[:-1], 1)
-        return _to_blocks(p, each, (BLOCK_Q, BLOCK_K)[side], x, side)[..., 0].contiguous()
-
-    e4m3, q_descale = torch.float8_e4m3fn, scales(of_q, 0)
-    v = blocks(x.v, 1).view(-1, BLOCK_K // 16, 2, 4, 2, size).permute(0, 5, 1, 3, 2, 4)  # as `key_order` says
+def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
+    """Return the codes of sequences, by entry, head and block."""
+    signs = signs_of(size_of(p), x.q.device)
+    q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
+    j = torch.arange(k.shape[2], device=k.device)
+    inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
+    mean, balance = (t[s.b] for t in given_statistics(p, x)) if p.recipe.given else statistics(p, q, k, s)
+    of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
+    q_int8, q_descale = int8_rows(rotated(q * of_q))
+    q_shift = (q * of_mean).sum(-1, keepdim=True) * p.scale
+    k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
+    k_int8, k_descale = int8_blocks(_cut(k, BLOCK_K))
+    of_v: tuple[Tensor, ...] = ()
+    if p.recipe.precision == "fp8":
+        v_e4m3, v_descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), BLOCK_K))
+        of_v = v_e4m3[..., key_order(v.device), :].mT, v_descale
     return Codes(
-        blocks(x.q, 0).view(e4m3), blocks(x.k, 1).view(e4m3),
-        q_descale, scales(of_k, 1).amax(-1), torch.zeros_like(q_descale),
-        of_q.new_zeros(p.B, p.H_k, size), of_q.new_ones(p.B, p.H_k, size),
-        v.reshape(-1, size, BLOCK_K).view(e4m3), scales(of_v, 1).amax(-1),
+        _cut(q_int8, BLOCK_Q), k_int8, _cut(q_descale / size_of(p), BLOCK_Q)[..., 0], k_descale,
+        _cut(q_shift, BLOCK_Q)[..., 0], mean, balance, *of_v,
     )  # fmt: skip
+
+
+def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
+    """Return the same of e4m3 tensors, as they are."""
+    q, k, v = (
+        _cut(_columns(t.view(torch.int8), size_of(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
+        for t, rows in ((s.q, BLOCK_Q), (s.k, BLOCK_K), (s.v, BLOCK_K))
+    )
+    of_q, of_k, of_v = (t[s.b, :, None] for t in x.extra[p.after_sink : p.after_sink + 3])
+    of_q, zero = _per_query_head(p, of_q)[..., None], of_q.new_zeros(())
+    return Codes(q, k, of_q, of_k, zero, zero, zero + 1.0, v[..., key_order(v.device), :].mT, of_v)
 
 
 def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
@@ -448,18 +434,6 @@ def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
         return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
     at, stride = _places(p, rows, x, side)
     return t.reshape(heads, stride * rows, t.shape[-1])[:, at].transpose(0, 1)
-
-
-def _to_blocks(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
-    """Return rows (B, length, heads, columns), packed (T, heads, columns), in blocks (blocks, rows, columns), zero
-    where there is none."""
-    if not p.recipe.varlen:
-        return _cut(t.transpose(1, 2), rows).flatten(0, 2)
-    at, stride = _places(p, rows, x, side)
-    owned = torch.arange(t.shape[0], device=t.device) < x.extra[side - 2][-1]
-    made = t.new_zeros(t.shape[1], stride * rows, t.shape[2])
-    made[:, at] = torch.where(owned[:, None, None], t, 0).transpose(0, 1)
-    return made.view(-1, rows, t.shape[2])
 
 
 def _places(p: Problem, rows: int, x: Operands, side: int) -> tuple[Tensor, int]:

@@ -51,6 +51,28 @@ def test_codes_are_those_of_plain_torch(precision, pairs, D):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_e4m3_tensors_are_copied_as_they_are(D, packed):
+    ends = torch.tensor([[0, 130, 130, 300], [0, 140, 400, 700]], dtype=torch.int32, device="cuda")
+    operands = [
+        tw.Quantized((t[0] if packed else t).cuda().to(torch.float8_e4m3fn), torch.full((2,), 0.5 + n, device="cuda"))
+        for n, t in enumerate(drawn(300, 700, 4, 2, D))
+    ]
+    layout = tw.Varlen(*ends) if packed else None
+    refused(*operands, "fp8", layout=layout)
+    x, recipe, longest = check_arguments(
+        *operands, tw.Full(), (), None, None, 0.0, layout, "fp8", False, None
+    )  # fmt: skip
+    p = describe(x, recipe, longest)
+    want, got = quantize.quantize(p, x), select(p).codes(p, x)
+    for a, b in zip(quantize.multiplied(p, x, want)[:3], quantize.multiplied(p, x, got)[:3], strict=True):
+        assert torch.equal(a, b)
+    if not packed:  # zeros after the last row, too
+        for field, a, b in zip(quantize.Codes._fields, want, got, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
 def test_rotary_has_the_bits_of_the_cpu(pairs, dtype):

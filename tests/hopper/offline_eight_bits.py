@@ -47,10 +47,7 @@ def compiled(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bo
     lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
     saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
     if precision:
-        codes = empty_codes(p, o.device)
-        if of_e4m3:
-            codes = codes._replace(q=codes.q.view(torch.float8_e4m3fn), k=codes.k.view(torch.float8_e4m3fn))
-        saved = saved._replace(kept=codes.present())
+        saved = saved._replace(kept=empty_codes(p, o.device).present())
     return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
 
 

@@ -10,7 +10,6 @@ from ..quantize import (
     blocks_of,
     empty_codes,
     given_statistics,
-    in_blocks,
     key_bounds,
     size_of,
     smooths,
@@ -26,12 +25,13 @@ WARPS = {64: 8, 256: 8}
 
 def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
     """Return the codes of a call."""
-    if p.recipe.quantized:
-        return in_blocks(p, x)
     codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)
     if p.recipe.given:
         mean, balance = given_statistics(p, x)
         codes = codes._replace(mean=mean.contiguous(), balance=balance.contiguous())
+    if p.recipe.quantized:
+        codes.mean.zero_()
+        codes.balance.fill_(1.0)
     for launch in quantize_launches(p, with_adjacent_rows(x), codes, compiled):
         launch.run(stream)
     return codes
@@ -40,14 +40,17 @@ def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
 def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any]) -> list[Launch]:
     """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks."""
     size = size_of(p)
-    angles, pairs = None, 0
+    angles, pairs, scales = None, 0, None
+    if p.recipe.quantized:
+        x = x._replace(q=x.q.view(torch.int8), k=x.k.view(torch.int8), v=x.v.view(torch.int8))
+        scales = x.extra[p.after_sink : p.after_sink + 3]
     if p.recipe.rotary:
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in tables_of(p, x))
         angles, pairs = Tables(cos, sin, cos.stride(0), sin.stride(0)), cos.shape[1]
     sizes = kernels.Sizes(p.H // p.H_k, p.D, p.D_v, size, pairs, p.recipe.rotary == "neighbours")
     starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0]))
-    bits = codes._replace(v=None if codes.v is None else codes.v.view(torch.int8))
-    given = kernels.Inputs(rows(x.q), rows(x.k), rows(x.v), starts, ends, angles)
+    bits = [t.view(torch.int8) if t is not None and t.dtype == torch.float8_e4m3fn else t for t in codes]
+    given = kernels.Inputs(rows(x.q), rows(x.k), rows(x.v), starts, ends, angles, scales)
     where, (M, N), made = packed(p, x), lengths(p), kernels.Codes(*bits)
     exact = {"enable_fp_fusion": False, "sizes": sizes}
     statistics = Launch(
@@ -60,4 +63,4 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     blocks = Launch(
         kernels.attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": WARPS.get(size, 4)}, compiled
     )
-    return [blocks] if p.recipe.given else [statistics, blocks]
+    return [blocks] if p.recipe.given or p.recipe.quantized else [statistics, blocks]

@@ -24,8 +24,8 @@ E4M3_NAN = tl.constexpr(127)
 
 
 class Inputs(NamedTuple):
-    """Hold what is quantized, as Rows; what a Padding shows: keys from starts (B,) up to ends (B,), or None; and
-    rotary's tables, as rotary.py's Tables, or None."""
+    """Hold what is quantized, as Rows; what a Padding shows: keys from starts (B,) up to ends (B,), or None; rotary's
+    tables, as rotary.py's Tables, or None; and the scales (B, H_k) of Q, K and V that are bytes of e4m3, or None."""
 
     Q: object
     K: object
@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     starts: object
     ends: object
     angles: object
+    scales: object
 
 
 class Codes(NamedTuple):
@@ -47,7 +48,7 @@ class Codes(NamedTuple):
     balance: object
     v: object
     v_descale: object
-    """v is of int8 here, the bits of e4m3."""
+    """v is of int8 here, the bits of e4m3; so are q and k where Inputs.scales are given."""
 
 
 class Sizes(NamedTuple):
@@ -63,11 +64,17 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def load_block(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
-    """Load rows of a head that begins at `at`, in fp32, zero outside and past the head size. # (R, SIZE)"""
+def load_entries(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
+    """Load rows of a head that begins at `at`, zero outside and past the head size. # (R, SIZE)"""
     columns = tl.arange(0, SIZE)
     exists = inside[:, None] & (columns < d)[None, :]
-    return tl.load(at + rows.to(tl.int64)[:, None] * X.row + columns[None, :], mask=exists, other=0.0).to(tl.float32)
+    return tl.load(at + rows.to(tl.int64)[:, None] * X.row + columns[None, :], mask=exists, other=0)
+
+
+@triton.jit
+def load_block(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,), (R,)
+    """Load the same in fp32. # (R, SIZE)"""
+    return load_entries(X, at, rows, inside, d, SIZE).to(tl.float32)
 
 
 @triton.jit
@@ -186,13 +193,18 @@ def largest_bits(left, right):  # (C / 2, R), (C / 2, R)
 
 
 @triton.jit
+def store_tile(at, x, stride: tl.constexpr):  # (R, C)
+    """Store rows, one every `stride` entries from `at` on."""
+    tl.store(at + tl.arange(0, x.shape[0])[:, None] * stride + tl.arange(0, x.shape[1])[None, :], x)
+
+
+@triton.jit
 def store_rows(at, left, right, factor, kept):
     """Store int8 codes of rows, whose halves of columns these are, from `at` on."""
     C: tl.constexpr = 2 * left.shape[0]
     R: tl.constexpr = left.shape[1]
     whole = tl.permute(tl.join(int8(left, factor, kept), int8(right, factor, kept)), (1, 2, 0))
-    whole = tl.reshape(whole, (R, C))
-    tl.store(at + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :], whole)
+    store_tile(at, tl.reshape(whole, (R, C)), C)
 
 
 @triton.constexpr_function
@@ -361,12 +373,9 @@ def values_of(V, at, row, lo, hi, d_v: tl.constexpr, ROWS: tl.constexpr, SIZE: t
 @triton.jit
 def store_values(codes, v, exponent, at):
     """Store values, 2^exponent times as large, as the columns of the codes from `at` on."""
-    ROWS: tl.constexpr = v.shape[0]
-    SIZE: tl.constexpr = v.shape[1]
     finite = size_bits(v) < INF_BITS
     whole = e4m3(v * power(exponent)).to(tl.int8, bitcast=True)
-    own = at + tl.arange(0, SIZE)[:, None] * BLOCK_K + tl.arange(0, ROWS)[None, :]
-    tl.store(codes.v + own, tl.where(finite, whole, E4M3_NAN).T)
+    store_tile(codes.v + at, tl.where(finite, whole, E4M3_NAN).T, BLOCK_K)
 
 
 @triton.jit
@@ -393,12 +402,42 @@ def quantize_values(x, codes, b, h, first, t, lo, hi, block, sizes: tl.constexpr
     tl.store(codes.v_descale + block, power(-exponent))
 
 
+@triton.jit
+def copy_queries(x, codes, b, h, first, t, length, block, head, sizes: tl.constexpr):
+    """Copy a block of 64 queries of e4m3."""
+    rows, own = t * BLOCK_Q + tl.arange(0, BLOCK_Q), block * BLOCK_Q
+    q = load_entries(x.Q, origin(x.Q, b, h, first), rows, rows < length, sizes.d, sizes.SIZE)
+    store_tile(codes.q + own * sizes.SIZE, q, sizes.SIZE)
+    own += tl.arange(0, BLOCK_Q)
+    tl.store(codes.q_descale + own, tl.load(x.scales[0] + head))
+    tl.store(codes.q_shift + own, 0.0)
+
+
+@triton.jit
+def copy_keys(x, codes, b, h, first, t, length, block, head, sizes: tl.constexpr):
+    """Copy a block of 128 keys of e4m3."""
+    rows = t * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = load_entries(x.K, origin(x.K, b, h, first), rows, rows < length, sizes.d, sizes.SIZE)
+    store_tile(codes.k + block * BLOCK_K * sizes.SIZE, k, sizes.SIZE)
+    tl.store(codes.k_descale + block, tl.load(x.scales[1] + head))
+
+
+@triton.jit
+def copy_values(x, codes, b, h, first, t, length, block, head, sizes: tl.constexpr):
+    """Copy a block of 128 rows of V of e4m3, transposed, with its keys in another order."""
+    rows = t * BLOCK_K + key_order(BLOCK_K)
+    v = load_entries(x.V, origin(x.V, b, h, first), rows, rows < length, sizes.d_v, sizes.SIZE)
+    store_tile(codes.v + block * BLOCK_K * sizes.SIZE, v.T, BLOCK_K)
+    tl.store(codes.v_descale + block, tl.load(x.scales[2] + head))
+
+
 @triton.jit(do_not_specialize=["packed", "scale", "M", "N", "H", "q_tiles", "k_tiles", "q_stride", "k_stride", "of_q"])
 def attention_quantize(
     x, codes, packed, scale, M, N, H, q_tiles, k_tiles, q_stride, k_stride, of_q, sizes: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a block of Q, K or V: the first `of_q` programs Q, then the others in turns K and V. `q_stride` and
-    `k_stride` count a head's blocks. A sequence without keys has one block of zeros, which Hopper's loop reads."""
+    """Quantize a block of Q, K or V, or copy one of e4m3: the first `of_q` programs Q, then the others in turns K and
+    V. `q_stride` and `k_stride` count a head's blocks. A sequence without keys has one block of zeros, which Hopper's
+    loop reads."""
     program = tl.program_id(0)
     G: tl.constexpr = sizes.G
     if program < of_q:
@@ -407,7 +446,10 @@ def attention_quantize(
         if t * BLOCK_Q < length:
             block = first_block(packed, b, h, H, q0, q_stride, BLOCK_Q).to(tl.int64) + t
             head = b.to(tl.int64) * (H // G) + h // G
-            quantize_queries(x, codes, b, h, q0, t, length, block, head, scale, sizes)
+            if x.scales is None:
+                quantize_queries(x, codes, b, h, q0, t, length, block, head, scale, sizes)
+            else:
+                copy_queries(x, codes, b, h, q0, t, length, block, head, sizes)
     else:
         program -= of_q
         PARTS: tl.constexpr = 1 if codes.v is None else 2
@@ -418,8 +460,15 @@ def attention_quantize(
         if t * BLOCK_K < tl.maximum(length, 1):
             lo, hi = key_bounds(x, b, length)
             block = first_block(packed, b, h, H_k, k0, k_stride, BLOCK_K).to(tl.int64) + t
+            head = b.to(tl.int64) * H_k + h
             if which == 0:
-                quantize_keys(x, codes, b, h, k0, t, lo, hi, block, b.to(tl.int64) * H_k + h, sizes)
+                if x.scales is None:
+                    quantize_keys(x, codes, b, h, k0, t, lo, hi, block, head, sizes)
+                else:
+                    copy_keys(x, codes, b, h, k0, t, length, block, head, sizes)
             if codes.v is not None:  # noqa: SIM102, the first is a constant
                 if which == 1:
-                    quantize_values(x, codes, b, h, k0, t, lo, hi, block, sizes)
+                    if x.scales is None:
+                        quantize_values(x, codes, b, h, k0, t, lo, hi, block, sizes)
+                    else:
+                        copy_values(x, codes, b, h, k0, t, length, block, head, sizes)
