@@ -67,7 +67,7 @@ EIGHT_BITS: dict[Any, EightBits] = {
     (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
     (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
     (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
-    (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, fetch_early=False, wait_pv=1), 2, sums=True),
+    (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, pingpong=True, fetch_early=False, wait_pv=1), 2, sums=True),
 }
 """By head size and precision, among the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift.
 `studies tune` does not measure these."""

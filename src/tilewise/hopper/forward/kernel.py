@@ -405,9 +405,11 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                     v_next = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             if tile.FRESH == 2:
                 wait(shared.v.full, y)
+                if tile.PINGPONG:
+                    named_barrier("sync", W)
                 o, o_right = weigh_in_turn(p, stage(shared.v.memory, y), o, o_right, alpha_before, zero_o, tile)
             wait(shared.k.full, y + 1)
-            if tile.PINGPONG:
+            if tile.PINGPONG and tile.FRESH != 2:
                 named_barrier("sync", W)
             k_next = stage(shared.k.memory, y + 1).reshape([B_C, D])
             S_next = warpgroup_mma(q, k_next.permute((1, 0)), zero, use_acc=False, is_async=True)
