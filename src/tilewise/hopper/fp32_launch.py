@@ -31,9 +31,11 @@ from . import fp32_backward_launch as gradients
 from .descriptors import Box, Descriptor, addressable, blocks_box, box
 from .fp32 import forward as kernels
 from .launch import by_row, counter, each
-from .plan import CACHED_KEYS, SECTION, TINY, even_section, needs_mask_in_loop, processors
+from .plan import SECTION, TINY, even_section, needs_mask_in_loop, processors
 from .tiles import Fp32Forward, Kind, current_fp32
 
+CACHED_KEYS = 32 << 20
+"""Let matrices that run concurrently share at most this many bytes of K and V, which stay in the L2 cache."""
 KEPT_SHARE = 256
 """Keep pieces of K and V for the backward only if they take at most this part of the GPU's memory. A model has tens of
 layers, and all keep theirs at once."""

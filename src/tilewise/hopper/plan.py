@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import cdiv, device_values, lengths
+from ..host.launch import cdiv, device_values, lengths, multiprocessors
 from ..host.replay import Replay
 from ..mask import OPEN
 from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
@@ -38,8 +38,8 @@ FULL = 64
 """Queries that fill a warpgroup."""
 SHORT_SECTION = {64: 128, 128: 48, 256: 48}
 """Run this many short matrices concurrently, by head size: their keys stay in the L2 cache."""
-CACHED_KEYS = 32 << 20
-"""Let them share at most this many bytes of K and V: what stays in the L2 cache."""
+CACHED_KEYS = {64: 32 << 20, 128: 16 << 20, 256: 32 << 20}
+"""Let longer ones share at most this many bytes of K and V, for the same reason."""
 POSTPROCESS_PROCESSORS = 3
 """Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
 without."""
@@ -103,7 +103,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     if p.recipe.cached and p.rows_packed:  # tiles of all sequences (see `sequence_of`), as nothing bounds one alone
         tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
-    of_keys = CACHED_KEYS // (p.N * 2 * D * 2) * (p.H // p.H_k)
+    of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
@@ -273,11 +273,9 @@ def even_section(heads: int, least: int) -> int:
     return cdiv(heads, max(1, heads // least))
 
 
-@lru_cache(64)
 def processors(device: torch.device) -> int:
-    """Return how many of the GPU's multiprocessors kernels start on, or of an H200's if there is no GPU."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return max(1, count - MARGIN)
+    """Return how many of the GPU's multiprocessors kernels start on."""
+    return max(1, multiprocessors(device) - MARGIN)
 
 
 def key_tiles(p: Problem, B_c: int) -> int:

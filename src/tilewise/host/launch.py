@@ -57,6 +57,12 @@ def current_stream(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
+@lru_cache(64)
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; an H200's, where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def profiled() -> bool:
     """Tell whether a profiler has set launch hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
