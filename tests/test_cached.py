@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import caches
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import tilewise as tw
 from tilewise.backend import load
 from tilewise.check import check_arguments, describe
+from tilewise.explain import problem_on
 from tilewise.problem import Saved
 
 BACKENDS = ("cpu", "triton")
@@ -144,6 +146,48 @@ def test_partial_sums_are_added_only_where_there_are_some(B, kernels, monkeypatc
     assert [len(each) for each in seen] == [kernels]
     want, _ = tw.reference.attention(q.double(), k.double(), v.double())
     assert float((o - want).abs().max()) < 1e-3
+
+
+def pages_of(B):
+    """A layout of B sequences of up to 64 pages."""
+    return tw.Cached(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((B,), (B, 64))))
+
+
+def decoding(B, layout=None):
+    """A problem of one query a sequence, as an H200 or H100 would get it."""
+    entries, rows = (B * 64, 64) if layout else (B, 4096)
+    shapes = (B, 1, 32, 128), (entries, rows, 8, 128), (entries, rows, 8, 128)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    x, recipe, longest = check_arguments(q, k, v, tw.Full(), (), None, None, 0.0, layout, None, False, "triton")
+    return problem_on(x, recipe, longest, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("B", "alone", "paged"), [(1, 16, 16), (8, 16, 16), (30, 15, 30), (64, 16, 32), (128, 32, 32), (131, 33, 33)]
+)
+def test_programs_divide_the_sequences_where_a_few_less_do(B, alone, paged):
+    from tilewise.triton import decode_launch
+
+    for layout, programs in ((None, alone), (pages_of(B), paged)):
+        p = decoding(B, layout)
+        assert decode_launch.programs(p, decode_launch.decode_tiles(p)) == programs
+
+
+def test_slower_memory_has_fewer_loads_in_flight(monkeypatch):
+    """By the memory of an H100 and of an H200: with one program a multiprocessor, with two, and with pages."""
+    from tilewise.triton import decode_launch
+
+    p, paged, cuda = decoding(128), decoding(128, pages_of(128)), torch.device("cuda", 0)
+    tiles = decode_launch.decode_tiles(p)
+    for clock, lines, stages in ((2619000, 5120, [3, 2, 5]), (3201000, 6144, [4, 4, 7]), (None, 0, [4, 4, 7])):
+        card = SimpleNamespace(memory_bus_width=lines, **({} if clock is None else {"memory_clock_rate": clock}))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        bytes_a_second = decode_launch.bandwidth(cuda)
+        assert bytes_a_second == (float("inf") if clock is None else pytest.approx(clock * lines / 4 * 1e3))
+        monkeypatch.setattr(decode_launch, "bandwidth", lambda device, of=bytes_a_second: of)
+        plans = [decode_launch.planned(one, tiles, W) for one, W in ((p, 16), (p, 32), (paged, 32))]
+        assert [each.split.STAGES for each in plans] == stages
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

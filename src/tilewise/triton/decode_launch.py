@@ -16,6 +16,7 @@ from ..host.launch import (
     device_values,
     empty,
     empty_saved,
+    multiprocessors,
     rows,
     rows_of_lse,
     scales_of,
@@ -35,6 +36,8 @@ LEAST = 64
 """The fewest keys that a program takes."""
 COMBINED = 16
 """Partial sums that are added at a time."""
+FAST_MEMORY = 4e12
+"""Below these bytes a second (H100: 3.4e12), keys are read faster with fewer loads in flight."""
 
 
 class Plan(NamedTuple):
@@ -68,10 +71,14 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
     chunk = p.recipe.layout[2] if p.recipe.cached else 0
     G = p.H // p.H_k
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
+    stages = tiles.stages if page else (tiles.stages + 1) // 2
+    decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
+    ahead = decodes and not page  # with pages it is slower
+    if decodes and max(p.D, p.D_v) <= 128 and bandwidth(p.q.device) < FAST_MEMORY:
+        stages -= 1 if ahead and W * p.H_k <= multiprocessors(p.q.device) else 2
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
-        tiles.stages if page else (tiles.stages + 1) // 2, precision(p) or "ieee", p.target in HOPPER, paired(p),
-        p.target in HOPPER and not page and tiles.B_r == 16 and p.k.dtype.itemsize == 2,  # with pages it is slower
+        stages, precision(p) or "ieee", p.target in HOPPER, paired(p), ahead,
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
     slots = total_rows(p) * G * (cdiv(p.N, chunk) + 1) if chunk else 0 if whole(p, split, W) else 2 * W * tiles.B_r
@@ -87,16 +94,24 @@ def paired(p: Problem) -> bool:
 
 def programs(p: Problem, tiles: Tiles) -> int:
     """Return how many programs share a key head's keys: one a multiprocessor, or two where one works while the other
-    waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program."""
+    waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program. A few
+    less if they divide the sequences: of equal ones, each then takes whole ones."""
     if p.target == "cpu":
         return 3
-    chunk, device = p.recipe.cached and p.recipe.layout[2], p.q.device
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    one = max(1, multiprocessors // p.H_k)
+    chunk, count = p.recipe.cached and p.recipe.layout[2], multiprocessors(p.q.device)
+    W, tiles_of_rows = max(1, count // p.H_k), row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
-    many = row_tiles(p, tiles.B_r) >= (8 if p.in_layout("table") is None else 1) * one
-    two = many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1
-    return max(1, 2 * multiprocessors // p.H_k) if two else one
+    many = tiles_of_rows >= (8 if p.in_layout("table") is None else 1) * W
+    if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1:
+        W = max(1, 2 * count // p.H_k)
+    return next((w for w in range(W, W - W // 8, -1) if tiles_of_rows == p.B and p.B % w == 0), W)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Return the most bytes a second of a GPU's memory; infinity where nothing tells."""
+    found: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    clock = getattr(found, "memory_clock_rate", None)  # kHz, of two bits a line; older PyTorch does not know it
+    return float("inf") if clock is None else clock * 1e3 * 2 * found.memory_bus_width / 8
 
 
 def row_tiles(p: Problem, B_r: int) -> int:
