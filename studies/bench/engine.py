@@ -12,7 +12,18 @@ from typing import NamedTuple
 import torch
 
 from .accuracy import Inputs, Truth, Verdict, run_once
-from .measure import Pace, bound, host_cost, matmul, pace, peak_memory, peak_memory_of_process, sample, spread
+from .measure import (
+    Pace,
+    bound,
+    host_cost,
+    matmul,
+    pace,
+    peak_memory,
+    peak_memory_of_process,
+    sample,
+    spread,
+    warm_up,
+)
 from .peers import PEERS, Attention, Peer
 from .results import FAILED, OK, REFUSED, SKIPPED, WRONG, Row
 from .suites import BOTH, FORWARD, Case, Suite
@@ -125,7 +136,8 @@ def excuse(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[
 def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str, device: torch.device) -> list[Row]:
     """Time every contender once a round, with the matrix product in between.
 
-    Each round has another order: where power limits the clock, a call's time depends on the contender before.
+    Each round has another order: where power limits the clock, a call's time depends on the contender before, unless
+    the suite warms each up.
     """
     side = suite.matmul if device.type == "cuda" else min(suite.matmul, CPU_MATMUL)
     product = matmul(side, case.type, device)
@@ -147,6 +159,7 @@ def _race(suite: Suite, case: Case, contenders: Sequence[Contender], pass_: str,
                         paces[name] = pace(call, device)
                         if device.type == "cuda":
                             peaks[name] = peak_memory(call, device)
+                    warm_up(call, paces[name], device, suite.warm)
                     samples[name].append(sample(call, paces[name], device))
             except Exception as error:
                 excuses[name] = excuse(error, ())

@@ -59,6 +59,15 @@ def pace(call: Callable[[], Any], device: torch.device) -> Pace:
     return Pace(calls, 1.5 * calls * host)
 
 
+def warm_up(call: Callable[[], Any], pace: Pace, device: torch.device, seconds: float) -> None:
+    """Repeat a call for some seconds, so that a GPU whose power is limited comes to the clock that this call allows."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for _ in range(pace.calls):
+            call()
+        synchronize(device)
+
+
 def sample(call: Callable[[], Any], pace: Pace, device: torch.device) -> float:
     """Return the seconds of a call, from one measurement of queued calls.
 

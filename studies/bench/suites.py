@@ -99,6 +99,9 @@ class Suite:
     quick_lengths: tuple[int, ...]
     sparse: tuple[str, tuple[int, ...]] = ("flex", (4096, 16384))
     """A peer that compiles for seconds at every shape, and the only lengths where that time is spent."""
+    warm: float = 0.0
+    """Seconds for which a contender runs before each of its samples. Where power limits the clock, it then runs at a
+    clock of its own, and not at what the contender before left."""
     host: bool = True
     """Whether the host's cost of a call is measured as well."""
     tables: tuple[str, ...] = ("rate",)
@@ -240,7 +243,7 @@ SUITES = {
             _eight_bits(), (FORWARD,),
             ("tilewise", *(f"tilewise {name}{of}" for of in ("", " kernel") for name in ("int8", "fp8", "e4m3")),
              "sdpa cudnn"),
-            15, 8192, (16384,), host=False, tables=("rate", "eight-bits", "error"),
+            5, 8192, (16384,), warm=0.5, host=False, tables=("rate", "eight-bits", "error"),
         ),
         Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),

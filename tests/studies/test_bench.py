@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_a_right_result_is_timed():
         assert row.tflops == pytest.approx(SMALL.flops(row.pass_) / row.milliseconds / 1e9)
         assert row.of_matmul == pytest.approx(row.tflops / row.matmul_tflops)
         assert 0.0 < row.error < 1e-4
+
+
+def test_a_suite_warms_each_contender_up_before_each_sample():
+    called = []
+
+    def prepare(case, device):
+        attend = almost(1.0)(case, device)
+        return lambda *operands: called.append(time.perf_counter()) or attend(*operands)
+
+    warmed = replace(suite("counted", passes=(FORWARD,)), warm=0.3)
+    begin = time.perf_counter()
+    for _ in run(warmed, CPU, peers=PEERS | {"counted": Peer("counted", prepare)}):
+        pass
+    assert called[-1] - begin >= 2 * 0.3  # it has two rounds
+    assert len(called) > 20  # a call takes about a millisecond
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf"), 0.0])
