@@ -23,7 +23,7 @@ MINUTES = {
     "host": 0.5,
     "variants": 1.5,
     "decode": 1,
-    "eight-bits": 3,
+    "eight-bits": 7,
     "prefill": 1,
     "paper": 8,
     "classic": 1.5,

@@ -185,7 +185,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
 
 
 def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
-    """Return the codes of sequences, by entry, head and block."""
+    """Return the codes of sequences, (entries, heads, blocks, …), without those of V for "int8"."""
     signs = signs_of(size_of(p), x.q.device)
     q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
     j = torch.arange(k.shape[2], device=k.device)
@@ -207,7 +207,7 @@ def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
 
 
 def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
-    """Return the same of e4m3 tensors, as they are."""
+    """Return the same of e4m3 tensors, which are codes already; numbers that are alike everywhere broadcast."""
     q, k, v = (
         _cut(_columns(t.view(torch.int8), size_of(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
         for t, rows in ((s.q, BLOCK_Q), (s.k, BLOCK_K), (s.v, BLOCK_K))

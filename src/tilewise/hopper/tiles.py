@@ -70,7 +70,7 @@ EIGHT_BITS: dict[Any, EightBits] = {
     (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, pingpong=True, fetch_early=False, wait_pv=1), 2, sums=True),
 }
 """By head size and precision, among the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift.
-`studies tune` does not measure these."""
+That file is older than the ping-pong of (256, "fp8"). `studies tune` does not measure these."""
 
 
 class Backward(NamedTuple):

@@ -38,7 +38,8 @@ def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
 
 
 def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any, Any]) -> list[Launch]:
-    """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks."""
+    """Return the launches that write the codes of a call, by `empty_codes`: statistics unless given, then blocks. What
+    is e4m3 has no statistics: its blocks are copies."""
     size = size_of(p)
     angles, pairs, scales = None, 0, None
     if p.recipe.quantized:

@@ -75,6 +75,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
     decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
     ahead = decodes and not page  # with pages it is slower
     if decodes and max(p.D, p.D_v) <= 128 and bandwidth(p.q.device) < FAST_MEMORY:
+        # by 2 where two programs share a multiprocessor, and with pages, whose look-ups take stages of their own
         stages -= 1 if ahead and W * p.H_k <= multiprocessors(p.q.device) else 2
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
@@ -94,8 +95,8 @@ def paired(p: Problem) -> bool:
 
 def programs(p: Problem, tiles: Tiles) -> int:
     """Return how many programs share a key head's keys: one a multiprocessor, or two where one works while the other
-    waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program. A few
-    less if they divide the sequences: of equal ones, each then takes whole ones."""
+    waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program. If
+    a slightly smaller number divides the sequences, it is that: each program takes whole ones where all are equal."""
     if p.target == "cpu":
         return 3
     chunk, count = p.recipe.cached and p.recipe.layout[2], multiprocessors(p.q.device)
