@@ -405,7 +405,8 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
                     v_next = scale_at(codes.v_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
             if tile.FRESH == 2:
                 wait(shared.v.full, y)
-                if tile.PINGPONG:  # one turn is both halves and S: only their additions leave the tensor cores idle
+                # one turn is both halves and S: only their additions leave the tensor cores idle
+                if tile.PINGPONG:
                     named_barrier("sync", W)
                 o, o_right = weigh_in_turn(p, stage(shared.v.memory, y), o, o_right, alpha_before, zero_o, tile)
             wait(shared.k.full, y + 1)
