@@ -173,19 +173,19 @@ def test_programs_divide_the_sequences_where_a_few_less_do(B, alone, paged):
         assert decode_launch.programs(p, decode_launch.decode_tiles(p)) == programs
 
 
-def test_slower_memory_has_fewer_loads_in_flight(monkeypatch):
-    """By the memory of an H100 and of an H200: with one program a multiprocessor, with two, and with pages."""
+def test_slower_memory_and_shared_multiprocessors_have_fewer_loads_in_flight(monkeypatch):
+    """By the memory of an H100 and of an H200: with one program a multiprocessor and with two, also with pages."""
     from tilewise.triton import decode_launch
 
     p, paged, cuda = decoding(128), decoding(128, pages_of(128)), torch.device("cuda", 0)
     tiles = decode_launch.decode_tiles(p)
-    for clock, lines, stages in ((2619000, 5120, [3, 2, 5]), (3201000, 6144, [4, 4, 7]), (None, 0, [4, 4, 7])):
+    for clock, lines, stages in ((2619000, 5120, [3, 2, 5, 5]), (3201000, 6144, [4, 3, 7, 5]), (None, 0, [4, 3, 7, 5])):
         card = SimpleNamespace(memory_bus_width=lines, **({} if clock is None else {"memory_clock_rate": clock}))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
         bytes_a_second = decode_launch.bandwidth(cuda)
         assert bytes_a_second == (float("inf") if clock is None else pytest.approx(clock * lines / 4 * 1e3))
         monkeypatch.setattr(decode_launch, "bandwidth", lambda device, of=bytes_a_second: of)
-        plans = [decode_launch.planned(one, tiles, W) for one, W in ((p, 16), (p, 32), (paged, 32))]
+        plans = [decode_launch.planned(one, tiles, W) for one, W in ((p, 16), (p, 32), (paged, 16), (paged, 32))]
         assert [each.split.STAGES for each in plans] == stages
         monkeypatch.undo()
 

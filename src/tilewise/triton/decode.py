@@ -298,12 +298,7 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     b = tl.sum(((q_first + m_all <= row) & (sequences < B)).to(tl.int32), 0)
     b_real = tl.minimum(b, B - 1)
     q0, M = queries_of(batch, b_real)
-    if split.HOPPER:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # earlier, two of the next would share a multiprocessor
     i = row - q0
-    if (b >= B) | (i < 0) | (i >= M):
-        return
     y = i * G + head % G
     each = pick(line, line.each, b)
     place = pick(line, line.end - line.tiles * line.each, b) + y // split.B_R * each
@@ -311,7 +306,10 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     if split.CHUNK == 0:
         first = owner_of(line, place)
         parts = owner_of(line, place + each - 1) - first + 1
-    if parts == 1:
+    sums = (b < B) & (i >= 0) & (i < M) & (parts > 1)
+    if split.HOPPER and (sums | (tl.program_id(0) == 0)):  # one waits anyway, so that this ends after attention_decode
+        tl.extra.cuda.gdc_wait()
+    if not sums:
         return
     _, N = keys_of(batch, b)
     lo, _ = key_range_of(variant.mask, b, N - M, N)

@@ -37,7 +37,8 @@ LEAST = 64
 COMBINED = 16
 """Partial sums that are added at a time."""
 FAST_MEMORY = 4e12
-"""Below these bytes a second (H100: 3.4e12), keys are read faster with fewer loads in flight."""
+"""Below these bytes a second (H100: 3.4e12), keys are read faster with fewer loads in flight, as they are where two
+programs share a multiprocessor."""
 
 
 class Plan(NamedTuple):
@@ -74,9 +75,10 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
     stages = tiles.stages if page else (tiles.stages + 1) // 2
     decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
     ahead = decodes and not page  # with pages it is slower
-    if decodes and max(p.D, p.D_v) <= 128 and bandwidth(p.q.device) < FAST_MEMORY:
-        # by 2 where two programs share a multiprocessor, and with pages, whose look-ups take stages of their own
-        stages -= 1 if ahead and W * p.H_k <= multiprocessors(p.q.device) else 2
+    if decodes and max(p.D, p.D_v) <= 128:
+        slow, shared = bandwidth(p.q.device) < FAST_MEMORY, W * p.H_k > multiprocessors(p.q.device)
+        # with pages, look-ups take stages of their own
+        stages -= slow + shared if ahead else 2 * (slow or shared)
     split = Split(
         G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
         stages, precision(p) or "ieee", p.target in HOPPER, paired(p), ahead,
