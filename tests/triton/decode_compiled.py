@@ -56,7 +56,7 @@ def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtyp
 
 
 def measure(compiled):
-    """Registers, spills and bytes of shared memory, and how K and V are loaded."""
+    """Registers, spills and bytes of shared memory, how K and V are loaded, and what orders kernels."""
     found = {"registers": 0, "spills": 0, "shared": compiled.metadata.shared}
     if "ptx" in compiled.asm:
         from studies.accumulation.compiled import resources
@@ -65,6 +65,7 @@ def measure(compiled):
         ptx = compiled.asm["ptx"]
         found["copies"] = len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*0x10", ptx))
         found["waits"] = sorted({int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)})
+        found["order"] = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     else:
         text = compiled.asm["amdgcn"]
         found["spills"] = sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))

@@ -58,3 +58,11 @@ def test_q_is_copied_ahead_with_contiguous_keys_on_hopper(compiled):
     if target in ("sm_90", "sm_100"):
         copies = {one["case"]: one["copies"] for one in found if one["kernel"] == "attention_decode"}
         assert copies["D128 contiguous"] > copies["D128 page 64"]
+
+
+def test_only_combine_begins_early_on_hopper(compiled):
+    """Of a kernel that began beside `attention_combine`, two programs would share a multiprocessor."""
+    target, found = compiled
+    if target == "sm_90":
+        order = {one["kernel"]: one["order"] for one in found if one["case"] == "D128 page 64"}
+        assert order == {"attention_decode": ["launch_dependents", "wait"], "attention_combine": ["wait"]}
