@@ -61,7 +61,7 @@ def test_q_is_copied_ahead_with_contiguous_keys_on_hopper(compiled):
 
 
 def test_only_combine_begins_early_on_hopper(compiled):
-    """Of a kernel that began beside `attention_combine`, two programs would share a multiprocessor."""
+    """If the next call began beside `attention_combine`, two of its programs would share a multiprocessor."""
     target, found = compiled
     if target == "sm_90":
         order = {one["kernel"]: one["order"] for one in found if one["case"] == "D128 page 64"}
