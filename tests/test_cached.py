@@ -328,10 +328,29 @@ def test_explain_tells_rows_programs_and_look_ups():
 
 
 @pytest.mark.parametrize(("B", "sums"), [(16, "no"), (17, "at most 32")])
-def test_explain_tells_partial_sums(B, sums):
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_explain_tells_partial_sums(backend, B, sums):
     """Sixteen programs a key head sum a sequence each, but of a seventeenth a part each."""
     q, k = (torch.empty(B, n, H, 128, device="meta").bfloat16() for n, H in ((1, 32), (4096, 8)))
-    assert f"{sums} partial sums" in tw.explain(q, k, k, device="sm_90", backend="triton").tiles
+    assert f"{sums} partial sums" in tw.explain(q, k, k, device="sm_90", backend=backend).tiles
+
+
+def test_few_queries_split_keys_on_hopper_where_asked_for():
+    q, k = torch.empty(3, 4, 32, 128, dtype=torch.bfloat16), torch.empty(40, 64, 8, 128, dtype=torch.bfloat16)
+    layout = tw.Cached(torch.full((3,), 100), torch.zeros(3, 8, dtype=torch.int32))
+
+    def told(q=q, layout=layout, **options):
+        return tw.explain(q, k, k, mask=tw.Causal(), layout=layout, device="sm_90", **options)
+
+    assert told().backend == "triton"
+    assert "chosen by backend='hopper' alone" in told(backend="hopper").tiles
+    assert "splits keys, 16 rows of 4 heads x 64 keys" in told(backend="hopper").tiles
+    assert "pages of 64, 1 look-up a tile" in told(backend="hopper").tiles
+    more = torch.empty(3, 5, 32, 128, dtype=torch.bfloat16)  # 20 rows
+    assert "keys not split" in told(more, backend="hopper").tiles
+    ends = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    packed = tw.Cached(layout.lengths, layout.table, cu_q=ends)
+    assert "keys not split" in told(q.flatten(0, 1), packed, backend="hopper").tiles
 
 
 def test_a_mixture_gives_each_sequence_its_kernel():

@@ -42,9 +42,10 @@ BACKWARD = (
 )
 KERNELS = {
     "split keys": Kernel(
-        ("triton/decode.py:attention_decode", "triton/decode.py:attention_combine"),
+        ("triton/decode.py:attention_decode", "tile/combine.py:attention_combine"),
         ("triton/tiles.py:DECODE",),
     ),
+    "hopper split keys": Kernel(("hopper/forward/decode.py:attention_decode", "tile/combine.py:attention_combine")),
     "append": Kernel(("tile/append.py:cache_append",)),
     "merge": Kernel(("tile/merge.py:attention_merge",)),
     "quantize": Kernel(
@@ -113,6 +114,7 @@ EARLIER = {
     "hopper/fp32/split.py": "hopper/pieces.py",
     "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
     "hopper/parts/scores.py": "hopper/scores.py",
+    "tile/combine.py": "triton/decode.py",
     "tile/ranges.py": "tile/visits.py",
     "studies/accumulation/forward.py": "experimental/forward.py",
     "studies/accumulation/rounded.py": "experimental/rounded.py",

@@ -83,9 +83,29 @@ def test_chunks_of_prompts(name):
     assert max(caches.errors(hopper(call), caches.truth(call))) < 1.6e-2
 
 
+LENGTHS = tuple(int(n) for n in torch.randint(0, 3000, (40,), generator=torch.Generator().manual_seed(0)))
+FEW = replace(LONG, packed=False, unowned=0, queries=(1,) * 40, lengths=LENGTHS, H=32, H_k=8)
+FEW_CHANGES = {
+    **{name: change for name, change in CHANGES.items() if not {"starts", "index", "lengths"} & change.keys()},
+    "four queries": {"queries": (4,) * 40},
+    "long": {"queries": (1,) * 4, "lengths": (1, 4000, 20000, 36000), "capacity": 36864},
+    "one": {"queries": (1,), "lengths": (36000,), "capacity": 36864},
+    "contiguous, padded on the left": {"page": None, "starts": tuple(n // 3 for n in LENGTHS)},
+}
+
+
+@pytest.mark.parametrize("name", FEW_CHANGES)
+def test_few_queries_of_many_sequences(name):
+    call = caches.make(replace(FEW, **FEW_CHANGES[name]), "cuda")
+    found, again = hopper(call), hopper(call)
+    assert max(caches.errors(found, caches.truth(call))) < 1.6e-2
+    assert torch.equal(found[0], again[0])
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_graph_captured_short_is_replayed_long_without_a_wait():
-    call = caches.make(replace(LONG, packed=False, queries=(130,) * 4, unowned=0), "cuda")
+@pytest.mark.parametrize("queries", [1, 130])
+def test_a_graph_captured_short_is_replayed_long_without_a_wait(queries):
+    call = caches.make(replace(LONG, packed=False, queries=(queries,) * 4, unowned=0), "cuda")
     for found, want in zip(*captured_short(call, hopper), strict=True):
         assert torch.equal(found, want)
 

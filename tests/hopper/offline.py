@@ -18,7 +18,7 @@ import triton
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import backend, fp32_backward_launch, fp32_launch, launch, plan
+from tilewise.hopper import backend, decode_launch, fp32_backward_launch, fp32_launch, launch, plan
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
@@ -31,12 +31,13 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "wide", "pages of 16",
+        "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16",
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
         "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed",
         "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
+        "decode", "decode pages of 16", "decode pages of 128", "decode scored",
     ),
     256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
@@ -70,6 +71,26 @@ def calls() -> dict[str, dict[str, Any]]:
                 ),
             }
             for page in (8, 16, 128)
+        },
+        "decode": {"queries": 1, "H_k": 1},
+        **{
+            f"decode pages of {page}": {
+                "mask": tw.Causal(),
+                "queries": 4,
+                "H_k": 1,
+                "page": page,
+                "layout": tw.Cached(meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32)),
+            }
+            for page in (16, 128)
+        },
+        "decode scored": {
+            "mask": tw.Causal() & tw.Window(300, 0),
+            "queries": 2,
+            "H_k": 2,
+            "page": S,
+            "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
+            "sink": meta(H, dtype=torch.float32),
+            "layout": tw.Cached(meta(B, dtype=torch.int32), starts=meta(B, dtype=torch.int32)),
         },
         "cache, window": {
             "mask": tw.Causal() & tw.Window(300, 0),
@@ -107,7 +128,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     batch, length, heads = options.pop("B", B), options.pop("S", S), options.pop("H", H)
     dtype, packed = DTYPES["precision" in options], getattr(options.get("layout"), "cu_q", None) is not None
     shape, page = (batch * length,) if packed else (batch, length), options.pop("page", None)
-    q = meta(*shape, heads, D, dtype=dtype)
+    q = meta(*shape[:-1], options.pop("queries", shape[-1]), heads, D, dtype=dtype)
     k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
@@ -117,7 +138,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     p = problem_on(x, recipe, longest, "sm_90")
     assert not backend.why_not(p), backend.why_not(p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
-    lse = meta(*((heads, batch * length) if packed else (batch, heads, length)), dtype=torch.float32)
+    lse = meta(*((heads, batch * length) if packed else (batch, heads, q.shape[1])), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))
     of_q, of_k = (torch.empty_like(t, dtype=p.out_dtype) for t in (q, k))
@@ -126,6 +147,9 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     if q.dtype == torch.float32:
         keys = fp32_backward_launch.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
+    if decode_launch.splits(p):
+        pl = decode_launch.plan(p)
+        return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)
     if recipe.cached:
         return launch.forward_launches(p, pl, x, saved, counter)
@@ -135,7 +159,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
-MULTIPLY = ("attention_forward", "attention_forward_fp32", "attention_backward")
+MULTIPLY = ("attention_forward", "attention_forward_fp32", "attention_backward", "attention_decode")
 BIASED = ("attention_backward_dbias",)
 
 

@@ -20,6 +20,7 @@ SHARED = 227 * 1024
 MEANT = {
     "attention_forward": ["UTMALDG", "UTMASTG"],
     "attention_backward": ["UTMALDG", "UTMASTG", "UTMAREDG"],
+    "attention_decode": ["UTMALDG"],
     "attention_forward_fp32": ["UTMALDG"],
     "attention_backward_fp32": ["UTMALDG", "UTMAREDG"],
     "attention_backward_dbias": [],
@@ -88,6 +89,7 @@ def test_every_kernel_compiles_well(release, compiled_once):
         "attention_forward": every,
         "attention_backward": every,
         "attention_backward_dbias": every,
+        "attention_decode": {64, 128},
         "attention_forward_fp32": {64, 128},
     }.items():
         assert {row["D"] for row in rows if row["kernel"] == kernel} == sizes

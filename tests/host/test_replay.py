@@ -22,6 +22,7 @@ from tilewise.hopper.descriptors import Descriptor
 from tilewise.hopper.plan import plan
 from tilewise.host import launch as host
 from tilewise.host import replay as host_replay
+from tilewise.host import split
 from tilewise.host.replay import Replay
 from tilewise.problem import Recipe, Saved
 from tilewise.triton import decode_launch
@@ -67,7 +68,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     monkeypatch.setattr(operator, "check_contents", lambda *_: None)
-    for module in (host, decode_launch, host_replay, hopper_launch, fp32_launch, portable_launch):
+    for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
@@ -81,17 +82,23 @@ def launched(monkeypatch):
         clear()
 
 
-def plain(alibi=False):
+def plain(alibi=False, backend=None):
     q, k, v = (torch.randn(1, n, h, 128, dtype=BF16) for n, h in ((1, 32), (1024, 8), (1024, 8)))
     score = (tw.Alibi(torch.rand(32)),) if alibi else ()
-    return lambda: tw.attention(q, k, v, score=score), (q, k, v, *(t for s in score for t in s.tensors))
+    return lambda: tw.attention(q, k, v, score=score, backend=backend), (
+        q,
+        k,
+        v,
+        *(t for s in score for t in s.tensors),
+    )
 
 
-def cached(B=3):
+def cached(B=3, backend=None):
     q, k, v = (torch.randn(*shape, 128, dtype=BF16) for shape in ((B, 1, 32), (64, 64, 8), (64, 64, 8)))
     table = torch.randint(0, 64, (B, 8), dtype=torch.int32)
     layout = tw.Cached(torch.full((B,), 100, dtype=torch.int32), table)
-    return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout), (q, k, v, layout.lengths, table)
+    tensors = q, k, v, layout.lengths, table
+    return lambda: tw.attention(q, k, v, mask=tw.Causal(), layout=layout, backend=backend), tensors
 
 
 def pack():
@@ -167,6 +174,7 @@ def flat(value, names):
 
 
 CALLS = {"plain": plain, "alibi": lambda: plain(alibi=True), "cached": cached, "pack": pack, "append": appended}
+CALLS |= {"plain on hopper": partial(plain, backend="hopper"), "cached on hopper": partial(cached, backend="hopper")}
 CALLS |= {"merge": merged, "merge packed": lambda: merged(packed=True)}
 for way, pass_ in (("", forward), (" backward", backward)):
     CALLS |= {f"hopper {name}{way}": partial(pass_, name) for name in OPTIONS}

@@ -1,5 +1,6 @@
 """Run attention on Hopper (sm_90) with Gluon kernels, asynchronous and warp-specialised."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..host.quantize import quantized
 from ..host.tables import source_of_rows
 from ..mask import TileList
 from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from . import fp32_launch, launch, plan
+from . import decode_launch, fp32_launch, launch, plan
 from .fp32_backward_launch import sizes_of
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
@@ -64,18 +65,20 @@ class Hopper:
         return plain and padded(p) in sizes and max(p.M, p.N) <= most
 
     def tiles(self, problem: Problem) -> str:
-        """Describe the tiles of the two main kernels."""
+        """Describe the tiles of the two main kernels, or of the one that splits keys."""
         if problem.dtype == torch.float32:
             row, name = current_fp32(problem), precision(problem)
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
         row, back = current(problem)
         split = "gradient" if back.split_dkdv else "keys"
         rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
-        return (
-            f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-            f"{_told_of_cache(problem) if problem.recipe.cached else rest}"
-            f"{source_of_rows(problem.q.device)}"
-        )
+        if decode_launch.splits(problem):
+            of_forward = f"{decode_launch.told(problem)}; chosen by backend='hopper' alone"
+        else:
+            of_forward = f"{row.B_r}x{row.B_c}, {row.warpgroups} warpgroups"
+        if problem.recipe.cached:
+            rest = "" if decode_launch.splits(problem) else _told_of_cache(problem)
+        return f"forward {of_forward}; {rest}{source_of_rows(problem.q.device)}"
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         _, planned = _launches(problem)
@@ -89,9 +92,9 @@ class Hopper:
             return quantized(problem, x, _launches(problem)[1].compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        of, planned = _launches(problem)
+        of, plan_of = _forward_of(problem)
         with on_device(x.q):
-            saved = of.forward(problem, planned, x, seed)
+            saved = of.forward(problem, plan_of(problem), x, seed)
             if problem.rows_packed and plan.mixed(problem):
                 portable: Any = load("triton")
                 portable.write_short(problem, x, saved, plan.FULL - 1)
@@ -101,6 +104,14 @@ class Hopper:
         of, planned = _launches(problem)
         with on_device(x.q):
             return of.backward(problem, planned, x, saved, do, dlse)
+
+
+@lru_cache(4096)
+def _forward_of(problem: Problem) -> tuple[Any, Any]:
+    """Return the module that launches a problem's forward, and what plans it."""
+    if decode_launch.splits(problem):
+        return decode_launch, decode_launch.plan
+    return (fp32_launch, fp32_launch.plan) if problem.dtype == torch.float32 else (launch, plan.plan)
 
 
 def _launches(problem: Problem) -> tuple[Any, Any]:

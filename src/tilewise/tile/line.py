@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .cache import keys_of, queries_of
-from .masks import key_range_of
+from .masks import key_range_of, key_tiles
 
 
 class Split(NamedTuple):
@@ -36,12 +36,16 @@ class Split(NamedTuple):
     """Says whether values are in 8 bits, and two neighbours are loaded as one integer."""
     AHEAD: bool = False
     """Says whether q is loaded with each tile of keys, so that a piece's first keys need not wait for it."""
+    EARLY: bool = False
+    """Says whether a later kernel may begin before `attention_combine` ends: only one of its programs fits a
+    multiprocessor, so that none gets two."""
 
 
 class Line(NamedTuple):
-    """Hold of each sequence where its places end, how many row tiles it has, and how many places each of those takes;
-    the number of places in all, and of programs that share them."""
+    """Hold of each sequence its number, where its places end, how many row tiles it has, and how many places each of
+    those takes; the number of places in all, and of programs that share them."""
 
+    sequences: object
     end: object
     tiles: object
     each: object
@@ -49,23 +53,45 @@ class Line(NamedTuple):
     programs: object
 
 
+class Work(NamedTuple):
+    """Hold what a program sums of one tile of rows: its sequence and number; the first of its places that the program
+    takes, how many it has, and how many the program takes; the sequence's first row in q, its queries, the row of its
+    key 0, its keys; the keys [first, last) that the tile sees; and the key tiles to sum, [lo, hi), of which
+    [full_lo, full_hi) need no mask."""
+
+    b: object
+    r: object
+    x: object
+    each: object
+    count: object
+    q0: object
+    M: object
+    start: object
+    N: object
+    first: object
+    last: object
+    lo: object
+    full_lo: object
+    full_hi: object
+    hi: object
+
+
 @triton.jit
-def line_of(batch, mask, W, split: tl.constexpr):
-    """Return the line of a batch, for at most W programs."""
+def line_of(batch, mask, W, sequences, split: tl.constexpr):
+    """Return the line of a batch, for at most W programs. `sequences` is a vector of split.B_B numbers from 0 on."""
     SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
-    B_B: tl.constexpr = split.B_B
     count = batch.B // 2
-    b = tl.minimum(tl.arange(0, B_B), count - 1)
+    b = tl.minimum(sequences, count - 1)
     _, m = queries_of(batch, b)
     _, n = keys_of(batch, b)
     lo, _ = key_range_of(mask, b, n - m, n)  # what its first row sees first
     _, hi = key_range_of(mask, b, n - 1, n)  # and its last row last
     each = tl.maximum(tl.where(hi > lo, tl.cdiv(hi, SIZE) - lo // SIZE, 0), 1)  # without keys, a place for its outputs
-    tiles = tl.where(tl.arange(0, B_B) < count, tl.cdiv(m * split.G, split.B_R), 0)
+    tiles = tl.where(sequences < count, tl.cdiv(m * split.G, split.B_R), 0)
     end = tl.cumsum(tiles * each, 0)
     total = tl.max(end, 0)
     programs = tl.maximum(tl.minimum(W, tl.cdiv(total * SIZE, split.LEAST)), 1)
-    return Line(end, tiles, each, total, programs)
+    return Line(sequences, end, tiles, each, total, programs)
 
 
 @triton.jit
@@ -85,7 +111,7 @@ def owner_of(line, place):
 @triton.jit
 def pick(line, values, b):
     """Return sequence b's entry of a vector over sequences."""
-    return tl.sum(tl.where(tl.arange(0, line.end.shape[0]) == b, values, 0), 0)
+    return tl.sum(tl.where(line.sequences == b, values, 0), 0)
 
 
 @triton.jit
@@ -95,3 +121,29 @@ def find(line, at):
     each = pick(line, line.each, b)
     at -= tl.max(tl.where(line.end <= at, line.end, 0), 0)
     return b, at // each, at % each, each
+
+
+@triton.jit
+def work_at(line, at, stop, batch, mask, split: tl.constexpr):
+    """Return what a program, whose piece ends before place `stop`, sums of the tile of rows at place `at`."""
+    B_R: tl.constexpr = split.B_R
+    B_C: tl.constexpr = split.B_C
+    G: tl.constexpr = split.G
+    SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
+    b, r, x, each = find(line, at)
+    count = tl.minimum(each - x, stop - at)
+    if split.CHUNK > 0:
+        count = tl.minimum(count, 1)
+    q0, M = queries_of(batch, b)
+    start, N = keys_of(batch, b)
+    first_row = N - M + r * B_R // G
+    last_row = N - M + tl.minimum((r * B_R + B_R - 1) // G, M - 1)
+    first, _ = key_range_of(mask, b, first_row, N)
+    _, last = key_range_of(mask, b, last_row, N)
+    lo, full_lo, full_hi, hi = key_tiles(mask, b, first_row, last_row, N, B_C)
+    begin, _ = key_range_of(mask, b, N - M, N)
+    begin = (begin // SIZE + x) * (SIZE // B_C)
+    lo, hi = tl.maximum(lo, begin), tl.minimum(hi, begin + count * (SIZE // B_C))
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    return Work(b, r, x, each, count, q0, M, start, N, first, last, lo, full_lo, full_hi, hi)

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from ..tile.blocks import dot, width
-from ..tile.cache import Keys, entry_of, keys_of, load_keys, queries_of, scale_of
-from ..tile.line import find, line_of, owner_of, pick, piece_of
-from ..tile.masks import key_range_of, key_tiles, visible
+from ..tile.cache import Keys, entry_of, load_keys, scale_of
+from ..tile.combine import address, places_of, store_partial, write
+from ..tile.line import line_of, piece_of, work_at
+from ..tile.masks import visible
 from ..tile.rows import Rows, fill
 from ..tile.scores import Entries, apply_scores
-from ..tile.softmax import finalize, join_sink, online_softmax
+from ..tile.softmax import online_softmax
 
 P_SCALE = tl.constexpr(2.0**15)
 """Scales P where products are in fp16, to fill its range."""
@@ -93,12 +94,8 @@ def unpack(x, HOPPER: tl.constexpr):
 
 
 @triton.jit
-def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, split: tl.constexpr):
-    """Sum the key tiles in [first, last) that a tile of rows sees, in order. `tiles`: what `key_tiles` returns."""
-    lo, full_lo, full_hi, hi = tiles
-    lo, hi = tl.maximum(lo, first), tl.minimum(hi, last)
-    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
-    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, work, split: tl.constexpr):
+    """Sum key tiles, in order. work: what `work_at` returns."""
     B_R: tl.constexpr = split.B_R
     BLOCK: tl.constexpr = width(q[0].dtype.element_ty if split.AHEAD else q[0].dtype, split.d_v)
     STAGES: tl.constexpr = split.STAGES
@@ -109,11 +106,11 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, tiles, first, last, spli
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
     # in large tiles, addresses that loops share would spill
-    for t in tl.range(lo, full_lo, num_stages=1, disable_licm=B_R > 16):
+    for t in tl.range(work.lo, work.full_lo, num_stages=1, disable_licm=B_R > 16):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
-    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
+    for t in tl.range(work.full_lo, work.full_hi, num_stages=STAGES):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
-    for t in tl.range(full_hi, hi, num_stages=1, disable_licm=B_R > 16):
+    for t in tl.range(work.full_hi, work.hi, num_stages=1, disable_licm=B_R > 16):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     if split.PAIRS:
         return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l
@@ -160,39 +157,6 @@ def in_fp16(q):
     return (q * (1.0 / power)[:, None]).to(tl.float16), power[:, None]
 
 
-@triton.jit
-def write(O, L, acc, m, l, sink, b, rows, heads, seen, d_v: tl.constexpr):
-    """Store o and lse of rows whose keys are all summed."""
-    if sink is not None:
-        m, l, alpha = join_sink(m, l, tl.load(sink + heads).to(tl.float32))
-        acc = acc * alpha[:, None]
-    inverse, lse = finalize(m, l)
-    entries = tl.arange(0, acc.shape[1])
-    ptr = address(O, b, rows, heads)[:, None] + entries[None, :]
-    inside = seen[:, None] & (entries < d_v)[None, :]
-    tl.store(ptr, (acc * inverse[:, None]).to(O.ptr.dtype.element_ty), mask=inside)
-    tl.store(address(L, b, rows, heads), lse, mask=seen)
-
-
-@triton.jit
-def address(X, b, rows, heads):
-    """Return the addresses of rows and heads, one each."""
-    return X.ptr + (b.to(tl.int64) * X.batch + rows.to(tl.int64) * X.row + heads.to(tl.int64) * X.head)
-
-
-@triton.jit
-def places_of(r, h, M, split: tl.constexpr):
-    """Return the rows of tile r: their numbers, their queries and heads, and whether there are such queries."""
-    row = r * split.B_R + tl.arange(0, split.B_R)
-    return row, row // split.G, h * split.G + row % split.G, row < M * split.G
-
-
-@triton.jit
-def partial_at(partial, slot, H_k, h, d_v: tl.constexpr):
-    """Return the address of a partial sum, d_v numbers, m and l, of one row or several of a key head."""
-    return partial + (slot * H_k + h) * (d_v + 2)
-
-
 @triton.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
 def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, split: tl.constexpr):
     """Sum one piece of the line of one key head. Neighbouring programs read the heads of one key at a time.
@@ -200,35 +164,22 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
     Q, O and L are `Rows`; so are K and V, by page or entry, row and head.
     """
     B_R: tl.constexpr = split.B_R
-    G: tl.constexpr = split.G
     D_V: tl.constexpr = split.d_v
-    SIZE: tl.constexpr = split.CHUNK if split.CHUNK > 0 else split.B_C
     if split.HOPPER:
         tl.extra.cuda.gdc_wait()  # first, as attention_combine reads what kernels before this one wrote
         tl.extra.cuda.gdc_launch_dependents()
-    line = line_of(batch, variant.mask, W, split)
+    line = line_of(batch, variant.mask, W, tl.arange(0, split.B_B), split)
     h, w = tl.program_id(0) % H_k, tl.program_id(0) // H_k
     at, stop = piece_of(line, w)
     while at < stop:
-        b, r, x, each = find(line, at)
-        count = tl.minimum(each - x, stop - at)
-        if split.CHUNK > 0:
-            count = tl.minimum(count, 1)
-        q0, M = queries_of(batch, b)
-        start, N = keys_of(batch, b)
-        _, i, heads, seen = places_of(r, h, M, split)
-        first_row = N - M + r * B_R // G
-        last_row = N - M + tl.minimum((r * B_R + B_R - 1) // G, M - 1)
-        first, _ = key_range_of(variant.mask, b, first_row, N)
-        _, last = key_range_of(variant.mask, b, last_row, N)
+        work = work_at(line, at, stop, batch, variant.mask, split)
+        b, M, N = work.b, work.M, work.N
+        i, heads, seen = places_of(work.r * B_R + tl.arange(0, B_R), h, M, split)
         entry = entry_of(batch, b)
         table = None if batch.table is None else batch.table + entry * (batch.width // 2)
-        keys = Keys(table, entry, None if batch.starts is None else start, first, last)
-        tiles = key_tiles(variant.mask, b, first_row, last_row, N, split.B_C)
-        begin, _ = key_range_of(variant.mask, b, N - M, N)
-        begin = (begin // SIZE + x) * (SIZE // split.B_C)
+        keys = Keys(table, entry, None if batch.starts is None else work.start, work.first, work.last)
         of_rows = b if batch.cu_q is None else b * 0
-        rows = i if batch.cu_q is None else q0 + i
+        rows = i if batch.cu_q is None else work.q0 + i
         q = queries(address(Q, of_rows, rows, heads), seen, split)
         place = Entries(b, heads[:, None], 0, (N - M + i)[:, None], 0, 0)
         k_scale = None if scales is None else scale_of(scales.k, b, h, scales.k_batch, scales.k_head)
@@ -236,43 +187,22 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
             half, power = in_fp16(q[0])
             q = (half,)
             k_scale *= power
-        acc, m, l = sum_keys(
-            q, K, V, h, keys, place, variant, c, k_scale, tiles, begin, begin + count * (SIZE // split.B_C), split
-        )
+        acc, m, l = sum_keys(q, K, V, h, keys, place, variant, c, k_scale, work, split)
         if scales is not None:
             acc *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
         # computed anew, as rows kept over the loops would spill
-        row, i, heads, seen = places_of((r * each + x + count - 1) // each, h, M, split)
-        rows = i if batch.cu_q is None else q0 + i
-        if count == each:
-            write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, D_V)
+        r = (work.r * work.each + work.x + work.count - 1) // work.each
+        row = r * B_R + tl.arange(0, B_R)
+        i, heads, seen = places_of(row, h, M, split)
+        rows = i if batch.cu_q is None else work.q0 + i
+        entries = tl.arange(0, acc.shape[1])
+        if work.count == work.each:
+            write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, entries, D_V)
         else:
-            store_partial(partial, acc, m, l, batch, b, q0, row, r, x, w, H_k, h, seen, split)
-        at += count
+            store_partial(partial, acc, m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
+        at += work.count
     if batch.cu_q is not None:
-        fill_rest(O, L, batch, G, H_k, D_V)
-
-
-@triton.jit
-def store_partial(partial, acc, m, l, batch, b, q0, row, r, x, w, H_k, h, seen, split: tl.constexpr):
-    """Store a piece's sums: for a CHUNK by row and piece, else in one of the program's two tiles."""
-    D_V: tl.constexpr = split.d_v
-    slots = slots_of(batch, q0, row, x, w, x == 0, split)
-    ptr = partial_at(partial, slots, H_k, h, D_V)
-    entries = tl.arange(0, acc.shape[1])
-    tl.store(ptr[:, None] + entries[None, :], acc, mask=seen[:, None] & (entries < D_V)[None, :])
-    tl.store(ptr + D_V, m, mask=seen)
-    tl.store(ptr + D_V + 1, l, mask=seen)
-
-
-@triton.jit
-def slots_of(batch, q0, row, x, w, starts, split: tl.constexpr):
-    """Return where the sums of rows (of one row tile) lie that program w, or for a CHUNK piece x, leaves of them."""
-    if split.CHUNK > 0:
-        most = tl.cdiv(batch.capacity // 2, split.CHUNK) + 1
-        return (q0 * split.G + row).to(tl.int64) * most + x
-    else:
-        return (2 * w + starts.to(tl.int32)).to(tl.int64) * split.B_R + row % split.B_R
+        fill_rest(O, L, batch, split.G, H_k, D_V)
 
 
 @triton.jit
@@ -283,57 +213,3 @@ def fill_rest(O, L, batch, G: tl.constexpr, H_k, d_v: tl.constexpr):
     rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
     first, step = end + tl.program_id(0) * 16, tl.num_programs(0) * 16
     fill(((O, G * H_k, d_v),), L.ptr, first, total, step, total, rows, columns)
-
-
-@triton.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
-def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr, B_X: tl.constexpr):
-    """Add the partial sums of one row of one query head, B_X at a time, in the order of keys. Other rows are done."""
-    G: tl.constexpr = split.G
-    D_V: tl.constexpr = split.d_v
-    line = line_of(batch, variant.mask, W, split)
-    row, head = tl.program_id(0) // (G * H_k), tl.program_id(0) % (G * H_k)
-    B = batch.B // 2
-    sequences = tl.arange(0, line.end.shape[0])
-    q_first, m_all = queries_of(batch, tl.minimum(sequences, B - 1))
-    b = tl.sum(((q_first + m_all <= row) & (sequences < B)).to(tl.int32), 0)
-    b_real = tl.minimum(b, B - 1)
-    q0, M = queries_of(batch, b_real)
-    i = row - q0
-    y = i * G + head % G
-    each = pick(line, line.each, b)
-    place = pick(line, line.end - line.tiles * line.each, b) + y // split.B_R * each
-    first, parts = 0, each
-    if split.CHUNK == 0:
-        first = owner_of(line, place)
-        parts = owner_of(line, place + each - 1) - first + 1
-    sums = (b < B) & (i >= 0) & (i < M) & (parts > 1)
-    if split.HOPPER and (sums | (tl.program_id(0) == 0)):  # one waits anyway, so that this ends after attention_decode
-        tl.extra.cuda.gdc_wait()
-    if not sums:
-        return
-    _, N = keys_of(batch, b)
-    lo, _ = key_range_of(variant.mask, b, N - M, N)
-    # groups of chunks begin at the same keys, wherever this call's queries begin
-    skip = lo // split.CHUNK % B_X if split.CHUNK > 0 else 0
-    BLOCK: tl.constexpr = width(tl.float32, D_V)
-    entries = tl.arange(0, BLOCK)[None, :]
-    acc = tl.zeros([1, BLOCK], tl.float32)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    for x0 in range(-skip, parts, B_X):
-        x = x0 + tl.arange(0, B_X)
-        there = (x >= 0) & (x < parts)
-        slots = slots_of(batch, q0, y, x, first + x, x == 0, split)
-        ptr = partial_at(partial, slots, H_k, head // G, D_V)
-        m_x = tl.load(ptr + D_V, mask=there, other=float("-inf"))
-        l_x = tl.load(ptr + D_V + 1, mask=there, other=0.0)
-        part = tl.load(ptr[:, None] + entries, mask=there[:, None] & (entries < D_V), other=0.0)
-        m_new = tl.maximum(m, tl.max(m_x, 0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight, alpha = tl.exp2(m_x - shift), tl.exp2(m - shift)
-        acc = acc * alpha[:, None] + tl.sum(part * weight[:, None], 0)[None, :]
-        l, m = l * alpha + tl.sum(l_x * weight, 0), m_new
-    of_rows = b if batch.cu_q is None else b * 0
-    rows = tl.zeros([1], tl.int32) + (i if batch.cu_q is None else row)
-    heads = tl.zeros([1], tl.int32) + head
-    write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, heads >= 0, D_V)

@@ -1,0 +1,95 @@
+"""Launch kernels that split keys: what both GPU back ends share, results, workspace and the kernel that combines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Operands, Problem, Saved
+from ..tile.combine import attention_combine
+from ..tile.line import Split
+from ..tile.ranges import Variant
+from ..tile.softmax import LOG2E
+from .launch import (
+    Launch,
+    batch_of,
+    cdiv,
+    current_stream,
+    device_values,
+    empty,
+    empty_saved,
+    rows,
+    rows_of_lse,
+    total_rows,
+)
+
+TINY = 2.0**-126
+COMBINED = 16
+"""Partial sums that are added at a time."""
+Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
+
+
+def forward(p: Problem, pl: Any, x: Operands, seed: Tensor | None, launches: Launches) -> Saved:
+    """Compute o and lse by a plan's kernels."""
+    saved = empty_saved(p, x, seed)
+    if 0 in (p.B, total_rows(p)):
+        saved.o.zero_()
+        saved.lse.fill_(-torch.inf)
+        return saved
+    write_sums(p, pl, x, saved, launches)
+    return saved
+
+
+def write_sums(p: Problem, pl: Any, x: Operands, saved: Saved, launches: Launches) -> None:
+    """Write the rows of o and lse that a plan sums."""
+    device = x.q.device
+    stream, partial = current_stream(device), empty(((pl.partial,), (1,), torch.float32), device)
+    tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
+    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, partial))
+
+
+def unit(p: Problem) -> float:
+    """Return the factor that turns logits into base 2."""
+    return (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
+
+
+def row_tiles(p: Problem, B_r: int) -> int:
+    """Return how many tiles of rows a key head has, at most."""
+    return p.B * cdiv(p.M * (p.H // p.H_k), B_r)
+
+
+def numbers(p: Problem, split: Split, W: int) -> int:
+    """Return how many numbers all partial sums have; 0 if programs leave none, as each sums whole tiles of rows: all
+    have as many keys, and each program as many tiles."""
+    tiles = row_tiles(p, split.B_R)
+    if split.CHUNK:
+        slots = total_rows(p) * split.G * (cdiv(p.N, split.CHUNK) + 1)
+    elif not p.extra and not p.recipe.cached and tiles % W == 0 and tiles * split.B_C >= W * split.LEAST:
+        slots = 0
+    else:
+        slots = 2 * W * split.B_R
+    return slots * p.H_k * (p.D_v + 2)
+
+
+def dividing(p: Problem, B_r: int, W: int) -> int:
+    """Return W, or a slightly smaller number that divides the sequences, if one does: each program takes whole ones
+    where all are equal."""
+    return next((w for w in range(W, W - W // 8, -1) if row_tiles(p, B_r) == p.B and p.B % w == 0), W)
+
+
+def arguments_of(p: Problem, pl: Any, x: Operands, saved: Saved) -> tuple[Any, Any, Any]:
+    """Return the outputs as rows, the batch and the variant, which both kernels take."""
+    parts, changes, sink = pl.values or device_values(p, x.extra)
+    outputs = rows(saved.o), rows_of_lse(saved.lse)
+    return outputs, batch_of(p, x, most=pl.most), Variant(parts, changes, None, None, sink)
+
+
+def combine(p: Problem, pl: Any, outputs: Any, partial: Tensor, batch: Any, variant: Variant) -> list[Launch]:
+    """Return the launch that adds up partial sums, if there are any."""
+    if not pl.partial:
+        return []
+    arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
+    pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
+    constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), "split": pl.split, **pdl}
+    return [Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
