@@ -88,7 +88,7 @@ def load(K, V, keys, batch, variant, H_k, W, split: gl.constexpr):
     line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
     work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
     more = pages_from(batch, work, work.lo * split.B_C, SIZE, P)
-    pages = more + 0
+    pages = more + 0  # Triton carries no two names of one value through a loop
     y = 0  # tiles of keys and of values so far
     while at < stop:
         at += work.count
