@@ -28,7 +28,7 @@ REGISTERS = 112
 
 
 class Plan(NamedTuple):
-    """The parts of a launch that follow from the problem alone; as the portable kernel's."""
+    """The parts of a launch that follow from the problem alone, under the names of the portable kernel's plan."""
 
     split: Split
     programs: int

@@ -60,8 +60,8 @@ def row_tiles(p: Problem, B_r: int) -> int:
 
 
 def numbers(p: Problem, split: Split, W: int) -> int:
-    """Return how many numbers all partial sums have; 0 if programs leave none, as each sums whole tiles of rows: all
-    have as many keys, and each program as many tiles."""
+    """Return how many fp32 numbers all partial sums have. There are none where each program sums as many whole tiles of
+    rows, all with as many keys."""
     tiles = row_tiles(p, split.B_R)
     if split.CHUNK:
         slots = total_rows(p) * split.G * (cdiv(p.N, split.CHUNK) + 1)

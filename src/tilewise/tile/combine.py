@@ -28,7 +28,8 @@ def places_of(row, h, M, split: tl.constexpr):
 
 @triton.jit
 def write(O, L, acc, m, l, sink, b, rows, heads, seen, entries, d_v: tl.constexpr):
-    """Store o and lse of rows whose keys are all summed. `entries` numbers the columns of acc."""
+    """Store o and lse of rows whose keys are all summed, from acc (rows, entries), m and l (rows,), all fp32. `entries`
+    numbers the columns of acc."""
     if sink is not None:
         m, l, alpha = join_sink(m, l, tl.load(sink + heads).to(tl.float32))
         acc = acc * alpha[:, None]

@@ -54,10 +54,10 @@ class Line(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Hold what a program sums of one tile of rows: its sequence and number; the first of its places that the program
-    takes, how many it has, and how many the program takes; the sequence's first row in q, its queries, the row of its
-    key 0, its keys; the keys [first, last) that the tile sees; and the key tiles to sum, [lo, hi), of which
-    [full_lo, full_hi) need no mask."""
+    """Hold what a program sums of one tile of rows. The tile has a sequence b, a number r, and `each` places in the
+    line, of which the program takes `count` from place x on. The sequence has M queries, from row q0 of q on, and N
+    keys, from row `start` of the cache on. The tile sees the keys [first, last). The key tiles [lo, hi) are summed, of
+    which [full_lo, full_hi) need no mask."""
 
     b: object
     r: object
