@@ -5,6 +5,8 @@ tilewise.page = (() => {
   const { story, Run, at } = tilewise;
   const { labels, say, words } = story;
   const element = (id) => document.getElementById(id);
+  /** What stays as it is needs no layout and no drawing. */
+  const write = (where, text) => where.textContent !== text && (where.textContent = text);
   const form = element("settings");
 
   const CHOICES = { d: [2, 4, 8, 16], br: [2, 3, 4, 6, 8, 12, 16, 24, 32, 64], bc: [2, 3, 4, 6, 8, 12, 16, 24, 32, 64] };
@@ -139,7 +141,7 @@ tilewise.page = (() => {
     });
     const rows = rowsNow();
     const line = lines()[index];
-    element("told").textContent = say(line ? line.tell(step, run.values, rows.watched) : story.before[settings.pass]);
+    write(element("told"), say(line ? line.tell(step, run.values, rows.watched) : story.before[settings.pass]));
     element("why").innerHTML = say(line ? line.why : words.begin);
     element("position").value = run.position;
     element("count").value = `${run.position} / ${run.steps.length}`;
@@ -174,13 +176,14 @@ tilewise.page = (() => {
     [...body.rows].forEach((tr, k) => {
       if (tr.cells.length !== width) tr.innerHTML = "<td></td>".repeat(width);
       tr.setAttribute("aria-selected", String(first + k === watched));
-      tr.cells[0].textContent = first + k;
+      write(tr.cells[0], String(first + k));
       columns().forEach((name, c) => {
         const value = at(run.values[name], first + k);
         const cell = tr.cells[c + 1];
+        const fill = `${Number.isFinite(value) ? (100 * value) / figure.scale[name] : 0}%`;
         cell.dataset.name = name;
-        cell.textContent = Number.isNaN(value) ? "·" : story.number(value);
-        cell.style.setProperty("--fill", `${Number.isFinite(value) ? (100 * value) / figure.scale[name] : 0}%`);
+        write(cell, Number.isNaN(value) ? "·" : story.number(value));
+        if (cell.style.getPropertyValue("--fill") !== fill) cell.style.setProperty("--fill", fill);
       });
     });
   }
@@ -197,14 +200,14 @@ tilewise.page = (() => {
     const widths = { "tiled-read": read, "tiled-written": written, standard };
     for (const [id, count] of Object.entries(widths)) element(id).style.width = `${(100 * count) / longest}%`;
     element("tiled-all").style.left = `calc(${(100 * whole) / longest}% - 2px)`;
-    element("moved").textContent = bytes(read + written);
-    element("moved-parts").textContent = say(words.moved(bytes(read), bytes(written)));
-    element("standard-moved").textContent = bytes(standard);
+    write(element("moved"), bytes(read + written));
+    write(element("moved-parts"), say(words.moved(bytes(read), bytes(written))));
+    write(element("standard-moved"), bytes(standard));
     const less = words.less(bytes(whole), (standard / whole).toFixed(1));
     const notLess = words.notLess(bytes(whole), pass === "forward" ? "i" : "j");
-    element("compare").textContent = say(whole < standard ? less : notLess);
-    element("brief").textContent = say(words.brief(bytes(read + written), bytes(standard)));
-    element("held").textContent = say(words.held(bytes(step ? Run.held(step) : 0), bytes(most)));
+    write(element("compare"), say(whole < standard ? less : notLess));
+    write(element("brief"), say(words.brief(bytes(read + written), bytes(standard))));
+    write(element("held"), say(words.held(bytes(step ? Run.held(step) : 0), bytes(most))));
   }
 
   function tellErrors() {
