@@ -214,7 +214,7 @@ def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
     )
     of_q, of_k, of_v = (t[s.b, :, None] for t in x.extra[p.after_sink : p.after_sink + 3])
     of_q, zero = _per_query_head(p, of_q)[..., None], of_q.new_zeros(())
-    return Codes(q, k, of_q, of_k, zero, zero, zero + 1.0, v[..., key_order(v.device), :].mT, of_v)
+    return Codes(q, k, of_q, of_k, zero, zero, of_q.new_ones(()), v[..., key_order(v.device), :].mT, of_v)
 
 
 def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:

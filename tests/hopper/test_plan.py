@@ -161,14 +161,14 @@ def test_short_causal_heads_run_in_sections_by_head_size(D, section):
 def test_the_first_tile_is_located_early_only_if_no_tensor_tells_where_it_is():
     ends = torch.tensor([0, 100, 200], dtype=torch.int32)
     for options in ({}, {"mask": tw.Causal()}, {"mask": tw.Window(100, 0)}, {"score": tw.SoftCap(30.0)}):
-        assert launched(1024, 1024, 128, **options).constants["tile"].LOCATED
+        assert launched(1024, 1024, 128, **options).constants["tile"].LOCATE_EARLY
     packed = problem(200, 200, 128, batch=(), layout=tw.Varlen(ends, ends, 100, 100))
     cached = problem(64, 256, 128, layout=tw.Cached(torch.tensor([100, 200], dtype=torch.int32)))
-    assert not plan(packed).constants["tile"].LOCATED
-    assert not plan(cached).constants["tile"].LOCATED
+    assert not plan(packed).constants["tile"].LOCATE_EARLY
+    assert not plan(cached).constants["tile"].LOCATE_EARLY
     padded = tw.Padding(torch.tensor([150, 700]))
     for options in ({"mask": padded}, {"mask": tw.Dense(torch.ones(1024, 1024, dtype=torch.bool))}, {"dropout": 0.1}):
-        assert not launched(1024, 1024, 128, **options).constants["tile"].LOCATED
+        assert not launched(1024, 1024, 128, **options).constants["tile"].LOCATE_EARLY
 
 
 def test_under_a_narrow_window_finish_has_processors_of_its_own():

@@ -71,14 +71,14 @@ class Hopper:
             return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
         row, back = current(problem)
         split = "gradient" if back.split_dkdv else "keys"
+        splits = decode_launch.splits(problem)
+        of_forward = f"{row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
+        if splits:
+            of_forward = f"{decode_launch.told(problem)}; chosen by backend='hopper' alone; "
         rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
-        if decode_launch.splits(problem):
-            of_forward = f"{decode_launch.told(problem)}; chosen by backend='hopper' alone"
-        else:
-            of_forward = f"{row.B_r}x{row.B_c}, {row.warpgroups} warpgroups"
         if problem.recipe.cached:
-            rest = "" if decode_launch.splits(problem) else _told_of_cache(problem)
-        return f"forward {of_forward}; {rest}{source_of_rows(problem.q.device)}"
+            rest = "" if splits else _told_of_cache(problem)
+        return f"forward {of_forward}{rest}{source_of_rows(problem.q.device)}"
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         _, planned = _launches(problem)

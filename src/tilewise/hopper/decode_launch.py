@@ -4,11 +4,10 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 
 from ..host import split as host_split
-from ..host.launch import Launch, adjacent, device_values, multiprocessors, rows
+from ..host.launch import Launch, adjacent, device_values, multiprocessors, power_of_2, rows
 from ..host.replay import Replay
 from ..problem import Operands, Problem, Saved
 from ..tile.line import Split
@@ -16,7 +15,6 @@ from .descriptors import Box, Descriptor, box
 from .forward.decode import attention_decode
 from .tiles import padded
 
-power_of_2: Any = triton.next_power_of_2
 ROWS = 16
 """Rows of queries in a tile."""
 STAGES = 12

@@ -109,7 +109,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     constants = {
-        "tile": forward_tile(p, row, warps)._replace(LOCATED=variant is not None),
+        "tile": forward_tile(p, row, warps)._replace(LOCATE_EARLY=variant is not None),
         "REGISTERS": row.registers, "num_warps": 4,
         "launch_pdl": not MARGIN,  # there the next launch would wait
     }  # fmt: skip

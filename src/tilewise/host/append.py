@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from ..tile.append import New, Turn, cache_append
-from .launch import Launch, adjacent, batch_from, cdiv, rows, scales_of
+from .launch import Launch, adjacent, batch_from, cdiv, power_of_2, rows, scales_of
 from .replay import launch_kept
 
-power_of_2: Any = triton.next_power_of_2
 HEADS = 8
 """Heads of a program, at most."""
 

@@ -74,6 +74,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 class Launch(NamedTuple):
     """A kernel with its arguments, ready to run, or to compile for a chip that is not installed."""
 

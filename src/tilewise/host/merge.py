@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from ..tile.merge import attention_merge
-from .launch import Launch, adjacent, cdiv, rows, rows_of_lse
+from .launch import Launch, adjacent, cdiv, power_of_2, rows, rows_of_lse
 from .replay import launch_kept
 
-power_of_2: Any = triton.next_power_of_2
 ENTRIES = 4096
 """Of a tile: 32 rows of 128."""
 
@@ -26,7 +24,7 @@ def merge_into(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -
 def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], compiled: dict[Any, Any]) -> Launch:
     """Return the launch that writes the merged parts to o and lse, whose last strides are 1."""
     *outer, M, H, D = o.shape
-    columns: int = power_of_2(max(16, D))
+    columns = power_of_2(max(16, D))
     B_r = max(1, ENTRIES // columns)
     tiles = cdiv(M, B_r)
     given = tuple((rows(adjacent(x)), rows_of_lse(x_lse)) for x, x_lse in parts)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from ..tile.rotary import Heads, Places, Tables, rotary_embedding
+from .launch import power_of_2
 
 
 def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
@@ -49,6 +50,6 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
 @cache
 def tiles(H: int, P: int, D: int) -> tuple[int, int, int, int]:
     """Return a tile's tokens, heads, pairs and unrotated dimensions: powers of two, some 4096 elements, 32 a thread."""
-    B_H = min(8, triton.next_power_of_2(H))
-    B_T = max(1, 4096 // (B_H * triton.next_power_of_2(D)))
-    return B_T, B_H, triton.next_power_of_2(P), triton.next_power_of_2(D - 2 * P) if D > 2 * P else 0  # type: ignore
+    B_H = min(8, power_of_2(H))
+    B_T = max(1, 4096 // (B_H * power_of_2(D)))
+    return B_T, B_H, power_of_2(P), power_of_2(D - 2 * P) if D > 2 * P else 0

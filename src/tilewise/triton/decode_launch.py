@@ -4,19 +4,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..host import split as host_split
-from ..host.launch import Launch, adjacent, cdiv, device_values, multiprocessors, rows, scales_of
+from ..host.launch import Launch, adjacent, cdiv, device_values, multiprocessors, power_of_2, rows, scales_of
 from ..host.replay import Replay
-from ..host.split import row_tiles
 from ..problem import Operands, Problem, Saved
 from ..tile.line import Split
 from .decode import attention_decode
 from .tiles import HOPPER, Tiles, decode_tiles, precision
 
-power_of_2: Any = triton.next_power_of_2
 LEAST = 64
 """The fewest keys that a program takes."""
 FAST_MEMORY = 4e12
@@ -82,7 +79,7 @@ def programs(p: Problem, tiles: Tiles) -> int:
     if p.target == "cpu":
         return 3
     chunk, count = p.recipe.cached and p.recipe.layout[2], multiprocessors(p.q.device)
-    W, tiles_of_rows = max(1, count // p.H_k), row_tiles(p, tiles.B_r)
+    W, tiles_of_rows = max(1, count // p.H_k), host_split.row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
     many = tiles_of_rows >= (8 if p.in_layout("table") is None else 1) * W
     if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1:

@@ -94,7 +94,7 @@ class Tile(NamedTuple):
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
     PAGE: int | None = None
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
-    LOCATED: bool = False
+    LOCATE_EARLY: bool = False
     """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 
 
@@ -145,7 +145,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
-    if not tile.LOCATED:
+    if not tile.LOCATE_EARLY:
         wait_dependencies()
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
@@ -159,7 +159,7 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             h_k = place.h // call.shape.group
             q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
             v_row = k_row if tile.PV_BITS == 8 else k0
-            if tile.LOCATED:
+            if tile.LOCATE_EARLY:
                 wait_dependencies()  # for Q, K and V, once
             wait_before(shared.q.empty, n)
             bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
