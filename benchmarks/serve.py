@@ -137,10 +137,10 @@ class Served:
         """Return the pages as a layout."""
         return tw.Cached(self.lengths, self.table, **changes)
 
-    def pages(self, k: Any = None, v: Any = None, **changes: Any) -> Callable[[], Tensor]:
+    def pages(self, k: Any = None, v: Any = None, backend: Any = None, **changes: Any) -> Callable[[], Tensor]:
         """Return a causal call on the pages, or on others in their place."""
         keys, values, layout = self.k if k is None else k, self.v if v is None else v, self.layout(**changes)
-        return lambda: tw.attention(self.q, keys, values, mask=tw.Causal(), layout=layout)
+        return lambda: tw.attention(self.q, keys, values, mask=tw.Causal(), layout=layout, backend=backend)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, N, H_k, D) of sequences of one length."""
@@ -150,6 +150,16 @@ class Served:
     def read(self) -> Callable[[], Any]:
         """Return a call that only reads the pages."""
         return reader(self.k, self.v, self.table, self.lengths)
+
+
+def ours_of(s: Served) -> Calls:
+    """Return tilewise's calls on the same keys, by default and by the Hopper back end: contiguous and in pages."""
+    k, v = s.gathered()
+    calls: Calls = {}
+    for name, backend in (("tilewise", None), ("tilewise, hopper", "hopper")):
+        calls[name] = lambda backend=backend: tw.attention(s.q, k, v, backend=backend)
+        calls[f"{name}, pages"] = s.pages(backend=backend)
+    return calls
 
 
 def peers(s: Served) -> Calls:
@@ -205,8 +215,8 @@ def peers(s: Served) -> Calls:
 
 
 def row(name: str, bar: float, times: Found, ours: str, than: str | None = None) -> dict[str, Any]:
-    """Return a comparison with a peer; without a name, with the fastest of all others."""
-    others = {n: t for n, t in times.items() if n != ours and isinstance(t, float)}
+    """Return a comparison with a peer; without a name, with the fastest of those that are not tilewise."""
+    others = {n: t for n, t in times.items() if not n.startswith("tilewise") and isinstance(t, float)}
     than = than or min(others, key=lambda n: others[n], default="nothing")
     of, mine = times.get(than), times[ours]
     ratio = of / mine if isinstance(of, float) and isinstance(mine, float) else None
@@ -235,23 +245,22 @@ def decode_rows() -> Iterator[dict[str, Any]]:
     sizes = ((1, 32768, 0.88), (8, 4096, 0.88), (32, 4096, 0.95), (128, 1024, 0.95), (8, 32768, 0.95), (64, 8192, 0.95))
     for B, n, bar in sizes:
         s, what = Served([n] * B), f"{B} sequences of {n} keys"
-        times = timed({"pages of 64": s.pages(), "reads": s.read()})
-        yield row(f"{what}, share of reading", bar, times, "pages of 64", "reads")
-        k, v = s.gathered()
-        plain = {"tilewise": lambda q=s.q, k=k, v=v: tw.attention(q, k, v), "tilewise, pages": s.pages()}
-        times = timed(plain | peers(s))
-        yield row(f"{what}, contiguous", 1.0, {n: t for n, t in times.items() if n != "tilewise, pages"}, "tilewise")
-        yield row(f"{what}, pages", 1.0, {n: t for n, t in times.items() if n != "tilewise"}, "tilewise, pages")
-        del k, v, plain
+        times = timed({"tilewise": s.pages(), "tilewise, hopper": s.pages(backend="hopper"), "reads": s.read()})
+        for ours in ("tilewise", "tilewise, hopper"):
+            yield row(f"{what}, share of reading", bar, times, ours, "reads")
+        calls = ours_of(s)
+        times = timed(calls | peers(s))
+        for ours in calls:
+            yield row(f"{what}, {'pages' if 'pages' in ours else 'contiguous'}", 1.0, times, ours)
     s = Served([1024])
-    k, v = s.gathered()
-    times = timed({"tilewise": lambda: tw.attention(s.q, k, v), "tilewise, pages": s.pages()} | peers(s))
-    yield row("1 sequence of 1024 keys", 1.0, {n: t for n, t in times.items() if n != "tilewise, pages"}, "tilewise")
+    times = timed(ours_of(s) | peers(s))
+    yield row("1 sequence of 1024 keys", 1.0, times, "tilewise")
     yield absolute("1 sequence of 1024 keys", 7.5, times, "tilewise")
     made = torch.Generator().manual_seed(0)
     mixed = Served(torch.randint(128, 32768, (64,), generator=made).tolist())
-    yield row("64 mixed lengths, share of reading", 0.88, timed({"pages": mixed.pages(), "reads": mixed.read()}),
-              "pages", "reads")  # fmt: skip
+    times = timed({"tilewise": mixed.pages(), "tilewise, hopper": mixed.pages(backend="hopper"), "reads": mixed.read()})
+    for ours in ("tilewise", "tilewise, hopper"):
+        yield row("64 mixed lengths, share of reading", 0.88, times, ours, "reads")
     one = Served([131072, *[1024] * 15])
     yield row("one of 128k keys among 15 of 1k, share of reading", 0.85,
               timed({"pages": one.pages(), "reads": one.read()}), "pages", "reads")  # fmt: skip
