@@ -102,6 +102,30 @@ def test_few_queries_of_many_sequences(name):
     assert torch.equal(found[0], again[0])
 
 
+@pytest.mark.parametrize("page", [64, None])
+def test_what_the_kernels_before_write_is_read(page):
+    """A call begins before they end, and asks for keys by the lengths and the table that it finds then."""
+    cases = [replace(FEW, page=page, lengths=lengths) for lengths in (LENGTHS, LENGTHS[::-1])]
+    calls = [caches.make(case, "cuda") for case in cases]
+    wanted = [hopper(call)[0] for call in calls]
+    q, k, v = (torch.zeros_like(t) for t in (calls[0].q, calls[0].k, calls[0].v))
+    of_lengths, table = calls[0].layout.lengths.clone(), None if page is None else calls[0].layout.table.clone()
+    layout, found = tw.Cached(of_lengths, table), []
+    for call in calls * 10:
+        for mine, its in (
+            (q, call.q),
+            (k, call.k),
+            (v, call.v),
+            (table, call.layout.table),
+            (of_lengths, call.layout.lengths),
+        ):
+            if mine is not None:
+                mine.copy_(its)
+        found.append(tw.attention(q, k, v, layout=layout, **call.options, backend="hopper"))
+    for got, want in zip(found, wanted * 10, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("queries", [1, 130])
 def test_a_graph_captured_short_is_replayed_long_without_a_wait(queries):

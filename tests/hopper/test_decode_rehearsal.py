@@ -1,4 +1,5 @@
-"""Hopper's roles for few queries, rehearsed: each key tile of each sequence comes from its pages, once, K before V."""
+"""Hopper's roles for few queries, rehearsed: each key tile of each sequence comes from its pages, once, K before V; and
+what is asked for before earlier kernels are complete."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -7,46 +8,84 @@ import pytest
 import torch
 from hopper import pretend
 from hopper.calls import call
-from hopper.pretend import INSTEAD, Box, Numbers, Scalar, World, functions
+from hopper.pretend import INSTEAD, OPERATORS, Box, Numbers, Scalar, World, functions, plain
 from hopper.rehearsal import cache_of, variant_of
 
 import tilewise as tw
 from tilewise.hopper import decode_launch
+from tilewise.hopper.tiles import padded
+from tilewise.tile.rows import Rows
 
 LENGTHS, WIDTH, H, H_K = (2500, 3, 0, 513, 64, 65), 2560, 8, 2
 GONE = 1 << 30
 """What the table holds where no query needs the page."""
 
 
-class Lanes:
-    """A vector of integers, one a lane."""
+PREFETCHED = 4
+"""Key tiles of a program that are asked for first, as in the kernel."""
+OF_K, OF_V = (Rows(Scalar(first), 1 << 40, 1 << 16, 1 << 8) for first in (0, 1 << 80))
+
+
+class Lanes(Scalar):
+    """A vector of integers or truths."""
 
     type = SimpleNamespace(layout=None)
 
     def __init__(self, values):
-        self.values = [int(value) for value in values]
+        self.value = [plain(value) for value in values]
 
-    def __add__(self, other):
-        return Lanes(value + int(other) for value in self.values)
 
-    def __eq__(self, other):
-        return Lanes(value == int(other) for value in self.values)
+def give_operators(name, function):
+    """One operator of vectors with each other, and with a number."""
 
-    __hash__ = None
+    def others(self, other):
+        return other.value if isinstance(other, Lanes) else [plain(other)] * len(self.value)
+
+    def left(self, other):
+        return Lanes(map(function, self.value, others(self, other)))
+
+    def right(self, other):
+        return Lanes(map(function, others(self, other), self.value))
+
+    for turned, method in (("", left), ("r", right)):
+        setattr(Lanes, f"__{turned}{name}__", method)
+
+
+for _name, _function in OPERATORS.items():
+    give_operators(_name, _function)
 
 
 class Language(pretend.Language):
-    """What the loading warp does with a vector of pages."""
+    """What the loading warp does with vectors, one number a lane."""
 
+    BlockedLayout = staticmethod(lambda size, *_: None if size == [1] else Numbers())
     arange = staticmethod(lambda first, end, layout: Numbers() if layout is not None else Lanes(range(first, end)))
-    sum = staticmethod(lambda x, _: Scalar(sum(x.values)) if isinstance(x, Lanes) else Numbers())
+    sum = staticmethod(lambda x, _: Scalar(sum(x.value)) if isinstance(x, Lanes) else Numbers())
     num_warps = staticmethod(lambda: 4)
+
+    def __init__(self, table=None):
+        self.table = table
 
     @staticmethod
     def where(c, a, b):
         if isinstance(c, Lanes):
-            return Lanes(x if chosen else b for chosen, x in zip(c.values, a.values, strict=True))
+            return Lanes(x if chosen else b for chosen, x in zip(c.value, a.value, strict=True))
         return pretend.Language.where(c, a, b)
+
+    def load(self, at, *given, mask=True, other=None, **options):
+        if isinstance(at, Lanes):
+            entries = self.table.flatten().tolist()
+            return Lanes(entries[n] if there else other for n, there in zip(at.value, mask.value, strict=True))
+        return pretend.Language.load(at, *given, mask=mask, other=other, **options)
+
+
+def prefetch(ptr, seen):
+    """What lies where a kernel asks for a line: its operand, page or entry, head, row and column."""
+    for at, there in zip(ptr.value, seen.value, strict=True):
+        if there:
+            place = at % (1 << 80)
+            row, head, column = (place >> 16) % (1 << 24), (place >> 8) & 255, place & 255
+            pretend.world.record("prefetched", "kv"[at >> 80], place >> 40, head, row, column)
 
 
 def line_of_call(p, W):
@@ -54,8 +93,8 @@ def line_of_call(p, W):
     places = [max(1, -(-n // decode_launch.plan(p).split.B_C)) for n in LENGTHS]
     ends = torch.tensor(places).cumsum(0).tolist()
     programs = max(1, min(W, ends[-1]))
-    pieces = [(w * ends[-1] // programs, (w + 1) * ends[-1] // programs) for w in range(programs)]
-    return ends, places, pieces + [(0, 0)] * (W - programs)
+    firsts = [w * ends[-1] // programs for w in range(W + 1)]
+    return ends, places, [(firsts[w], firsts[w + (w < programs)]) for w in range(W)]
 
 
 def paged(page):
@@ -68,11 +107,16 @@ def paged(page):
     return table, place_of
 
 
-def rehearsed(D, page, M, W, mask, monkeypatch):
-    """Tiles that are multiplied, by sequence and key head; and how often a program stores what it has summed."""
+def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
+    """What happens in the roles of a call, and where its pages and places are. `early` changes what the table holds
+    before earlier kernels are complete."""
     table, place_of = paged(page) if page else (None, {})
+    before = table if early is None else early(table)
     B = len(LENGTHS)
-    keys, layout = (B * WIDTH // page, page) if page else (B, WIDTH), tw.Cached(torch.tensor(LENGTHS), table)
+    keys, layout = (
+        (B * WIDTH // page, page) if page else (B, WIDTH),
+        tw.Cached(torch.tensor(LENGTHS), table, index=index),
+    )
     p, x = call(M, 0, D, H, H_K, batch=(B,), keys=keys, mask=mask, layout=layout, backend="hopper")
     assert decode_launch.splits(p)
     split = decode_launch.plan(p).split
@@ -100,7 +144,8 @@ def rehearsed(D, page, M, W, mask, monkeypatch):
     done = lambda *given: pretend.world.record("stored")  # noqa: E731
     pair = lambda *_: (Numbers(), Numbers())  # noqa: E731
     instead = {
-        "own_piece": own_piece, "pages_from": pages_from, "warpgroup_mma": multiply, "gl": Language(),
+        "own_piece": own_piece, "pages_from": pages_from, "warpgroup_mma": multiply, "gl": Language(before),
+        "prefetch": prefetch,
         "places_of": lambda *_: (Numbers(), Numbers(), Numbers()), "address": lambda *_: Numbers(),
         "visible": lambda *_: Numbers(), "apply_scores": lambda *_: Numbers(), "row_max": pair,
         "rescaling": lambda *_: Numbers(), "write": done, "store_partial": done, "zero_outside": lambda *_: None,
@@ -111,14 +156,17 @@ def rehearsed(D, page, M, W, mask, monkeypatch):
     kernel = functions("tilewise.hopper.forward.decode")["attention_decode"]
     size = decode_launch.plan(p).boxes[0].block_shape
     k, v = (Box(name, 2 * size[2] * size[3], size) for name in "kv")
+    k.shape = [keys[0], H_K, keys[1], D]
+    cache = cache_of(p, x)
+    cache = cache._replace(table=Scalar(0) if page else None)
     world = pretend.world = World(W * H_K)
     variant = variant_of(p, x, None)._replace(sink=None)
-    arguments = Numbers(), k, v, Numbers(), Numbers(), Numbers(), cache_of(p, x), variant, 1.0, H_K, W, split
-    world.run([((n,), lambda: kernel(*arguments, max(64, D))) for n in range(world.programs)])
+    arguments = Numbers(), k, v, OF_K, OF_V, Numbers(), Numbers(), Numbers(), cache, variant, 1.0, H_K, W, split
+    world.run([((n,), lambda: kernel(*arguments, padded(p))) for n in range(world.programs)])
     functions.cache_clear()
     if world.failure:
         raise world.failure
-    return *told(world.events, page, place_of), split, pieces, ends, places
+    return world.events, place_of, split, pieces, ends, places
 
 
 def told(events, page, place_of):
@@ -128,6 +176,7 @@ def told(events, page, place_of):
     for what, role, *given in events:
         if what == "stored":
             stored[role[0]] += 1
+        if what != "multiplied":
             continue
         names, tiles = set(), set()
         for (row, panel), (name, entry, h, at, column) in given[0][1:]:
@@ -145,7 +194,8 @@ def told(events, page, place_of):
 @pytest.mark.parametrize(("D", "page"), [(128, 64), (128, 16), (64, 128), (64, 8), (128, 0)])
 @pytest.mark.parametrize(("M", "W"), [(1, 3), (4, 1), (2, 40)])
 def test_each_tile_is_multiplied_once_in_order(monkeypatch, mask, D, page, M, W):
-    seen, stored, split, pieces, ends, places = rehearsed(D, page, M, W, mask, monkeypatch)
+    events, place_of, split, pieces, ends, places = rehearsed(D, page, M, W, mask, monkeypatch)
+    seen, stored = told(events, page, place_of)
     for b, n in enumerate(LENGTHS):
         tiles = [j * split.B_C for j in range(-(-n // split.B_C))]
         for h in range(H_K):
@@ -157,3 +207,37 @@ def test_each_tile_is_multiplied_once_in_order(monkeypatch, mask, D, page, M, W)
     for w, (first, stop) in enumerate(pieces):
         of_rows = sum(first < end and stop > end - own for end, own in zip(ends, places, strict=True))
         assert [stored[w * H_K + h] for h in range(H_K)] == [of_rows if stop > first else 0] * H_K
+
+
+@pytest.mark.parametrize(("D", "page"), [(128, 64), (128, 16), (64, 128), (64, 8), (128, 0), (72, 64)])
+@pytest.mark.parametrize("W", [1, 3, 40])
+def test_the_first_tiles_are_asked_for(monkeypatch, D, page, W):
+    events, place_of, split, pieces, ends, places = rehearsed(D, page, 1, W, tw.Causal(), monkeypatch)
+    asked = defaultdict(set)
+    for what, role, *given in events:
+        if what == "prefetched":
+            name, entry, h, row, column = given
+            assert h == role[0] % H_K
+            b, number = place_of[entry] if page else (entry, 0)
+            asked[role[0], name].add((b, number * page + row, column))
+    for w, (first, stop) in enumerate(pieces):
+        b = next(b for b, end in enumerate(ends) if end > first or end == ends[-1])
+        j = (first - ends[b] + places[b]) * split.B_C
+        count = min(PREFETCHED, stop - first, ends[b] - first) * split.B_C
+        rows = range(j, min(j + count, LENGTHS[b])) if stop > first else ()
+        lines = {(b, row, column) for row in rows for column in range(0, D, 64)}
+        for h in range(H_K):
+            assert asked[w * H_K + h, "k"] == asked[w * H_K + h, "v"] == lines
+
+
+@pytest.mark.parametrize("entry", [-1, GONE, -GONE])
+def test_no_address_outside_the_cache_is_asked_for(monkeypatch, entry):
+    """Before earlier kernels are complete a table may hold anything."""
+    events, *_ = rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, lambda table: torch.full_like(table, entry))
+    assert {what for what, *_ in events} == {"multiplied", "stored"}
+
+
+def test_nothing_is_asked_for_by_an_index(monkeypatch):
+    index = torch.arange(len(LENGTHS))
+    events, *_ = rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, index=index)
+    assert {what for what, *_ in events} == {"multiplied", "stored"}

@@ -26,7 +26,7 @@ REGISTERS = 112
 
 
 class Plan(NamedTuple):
-    """The parts of a launch that follow from the problem alone, under the names of the portable kernel's plan."""
+    """The parts of a launch that follow from the problem alone, named as the portable kernel's."""
 
     split: Split
     programs: int
@@ -69,9 +69,8 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
     K, V = (Descriptor(t, seen) for t, seen in zip(x[1:3], pl.boxes, strict=True))
-    arguments = (
-        rows(adjacent(x.q)), K, V, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs,
-    )  # fmt: skip
+    inputs = rows(adjacent(x.q)), K, V, rows(x.k), rows(x.v)
+    arguments = *inputs, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs
     constants = {"split": pl.split, "D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]

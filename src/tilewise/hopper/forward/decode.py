@@ -3,8 +3,8 @@
     load    one warp    loads tiles of K and V by TMA, one after the other, also over the ends of sequences
     attend  4 warps     compute S^T = K Q^T, the online softmax in registers, O^T += V^T P^T
 
-Transposed, a product has 64 keys by 16 rows of queries: matrix units take 64 rows of the left operand, and there are
-few queries. Stages hold what arrives while `attend` ends one sequence and begins the next.
+Transposed, a product has 64 keys by 16 rows of queries: the left operand has 64 rows at least. Stages hold what arrives
+while `attend` ends one sequence and begins the next.
 """
 
 from triton.experimental import gluon
@@ -24,6 +24,7 @@ from ..parts.channel import (
     barriers,
     expect,
     launch_dependents,
+    prefetch,
     stage,
     wait,
     wait_before,
@@ -31,6 +32,8 @@ from ..parts.channel import (
 )
 from ..parts.ragged import zero_outside
 
+PREFETCHED = gl.constexpr(4)
+"""Key tiles that a program asks for before earlier kernels are complete."""
 IN_FLIGHT = gl.constexpr(4)
 """Tiles that may be under way at a time: with more, memory is slower."""
 
@@ -57,8 +60,39 @@ def pages_from(batch, work, row, SIZE: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(X, keys, y, entry, h, row, pages, n, P: gl.constexpr):
-    """Load the tile of keys from `row` on into use y. Lane n of `pages` holds the page of its first box."""
+def prefetch_tiles(K, of_k, of_v, batch, variant, H_k, W, split: gl.constexpr, LINES: gl.constexpr):
+    """Bring a program's first keys and values into L2 while earlier kernels run. Rows have LINES of 64 columns.
+    Lengths and table may not be written yet: nothing that is read here is kept, and no address is outside the cache."""
+    P: gl.constexpr = split.P
+    line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
+    work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
+    n = gl.arange(0, PREFETCHED * split.B_C * LINES, gl.BlockedLayout([1], [32], [1], [0]))
+    j, column = work.lo * split.B_C + n // LINES, n % LINES * 64
+    seen = (at < stop) & (j >= work.first) & (j < gl.minimum(work.last, work.hi * split.B_C))
+    entry, row = work.b.to(gl.int64), work.start.to(gl.int64) + j
+    if P > 0:
+        entry = gl.load(batch.table + entry * (batch.width // 2) + j // P, mask=seen, other=0).to(gl.int64)
+        row = row % P
+    seen = seen & (entry >= 0) & (entry < K.shape[0]) & (row < K.shape[2])
+    prefetch(of_k.ptr + (entry * of_k.batch + row * of_k.row + h * of_k.head + column), seen & (column < split.d))
+    prefetch(of_v.ptr + (entry * of_v.batch + row * of_v.row + h * of_v.head + column), seen & (column < split.d_v))
+
+
+@gluon.jit
+def entries_of(pages, entry, n, BOXES: gl.constexpr, P: gl.constexpr):
+    """Return where a tile's boxes lie: in an entry of a contiguous cache, or in the pages of lanes n and after."""
+    if P == 0:
+        return (entry,)
+    else:
+        found = ()
+        for s in gl.static_range(BOXES):
+            found += (gl.sum(gl.where(gl.arange(0, 32, pages.type.layout) == n + s, pages, 0), 0),)
+        return found
+
+
+@gluon.jit
+def load_tile(X, keys, y, entries, h, row, P: gl.constexpr):
+    """Load the tile of keys from `row` on into use y."""
     SIZE: gl.constexpr = X.block_type.shape[2]
     STAGES: gl.constexpr = keys.memory.shape[0]
     B_C: gl.constexpr = keys.memory.shape[3]
@@ -71,19 +105,20 @@ def load_tile(X, keys, y, entry, h, row, pages, n, P: gl.constexpr):
     for s in gl.static_range(B_C // SIZE):
         at = row + s * SIZE
         if P > 0:
-            entry = gl.sum(gl.where(gl.arange(0, 32, pages.type.layout) == n + s, pages, 0), 0)
             at = at % P
         for c in gl.static_range(PANELS):
             box = panels.index(y % STAGES * PANELS + c).slice(s * SIZE, SIZE, 2)
-            triton_compat.load(X, [entry, h, at, 64 * c], bar, box)
+            triton_compat.load(X, [entries[s], h, at, 64 * c], bar, box)
 
 
 @gluon.jit
-def load(K, V, keys, batch, variant, H_k, W, split: gl.constexpr):
-    """Run the producer warp. Pages of the next sequence are looked up while those of this one are loaded."""
+def load(K, V, of_k, of_v, keys, batch, variant, H_k, W, split: gl.constexpr):
+    """Run the producer warp. The next sequence's pages are looked up while this one is loaded."""
     P: gl.constexpr = split.P
     SIZE: gl.constexpr = K.block_type.shape[2]
     BOXES: gl.constexpr = split.B_C // SIZE
+    if batch.index is None:  # which may not be written yet either, and tells where the table is read
+        prefetch_tiles(K, of_k, of_v, batch, variant, H_k, W, split, keys.memory.shape[4] // 64)
     wait_dependencies()
     line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
     work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
@@ -100,9 +135,10 @@ def load(K, V, keys, batch, variant, H_k, W, split: gl.constexpr):
             if n == 0:
                 pages = more
                 more = pages_from(batch, work, t * split.B_C + 32 * SIZE, SIZE, P)
+            entries = entries_of(pages, entry, n, BOXES, P)
             row = work.start + t * split.B_C
-            load_tile(K, keys, y, entry, h, row, pages, n, P)
-            load_tile(V, keys, y + 1, entry, h, row, pages, n, P)
+            load_tile(K, keys, y, entries, h, row, P)
+            load_tile(V, keys, y + 1, entries, h, row, P)
             y += 2
         work, more = following, more_following
 
@@ -200,10 +236,13 @@ def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.co
 
 
 @gluon.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
-def attention_decode(Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, D: gl.constexpr):
+def attention_decode(
+    Q, K, V, of_k, of_v, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
     """Sum one piece of the line of one key head. Neighbouring programs read the heads of one key at a time.
 
-    Q, O and L are `Rows`; K and V are boxes of 64 columns. D is the head size in shared memory.
+    Q, O and L are `Rows`; K and V are boxes of 64 columns, of_k and of_v the same as `Rows`. D is the head size in
+    shared memory.
     """
     of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_R, D], K.dtype)
     of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_C, split.B_R], K.dtype)
@@ -216,7 +255,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: g
     gl.warp_specialize(
         [
             (attend, (Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split)),
-            (load, (K, V, keys, batch, variant, H_k, W, split)),
+            (load, (K, V, of_k, of_v, keys, batch, variant, H_k, W, split)),
         ],
         [1], [72],
     )  # fmt: skip
