@@ -240,14 +240,19 @@ def line(each: dict[str, Any]) -> str:
     return f"{each['what']}: {found:.3f} ({'at least' if least else 'at most'} {bar}: {told}), {what}"
 
 
+def reading_rows(s: Served, what: str, bar: float) -> Iterator[dict[str, Any]]:
+    """Yield the share of reading that tilewise reaches, by default and by the Hopper back end."""
+    times = timed({"tilewise": s.pages(), "tilewise, hopper": s.pages(backend="hopper"), "reads": s.read()})
+    for ours in ("tilewise", "tilewise, hopper"):
+        yield row(f"{what}, share of reading", bar, times, ours, "reads")
+
+
 def decode_rows() -> Iterator[dict[str, Any]]:
     """Yield what one query a sequence takes."""
     sizes = ((1, 32768, 0.88), (8, 4096, 0.88), (32, 4096, 0.95), (128, 1024, 0.95), (8, 32768, 0.95), (64, 8192, 0.95))
     for B, n, bar in sizes:
         s, what = Served([n] * B), f"{B} sequences of {n} keys"
-        times = timed({"tilewise": s.pages(), "tilewise, hopper": s.pages(backend="hopper"), "reads": s.read()})
-        for ours in ("tilewise", "tilewise, hopper"):
-            yield row(f"{what}, share of reading", bar, times, ours, "reads")
+        yield from reading_rows(s, what, bar)
         calls = ours_of(s)
         times = timed(calls | peers(s))
         for ours in calls:
@@ -258,12 +263,8 @@ def decode_rows() -> Iterator[dict[str, Any]]:
     yield absolute("1 sequence of 1024 keys", 7.5, times, "tilewise")
     made = torch.Generator().manual_seed(0)
     mixed = Served(torch.randint(128, 32768, (64,), generator=made).tolist())
-    times = timed({"tilewise": mixed.pages(), "tilewise, hopper": mixed.pages(backend="hopper"), "reads": mixed.read()})
-    for ours in ("tilewise", "tilewise, hopper"):
-        yield row("64 mixed lengths, share of reading", 0.88, times, ours, "reads")
-    one = Served([131072, *[1024] * 15])
-    yield row("one of 128k keys among 15 of 1k, share of reading", 0.85,
-              timed({"pages": one.pages(), "reads": one.read()}), "pages", "reads")  # fmt: skip
+    yield from reading_rows(mixed, "64 mixed lengths", 0.88)
+    yield from reading_rows(Served([131072, *[1024] * 15]), "one of 128k keys among 15 of 1k", 0.85)
     sizes = {page: Served([8192] * 32, page) for page in (1, 16, 128)}
     times = timed({f"pages of {page}": s.pages() for page, s in sizes.items()})
     yield row("pages of 16 against 128", 0.95, times, "pages of 16", "pages of 128")

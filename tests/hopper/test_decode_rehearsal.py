@@ -13,16 +13,13 @@ from hopper.rehearsal import cache_of, variant_of
 
 import tilewise as tw
 from tilewise.hopper import decode_launch
+from tilewise.hopper.forward.decode import PREFETCHED
 from tilewise.hopper.tiles import padded
 from tilewise.tile.rows import Rows
 
 LENGTHS, WIDTH, H, H_K = (2500, 3, 0, 513, 64, 65), 2560, 8, 2
 GONE = 1 << 30
 """What the table holds where no query needs the page."""
-
-
-PREFETCHED = 4
-"""Key tiles of a program that are asked for first, as in the kernel."""
 OF_K, OF_V = (Rows(Scalar(first), 1 << 40, 1 << 16, 1 << 8) for first in (0, 1 << 80))
 
 
@@ -113,10 +110,8 @@ def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
     table, place_of = paged(page) if page else (None, {})
     before = table if early is None else early(table)
     B = len(LENGTHS)
-    keys, layout = (
-        (B * WIDTH // page, page) if page else (B, WIDTH),
-        tw.Cached(torch.tensor(LENGTHS), table, index=index),
-    )
+    keys = (B * WIDTH // page, page) if page else (B, WIDTH)
+    layout = tw.Cached(torch.tensor(LENGTHS), table, index=index)
     p, x = call(M, 0, D, H, H_K, batch=(B,), keys=keys, mask=mask, layout=layout, backend="hopper")
     assert decode_launch.splits(p)
     split = decode_launch.plan(p).split
@@ -223,7 +218,7 @@ def test_the_first_tiles_are_asked_for(monkeypatch, D, page, W):
     for w, (first, stop) in enumerate(pieces):
         b = next(b for b, end in enumerate(ends) if end > first or end == ends[-1])
         j = (first - ends[b] + places[b]) * split.B_C
-        count = min(PREFETCHED, stop - first, ends[b] - first) * split.B_C
+        count = min(PREFETCHED.value, stop - first, ends[b] - first) * split.B_C
         rows = range(j, min(j + count, LENGTHS[b])) if stop > first else ()
         lines = {(b, row, column) for row in rows for column in range(0, D, 64)}
         for h in range(H_K):

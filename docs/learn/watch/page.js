@@ -5,7 +5,7 @@ tilewise.page = (() => {
   const { story, Run, at } = tilewise;
   const { labels, say, words } = story;
   const element = (id) => document.getElementById(id);
-  /** What stays as it is needs no layout and no drawing. */
+  /** Change a text only where it differs: what stays as it is needs no layout and no drawing. */
   const write = (where, text) => where.textContent !== text && (where.textContent = text);
   const form = element("settings");
 

@@ -117,7 +117,7 @@ def load(K, V, of_k, of_v, keys, batch, variant, H_k, W, split: gl.constexpr):
     P: gl.constexpr = split.P
     SIZE: gl.constexpr = K.block_type.shape[2]
     BOXES: gl.constexpr = split.B_C // SIZE
-    if batch.index is None:  # which may not be written yet either, and tells where the table is read
+    if batch.index is None:  # an index may not be written yet either, and says where the table is read
         prefetch_tiles(K, of_k, of_v, batch, variant, H_k, W, split, keys.memory.shape[4] // 64)
     wait_dependencies()
     line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
