@@ -72,6 +72,8 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
     """Add the partial sums of one row of one query head, B_X at a time, in the order of keys. Other rows are done."""
     G: tl.constexpr = split.G
     D_V: tl.constexpr = split.d_v
+    if split.EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     line = line_of(batch, variant.mask, W, tl.arange(0, split.B_B), split)
     row, head = tl.program_id(0) // (G * H_k), tl.program_id(0) % (G * H_k)
     B = batch.B // 2
@@ -88,18 +90,16 @@ def attention_combine(O, L, partial, batch, variant, H_k, W, split: tl.constexpr
         first = owner_of(line, place)
         parts = owner_of(line, place + each - 1) - first + 1
     sums = (b < B) & (i >= 0) & (i < M) & (parts > 1)
-    if split.HOPPER and (sums | (tl.program_id(0) == 0)):  # one waits anyway, so that this ends after attention_decode
-        tl.extra.cuda.gdc_wait()
-        if split.EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-    if not sums:
-        return
-    _, N = keys_of(batch, b)
-    lo, _ = key_range_of(variant.mask, b, N - M, N)
+    _, N = keys_of(batch, b_real)
+    lo, _ = key_range_of(variant.mask, b_real, N - M, N)
     # groups of chunks begin at the same keys, wherever this call's queries begin
     skip = lo // split.CHUNK % B_X if split.CHUNK > 0 else 0
     BLOCK: tl.constexpr = width(tl.float32, D_V)
     entries = tl.arange(0, BLOCK)
+    if split.HOPPER and (sums | (tl.program_id(0) == 0)):  # one waits anyway, so that this ends after attention_decode
+        tl.extra.cuda.gdc_wait()
+    if not sums:
+        return
     acc = tl.zeros([1, BLOCK], tl.float32)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)

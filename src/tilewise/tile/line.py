@@ -97,8 +97,9 @@ def line_of(batch, mask, W, sequences, split: tl.constexpr):
 @triton.jit
 def piece_of(line, w):
     """Return the places [first, last) of program w; none if it is not needed."""
-    first = (w.to(tl.int64) * line.total // line.programs).to(tl.int32)
-    last = ((w + 1).to(tl.int64) * line.total // line.programs).to(tl.int32)
+    each, rest = line.total // line.programs, line.total % line.programs  # w * total may exceed 32 bits
+    first = w * each + w * rest // line.programs
+    last = (w + 1) * each + (w + 1) * rest // line.programs
     return first, tl.where(w < line.programs, last, first)
 
 
