@@ -90,7 +90,9 @@ def calls() -> dict[str, dict[str, Any]]:
             "page": S,
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
             "sink": meta(H, dtype=torch.float32),
-            "layout": tw.Cached(meta(B, dtype=torch.int32), starts=meta(B, dtype=torch.int32)),
+            "layout": tw.Cached(
+                meta(B, dtype=torch.int32), starts=meta(B, dtype=torch.int32), index=meta(B, dtype=torch.int32)
+            ),
         },
         "cache, window": {
             "mask": tw.Causal() & tw.Window(300, 0),

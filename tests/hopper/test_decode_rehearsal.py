@@ -1,5 +1,5 @@
 """Hopper's roles for few queries, rehearsed: each key tile of each sequence comes from its pages, once, K before V; and
-what is asked for before earlier kernels are complete."""
+what is loaded before earlier kernels are complete."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -8,81 +8,48 @@ import pytest
 import torch
 from hopper import pretend
 from hopper.calls import call
-from hopper.pretend import INSTEAD, OPERATORS, Box, Numbers, Scalar, World, functions, plain
+from hopper.pretend import INSTEAD, NAMES, Box, Numbers, Scalar, World, functions
 from hopper.rehearsal import cache_of, variant_of
 
 import tilewise as tw
 from tilewise.hopper import decode_launch
-from tilewise.hopper.forward.decode import PREFETCHED
+from tilewise.hopper.forward.decode import EARLY_TILES
 from tilewise.hopper.tiles import padded
-from tilewise.tile.rows import Rows
 
 LENGTHS, WIDTH, H, H_K = (2500, 3, 0, 513, 64, 65), 2560, 8, 2
 GONE = 1 << 30
 """What the table holds where no query needs the page."""
-OF_K, OF_V = (Rows(Scalar(first), 1 << 40, 1 << 16, 1 << 8) for first in (0, 1 << 80))
 
 
-class Lanes(Scalar):
-    """A vector of integers or truths."""
+class Lanes:
+    """A vector of integers, one a lane."""
 
     type = SimpleNamespace(layout=None)
 
     def __init__(self, values):
-        self.value = [plain(value) for value in values]
+        self.values = [int(value) for value in values]
 
+    def __add__(self, other):
+        return Lanes(value + int(other) for value in self.values)
 
-def give_operators(name, function):
-    """One operator of vectors with each other, and with a number."""
+    def __eq__(self, other):
+        return Lanes(value == int(other) for value in self.values)
 
-    def others(self, other):
-        return other.value if isinstance(other, Lanes) else [plain(other)] * len(self.value)
-
-    def left(self, other):
-        return Lanes(map(function, self.value, others(self, other)))
-
-    def right(self, other):
-        return Lanes(map(function, others(self, other), self.value))
-
-    for turned, method in (("", left), ("r", right)):
-        setattr(Lanes, f"__{turned}{name}__", method)
-
-
-for _name, _function in OPERATORS.items():
-    give_operators(_name, _function)
+    __hash__ = None
 
 
 class Language(pretend.Language):
-    """What the loading warp does with vectors, one number a lane."""
+    """What the loading warp does with a vector of pages."""
 
-    BlockedLayout = staticmethod(lambda size, *_: None if size == [1] else Numbers())
     arange = staticmethod(lambda first, end, layout: Numbers() if layout is not None else Lanes(range(first, end)))
-    sum = staticmethod(lambda x, _: Scalar(sum(x.value)) if isinstance(x, Lanes) else Numbers())
+    sum = staticmethod(lambda x, _: Scalar(sum(x.values)) if isinstance(x, Lanes) else Numbers())
     num_warps = staticmethod(lambda: 4)
-
-    def __init__(self, table=None):
-        self.table = table
 
     @staticmethod
     def where(c, a, b):
         if isinstance(c, Lanes):
-            return Lanes(x if chosen else b for chosen, x in zip(c.value, a.value, strict=True))
+            return Lanes(x if chosen else b for chosen, x in zip(c.values, a.values, strict=True))
         return pretend.Language.where(c, a, b)
-
-    def load(self, at, *given, mask=True, other=None, **options):
-        if isinstance(at, Lanes):
-            entries = self.table.flatten().tolist()
-            return Lanes(entries[n] if there else other for n, there in zip(at.value, mask.value, strict=True))
-        return pretend.Language.load(at, *given, mask=mask, other=other, **options)
-
-
-def prefetch(ptr, seen):
-    """What lies where a kernel asks for a line: its operand, page or entry, head, row and column."""
-    for at, there in zip(ptr.value, seen.value, strict=True):
-        if there:
-            place = at % (1 << 80)
-            row, head, column = (place >> 16) % (1 << 24), (place >> 8) & 255, place & 255
-            pretend.world.record("prefetched", "kv"[at >> 80], place >> 40, head, row, column)
 
 
 def line_of_call(p, W):
@@ -90,8 +57,8 @@ def line_of_call(p, W):
     places = [max(1, -(-n // decode_launch.plan(p).split.B_C)) for n in LENGTHS]
     ends = torch.tensor(places).cumsum(0).tolist()
     programs = max(1, min(W, ends[-1]))
-    firsts = [w * ends[-1] // programs for w in range(W + 1)]
-    return ends, places, [(firsts[w], firsts[w + (w < programs)]) for w in range(W)]
+    pieces = [(w * ends[-1] // programs, (w + 1) * ends[-1] // programs) for w in range(programs)]
+    return ends, places, pieces + [(0, 0)] * (W - programs)
 
 
 def paged(page):
@@ -104,11 +71,12 @@ def paged(page):
     return table, place_of
 
 
-def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
-    """What happens in the roles of a call, and where its pages and places are. `early` changes what the table holds
-    before earlier kernels are complete."""
+def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
+    """What happens in the roles of a call, and where its pages and places are. The table may be `written_late`: before
+    earlier kernels are complete, all its entries are that number."""
     table, place_of = paged(page) if page else (None, {})
-    before = table if early is None else early(table)
+    before = table if written_late is None else torch.full_like(table, written_late)
+    waited = set()  # roles
     B = len(LENGTHS)
     keys = (B * WIDTH // page, page) if page else (B, WIDTH)
     layout = tw.Cached(torch.tensor(LENGTHS), table, index=index)
@@ -130,7 +98,13 @@ def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
         rows = [int(row) + lane * SIZE for lane in range(32)]
         if P == 0:
             return Lanes(rows)
-        return Lanes(table[int(work.b), r // P] if r < int(work.last) else -1 for r in rows)
+        now = table if pretend.world.here.role in waited else before
+        return Lanes(now[int(work.b), r // P] if r < int(work.last) else -1 for r in rows)
+
+    def load(box, at, *given):
+        place = box.name, *map(int, at)
+        pretend.world.record("loaded" if pretend.world.here.role in waited else "loaded early", place)
+        pretend.load(box, at, *given)
 
     def multiply(left, right, *_, **__):
         pretend.world.record("multiplied", left.cell.content)
@@ -139,8 +113,9 @@ def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
     done = lambda *given: pretend.world.record("stored")  # noqa: E731
     pair = lambda *_: (Numbers(), Numbers())  # noqa: E731
     instead = {
-        "own_piece": own_piece, "pages_from": pages_from, "warpgroup_mma": multiply, "gl": Language(before),
-        "prefetch": prefetch,
+        "own_piece": own_piece, "pages_from": pages_from, "warpgroup_mma": multiply, "gl": Language(),
+        "triton_compat": SimpleNamespace(**vars(NAMES["triton_compat"]) | {"load": load}),
+        "wait_dependencies": lambda: waited.add(pretend.world.here.role),
         "places_of": lambda *_: (Numbers(), Numbers(), Numbers()), "address": lambda *_: Numbers(),
         "visible": lambda *_: Numbers(), "apply_scores": lambda *_: Numbers(), "row_max": pair,
         "rescaling": lambda *_: Numbers(), "write": done, "store_partial": done, "zero_outside": lambda *_: None,
@@ -151,12 +126,9 @@ def rehearsed(D, page, M, W, mask, monkeypatch, early=None, index=None):
     kernel = functions("tilewise.hopper.forward.decode")["attention_decode"]
     size = decode_launch.plan(p).boxes[0].block_shape
     k, v = (Box(name, 2 * size[2] * size[3], size) for name in "kv")
-    k.shape = [keys[0], H_K, keys[1], D]
-    cache = cache_of(p, x)
-    cache = cache._replace(table=Scalar(0) if page else None)
     world = pretend.world = World(W * H_K)
     variant = variant_of(p, x, None)._replace(sink=None)
-    arguments = Numbers(), k, v, OF_K, OF_V, Numbers(), Numbers(), Numbers(), cache, variant, 1.0, H_K, W, split
+    arguments = Numbers(), k, v, Numbers(), Numbers(), Numbers(), cache_of(p, x), variant, 1.0, H_K, W, split
     world.run([((n,), lambda: kernel(*arguments, padded(p))) for n in range(world.programs)])
     functions.cache_clear()
     if world.failure:
@@ -204,35 +176,39 @@ def test_each_tile_is_multiplied_once_in_order(monkeypatch, mask, D, page, M, W)
         assert [stored[w * H_K + h] for h in range(H_K)] == [of_rows if stop > first else 0] * H_K
 
 
+def by_program(events, kind):
+    """What each program loads or multiplies, in order."""
+    found = defaultdict(list)
+    for what, role, *given in events:
+        if what == kind:
+            found[role[0]].append(given[0])
+    return found
+
+
 @pytest.mark.parametrize(("D", "page"), [(128, 64), (128, 16), (64, 128), (64, 8), (128, 0), (72, 64)])
 @pytest.mark.parametrize("W", [1, 3, 40])
-def test_the_first_tiles_are_asked_for(monkeypatch, D, page, W):
-    events, place_of, split, pieces, ends, places = rehearsed(D, page, 1, W, tw.Causal(), monkeypatch)
-    asked = defaultdict(set)
-    for what, role, *given in events:
-        if what == "prefetched":
-            name, entry, h, row, column = given
-            assert h == role[0] % H_K
-            b, number = place_of[entry] if page else (entry, 0)
-            asked[role[0], name].add((b, number * page + row, column))
+def test_the_first_tiles_are_loaded_early_and_again(monkeypatch, D, page, W):
+    events, _, split, pieces, ends, _ = rehearsed(D, page, 1, W, tw.Causal(), monkeypatch)
+    early, later = (by_program(events, when) for when in ("loaded early", "loaded"))
+    boxes = split.B_C // min(page or split.B_C, split.B_C) * (2 if D > 64 else 1)
+    tile = 2 * boxes  # of K and of V
     for w, (first, stop) in enumerate(pieces):
-        b = next(b for b, end in enumerate(ends) if end > first or end == ends[-1])
-        j = (first - ends[b] + places[b]) * split.B_C
-        count = min(PREFETCHED.value, stop - first, ends[b] - first) * split.B_C
-        rows = range(j, min(j + count, LENGTHS[b])) if stop > first else ()
-        lines = {(b, row, column) for row in rows for column in range(0, D, 64)}
-        for h in range(H_K):
-            assert asked[w * H_K + h, "k"] == asked[w * H_K + h, "v"] == lines
+        b, end = next((b, end) for b, end in enumerate(ends) if end > first)
+        count = tile * min(EARLY_TILES.value, stop - first, end - first if LENGTHS[b] else 0)
+        for n in (w * H_K, w * H_K + 1):
+            assert len(early[n]) == EARLY_TILES.value * tile
+            assert early[n][:count] == later[n][:count]
 
 
 @pytest.mark.parametrize("entry", [-1, GONE, -GONE])
-def test_no_address_outside_the_cache_is_asked_for(monkeypatch, entry):
-    """Before earlier kernels are complete a table may hold anything."""
-    events, *_ = rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, lambda table: torch.full_like(table, entry))
-    assert {what for what, *_ in events} == {"multiplied", "stored"}
+def test_a_table_that_is_written_late_changes_no_product(monkeypatch, entry):
+    """Before earlier kernels are complete a table may hold anything: what is loaded then is dropped."""
+    usual, late = (rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, then)[0] for then in (None, entry))
+    assert {place[1] for boxes in by_program(late, "loaded early").values() for place in boxes} <= {entry, -1}
+    assert by_program(late, "multiplied") == by_program(usual, "multiplied")
 
 
-def test_nothing_is_asked_for_by_an_index(monkeypatch):
-    index = torch.arange(len(LENGTHS))
-    events, *_ = rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, index=index)
-    assert {what for what, *_ in events} == {"multiplied", "stored"}
+def test_nothing_is_loaded_early_by_an_index(monkeypatch):
+    """It may be written late as well, and says where the table is read."""
+    events, *_ = rehearsed(128, 64, 1, 3, tw.Causal(), monkeypatch, index=torch.arange(len(LENGTHS)))
+    assert not by_program(events, "loaded early")

@@ -58,6 +58,8 @@ class Hopper:
         """Tell whether the portable kernels are faster: their backward up to SINGLE tokens and their forward at head
         size 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
         p, recipe = problem, problem.recipe
+        if not backward and decode_launch.splits(p):
+            return decode_launch.slower(p)
         if not backward and (p.few_rows or (recipe.cached and _slower_on_cache(p))):
             return True
         plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
@@ -74,7 +76,7 @@ class Hopper:
         splits = decode_launch.splits(problem)
         of_forward = f"{row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
         if splits:
-            of_forward = f"{decode_launch.told(problem)}; chosen by backend='hopper' alone; "
+            of_forward = f"{decode_launch.told(problem)}; "
         rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
         if problem.recipe.cached:
             rest = "" if splits else _told_of_cache(problem)

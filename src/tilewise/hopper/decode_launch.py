@@ -13,6 +13,7 @@ from ..problem import Operands, Problem, Saved
 from ..tile.line import Split
 from .descriptors import Box, Descriptor, box
 from .forward.decode import attention_decode
+from .plan import width
 from .tiles import padded
 
 ROWS = 16
@@ -23,6 +24,8 @@ SEQUENCES = 256
 """The most sequences, as registers hold the line."""
 REGISTERS = 112
 """Of a thread, before the roles divide them: programs of `attention_combine` fit beside."""
+LONG, LOADED = 1024, 2048
+"""Keys of a sequence, and of a program, from which on these kernels are faster than the portable ones."""
 
 
 class Plan(NamedTuple):
@@ -45,13 +48,24 @@ def splits(p: Problem) -> bool:
     return few and not p.rows_packed and (p.few_rows or (p.recipe.cached and p.out_dtype == p.dtype))
 
 
+def slower(p: Problem) -> bool:
+    """Tell whether the portable kernels are faster: these take longer to begin and to end, so they want many keys."""
+    keys = min(p.N, width(p) + p.M)
+    return keys < LONG or p.B * keys < LOADED * programs_of(p)
+
+
+def programs_of(p: Problem) -> int:
+    """Return how many programs share the keys of a key head: one a multiprocessor in all."""
+    return max(1, multiprocessors(p.q.device) // p.H_k)
+
+
 @lru_cache(4096)
 def plan(p: Problem) -> Plan:
     """Plan a problem: one program a multiprocessor."""
     G, D = p.H // p.H_k, padded(p)
     page = p.k.shape[1] if p.in_layout("table") is not None else 0
     B_C = 8192 // D
-    W = host_split.dividing(p, ROWS, max(1, multiprocessors(p.q.device) // p.H_k))
+    W = host_split.dividing(p, ROWS, programs_of(p))
     split = Split(
         G, p.D, p.D_v, page, ROWS, B_C, 0, power_of_2(p.B), B_C, STAGES, "ieee", HOPPER=True, EARLY=True
     )  # fmt: skip
@@ -69,8 +83,9 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
     K, V = (Descriptor(t, seen) for t, seen in zip(x[1:3], pl.boxes, strict=True))
-    inputs = rows(adjacent(x.q)), K, V, rows(x.k), rows(x.v)
-    arguments = *inputs, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs
+    arguments = (
+        rows(adjacent(x.q)), K, V, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs,
+    )  # fmt: skip
     constants = {"split": pl.split, "D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]

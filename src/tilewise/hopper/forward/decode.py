@@ -24,7 +24,6 @@ from ..parts.channel import (
     barriers,
     expect,
     launch_dependents,
-    prefetch,
     stage,
     wait,
     wait_before,
@@ -32,10 +31,10 @@ from ..parts.channel import (
 )
 from ..parts.ragged import zero_outside
 
-PREFETCHED = gl.constexpr(4)
-"""Key tiles that a program asks for before earlier kernels are complete."""
 IN_FLIGHT = gl.constexpr(4)
 """Tiles that may be under way at a time: with more, memory is slower."""
+EARLY_TILES = gl.constexpr(2)
+"""Key tiles that a program asks for before earlier kernels are complete."""
 
 
 @gluon.jit
@@ -60,22 +59,11 @@ def pages_from(batch, work, row, SIZE: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_tiles(K, of_k, of_v, batch, variant, H_k, W, split: gl.constexpr, LINES: gl.constexpr):
-    """Bring a program's first keys and values into L2 while earlier kernels run. Rows have LINES of 64 columns.
-    Lengths and table may not be written yet: nothing that is read here is kept, and no address is outside the cache."""
-    P: gl.constexpr = split.P
+def first_of(batch, variant, H_k, W, SIZE: gl.constexpr, split: gl.constexpr):
+    """Return the line, a program's key head, its first and last place, what it sums first, and the first pages."""
     line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
     work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
-    n = gl.arange(0, PREFETCHED * split.B_C * LINES, gl.BlockedLayout([1], [32], [1], [0]))
-    j, column = work.lo * split.B_C + n // LINES, n % LINES * 64
-    seen = (at < stop) & (j >= work.first) & (j < gl.minimum(work.last, work.hi * split.B_C))
-    entry, row = work.b.to(gl.int64), work.start.to(gl.int64) + j
-    if P > 0:
-        entry = gl.load(batch.table + entry * (batch.width // 2) + j // P, mask=seen, other=0).to(gl.int64)
-        row = row % P
-    seen = seen & (entry >= 0) & (entry < K.shape[0]) & (row < K.shape[2])
-    prefetch(of_k.ptr + (entry * of_k.batch + row * of_k.row + h * of_k.head + column), seen & (column < split.d))
-    prefetch(of_v.ptr + (entry * of_v.batch + row * of_v.row + h * of_v.head + column), seen & (column < split.d_v))
+    return line, h, at, stop, work, pages_from(batch, work, work.lo * split.B_C, SIZE, split.P)
 
 
 @gluon.jit
@@ -112,35 +100,48 @@ def load_tile(X, keys, y, entries, h, row, P: gl.constexpr):
 
 
 @gluon.jit
-def load(K, V, of_k, of_v, keys, batch, variant, H_k, W, split: gl.constexpr):
-    """Run the producer warp. The next sequence's pages are looked up while this one is loaded."""
+def load_tiles(K, V, keys, y, pages, n, entry, h, row, P: gl.constexpr):
+    """Load the tiles of K and of V into uses y and y + 1. Lane n of `pages` has the first page."""
+    entries = entries_of(pages, entry, n, keys.memory.shape[3] // K.block_type.shape[2], P)
+    load_tile(K, keys, y, entries, h, row, P)
+    load_tile(V, keys, y + 1, entries, h, row, P)
+
+
+@gluon.jit
+def load(K, V, keys, early, batch, variant, H_k, W, split: gl.constexpr):
+    """Run the producer warp.
+
+    Before earlier kernels are complete, it loads the first tiles by `early` and drops them, so that L2 has them. They
+    may not be written yet, nor what says where they are: lengths are cut to the cache, and TMA reads nothing outside,
+    but an index could lead outside the table.
+    """
     P: gl.constexpr = split.P
     SIZE: gl.constexpr = K.block_type.shape[2]
     BOXES: gl.constexpr = split.B_C // SIZE
-    if batch.index is None:  # an index may not be written yet either, and says where the table is read
-        prefetch_tiles(K, of_k, of_v, batch, variant, H_k, W, split, keys.memory.shape[4] // 64)
+    if batch.index is None:
+        _, h, _, _, work, pages = first_of(batch, variant, H_k, W, SIZE, split)
+        for s in gl.static_range(EARLY_TILES):
+            row = work.start + (work.lo + s) * split.B_C
+            load_tiles(K, V, early, 2 * s, pages, s * BOXES, work.b, h, row, P)
     wait_dependencies()
-    line, h, _, at, stop = own_piece(batch, variant, H_k, W, split)
-    work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
-    more = pages_from(batch, work, work.lo * split.B_C, SIZE, P)
+    line, h, at, stop, work, more = first_of(batch, variant, H_k, W, SIZE, split)
+    if batch.index is None:
+        for s in gl.static_range(2 * EARLY_TILES):
+            wait(early.full, s)
     pages = more + 0  # Triton carries no two names of one value through a loop
     y = 0  # tiles of keys and of values so far
     while at < stop:
-        at += work.count
-        following = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
-        more_following = pages_from(batch, following, following.lo * split.B_C, SIZE, P)
         entry = entry_of(batch, work.b).to(gl.int32)
         for t in range(work.lo, work.hi):
             n = (t - work.lo) * BOXES % 32
             if n == 0:
                 pages = more
                 more = pages_from(batch, work, t * split.B_C + 32 * SIZE, SIZE, P)
-            entries = entries_of(pages, entry, n, BOXES, P)
-            row = work.start + t * split.B_C
-            load_tile(K, keys, y, entries, h, row, P)
-            load_tile(V, keys, y + 1, entries, h, row, P)
+            load_tiles(K, V, keys, y, pages, n, entry, h, work.start + t * split.B_C, P)
             y += 2
-        work, more = following, more_following
+        at += work.count
+        work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
+        more = pages_from(batch, work, work.lo * split.B_C, SIZE, P)
 
 
 @gluon.jit
@@ -236,13 +237,10 @@ def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.co
 
 
 @gluon.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
-def attention_decode(
-    Q, K, V, of_k, of_v, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
+def attention_decode(Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, D: gl.constexpr):
     """Sum one piece of the line of one key head. Neighbouring programs read the heads of one key at a time.
 
-    Q, O and L are `Rows`; K and V are boxes of 64 columns, of_k and of_v the same as `Rows`. D is the head size in
-    shared memory.
+    Q, O and L are `Rows`; K and V are boxes of 64 columns. D is the head size in shared memory.
     """
     of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_R, D], K.dtype)
     of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_C, split.B_R], K.dtype)
@@ -251,11 +249,14 @@ def attention_decode(
     p = gl.allocate_shared_memory(K.dtype, [split.B_C, split.B_R], of_p)
     memory = gl.allocate_shared_memory(K.dtype, [split.STAGES, 1, 1, split.B_C, D], of_keys)
     keys = Channel(memory, barriers(split.STAGES, 1), barriers(split.STAGES, 1))
+    early = keys
+    if batch.index is None:
+        early = Channel(memory, barriers(split.STAGES, 1), keys.empty)
     fence_async_shared()
     gl.warp_specialize(
         [
             (attend, (Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split)),
-            (load, (K, V, of_k, of_v, keys, batch, variant, H_k, W, split)),
+            (load, (K, V, keys, early, batch, variant, H_k, W, split)),
         ],
         [1], [72],
     )  # fmt: skip

@@ -98,14 +98,6 @@ def fence_async_global():
 
 
 @gluon.jit
-def prefetch(ptr, seen):
-    """Ask for the line of each address that is `seen` in the L2 cache, where later writes arrive as well. In bulk it
-    would take an instruction a lane."""
-    PTX: gl.constexpr = "{.reg .pred seen; setp.ne.s32 seen, $2, 0; @seen prefetch.global.L2 [$1]; mov.u32 $0, 0;}"
-    gl.inline_asm_elementwise(PTX, "=r,l,r", [ptr, seen.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def end_block(y):
     """End a basic block: ptxas moves no wait over its end. No use y is negative, but ptxas cannot know that."""
     PTX: gl.constexpr = (
