@@ -249,7 +249,7 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: g
     p = gl.allocate_shared_memory(K.dtype, [split.B_C, split.B_R], of_p)
     memory = gl.allocate_shared_memory(K.dtype, [split.STAGES, 1, 1, split.B_C, D], of_keys)
     keys = Channel(memory, barriers(split.STAGES, 1), barriers(split.STAGES, 1))
-    early = keys
+    early = keys  # a role takes no None, and Triton gives the memory of barriers that no role uses to others
     if batch.index is None:
         early = Channel(memory, barriers(split.STAGES, 1), keys.empty)
     fence_async_shared()
