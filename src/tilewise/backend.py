@@ -17,7 +17,7 @@ OLDEST_TRITON = 3, 6
 
 
 class Backend(Protocol):
-    """Every back end has these methods. Its package exports one instance as `backend`."""
+    """Every back end has these methods. Its package's module `backend` holds one instance, of the same name."""
 
     name: str
 
@@ -97,7 +97,7 @@ def load(name: str) -> Backend:
     try:
         if name in ON_TRITON:
             check_triton()
-        return importlib.import_module(f"{__package__}.{name}").backend
+        return importlib.import_module(f"{__package__}.{name}.backend").backend
     except ImportError as error:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called
 

@@ -18,7 +18,7 @@ from tilewise.host.launch import (
 )
 from tilewise.problem import Operands, Problem
 from tilewise.tile.ranges import Variant
-from tilewise.triton import backend as portable
+from tilewise.triton.backend import backend as portable
 from tilewise.triton.launch import constants, plan
 from tilewise.triton.tiles import AMPERE, Tiles, current
 

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
 from tilewise.check import describe
-from tilewise.cpu import Cpu
+from tilewise.cpu.backend import Cpu
 from tilewise.problem import EIGHT_BITS, PRECISIONS, Operands, Recipe, Saved, target_of
 
 from .suites import Case

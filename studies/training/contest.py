@@ -10,8 +10,8 @@ import torch
 from tilewise.cli.console import err, out, progress, table
 
 from ..bench.peers import PEERS
-from .contests import COLUMNS, MOVED, Contest, Trial
-from .trainer import Settings, TrainingError, train_apart
+from .contests import COLUMNS, Contest, Trial
+from .trainer import MOVED, Settings, TrainingError, train_apart
 
 CONTENDERS = (
     "standard", f"standard{MOVED}", "sdpa efficient",

@@ -14,14 +14,13 @@ import matplotlib.pyplot as plt
 from ..bench.results import load, merge
 from ..bench.tables import STANDARD, markdown
 from ..pages.plots import COLOURS, STYLE
+from .trainer import MOVED
 
 PART = "training"
 """Of a results file."""
 EARLY = 10
 """Steps in which two correct trainings cannot have drifted far apart yet."""
 FP32_EPSILON = 2.0**-23
-MOVED = " moved"
-"""Behind an attention's name: its training begins with every weight one rounding away."""
 ABOUT_MOVED = (
     " *Moved*: every weight begins one rounding away, up or down by chance; how far that ends from the same training "
     "unmoved is what chance does to a last loss, whatever the attention."

@@ -25,12 +25,13 @@ from ..bench.peers import PEERS
 from ..bench.results import OURS
 from ..bench.suites import Case
 from ..bench.tables import is_ours
-from .contests import MOVED
 from .gpt import GPT, Attend, batches, in_order, library_text, move, read_tokens
 
 SAMPLES = 5
 SIZES = ("steps", "context", "batch", "layers", "heads", "width", "vocabulary", "learning_rate", "warm_up_steps")
 MATMUL = ("highest", "high")
+MOVED = " moved"
+"""Behind an attention's name: its training begins with every weight one rounding away."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import tilewise as tw
 from hub.write import write as write_hub
 from tilewise.mask import Value
 from tilewise.problem import PRECISIONS
+from tilewise.triton.tiles import TARGETS
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -162,9 +163,6 @@ def test_the_readme_and_the_guide_name_every_mask_and_score():
 
 
 def test_support_names_every_chip_and_precision():
-    pytest.importorskip("triton")
-    from tilewise.triton import TARGETS  # here, because it needs Triton
-
     table = [line for line in (ROOT / "docs/use/support.md").read_text().splitlines() if line.startswith("| ")]
     (chips,) = [line for line in table if line.startswith("| chips")]
     assert {target.strip("smgfx_") for target in TARGETS} == set(re.findall(r"(?<=[ _x])\d+a?\b", chips))

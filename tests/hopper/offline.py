@@ -18,7 +18,8 @@ import triton
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import backend, decode_launch, fp32_backward_launch, fp32_launch, launch, plan
+from tilewise.hopper import decode_launch, fp32_backward_launch, fp32_launch, launch, plan
+from tilewise.hopper.backend import backend
 from tilewise.problem import Grads, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))

@@ -15,7 +15,8 @@ import triton
 import tilewise as tw
 from tilewise.check import check_arguments
 from tilewise.explain import problem_on
-from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
+from tilewise.hopper import fp32_backward_launch, fp32_launch
+from tilewise.hopper.backend import backend
 from tilewise.hopper.tiles import KINDS
 from tilewise.problem import Grads, Saved
 

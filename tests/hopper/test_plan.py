@@ -11,7 +11,8 @@ import torch
 from hopper.calls import call, problem
 
 import tilewise as tw
-from tilewise.hopper import backend, fp32_backward_launch, fp32_launch
+from tilewise.hopper import fp32_backward_launch, fp32_launch
+from tilewise.hopper.backend import backend
 from tilewise.hopper.backward import scores as backward_scores
 from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
 from tilewise.hopper.parts import scores

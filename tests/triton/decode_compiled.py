@@ -14,7 +14,8 @@ import tilewise as tw
 from tilewise.check import check_arguments, describe_fake
 from tilewise.host.cross_compile import use_target
 from tilewise.problem import Saved
-from tilewise.triton import WITH_FP8, decode_launch
+from tilewise.triton import decode_launch
+from tilewise.triton.tiles import WITH_FP8
 
 CASES = {
     "D128 page 64": {},

@@ -224,6 +224,10 @@ LITTLE_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
 NO_MATRIX_UNITS = ("sm_70", "sm_72", "sm_75")
 """Chips whose matrix units Triton no longer uses."""
 OTHER = (*NO_MATRIX_UNITS, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
+TARGETS = (*HOPPER, *AMPERE, *OTHER)
+"""Every chip that Triton reaches."""
+WITH_FP8 = (*HOPPER, "sm_89", "sm_120", "sm_121")
+"""Chips on which Triton converts e4m3."""
 
 
 def chips(target: str) -> tuple[str, ...]:

@@ -1,0 +1,165 @@
+"""The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import quantize
+from ..host.launch import NARROW, make_lists, on_device
+from ..host.quantize import quantized
+from ..host.tables import source_of_rows
+from ..mask import TileList
+from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
+from . import decode_launch, launch, tiles
+from .tiles import NO_MATRIX_UNITS, TARGETS, WITH_FP8, current, precision, precisions
+
+
+class Portable:
+    """It runs forward and backward of every variant, on every chip in tiles.py."""
+
+    name = "triton"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Check device, type and precision; return the reasons against the problem."""
+        against, sizes = _against_target(problem) + quantize.against(problem), f"{problem.D} and {problem.D_v}"
+        if quantize.eight_bits(problem):
+            against += _against_eight_bits(problem)
+        if problem.dtype == torch.float64:
+            against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
+        if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
+            against.append(f"{problem.target} has no bf16; use fp16 or fp32")
+        if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
+            against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
+        elif _less_accurate(problem) and problem.recipe.backend != self.name:
+            against.append(
+                f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times "
+                "as much as PyTorch; pass backend='triton' to run them"
+            )
+        if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
+            against.append(f"it splits keys for head sizes up to 256, got {sizes}")
+        if problem.recipe.cached and problem.out_dtype != problem.dtype:
+            against.append(f"it stores a cache's results in q's type, got out_dtype={problem.out_dtype}")
+        if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
+            against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
+        if problem.out_dtype != problem.dtype and {problem.D, problem.D_v} & {*NARROW}:
+            sizes_of_rows = " and ".join(map(str, NARROW))
+            against.append(f"it stores head sizes {sizes_of_rows} in q's type alone, got out_dtype={problem.out_dtype}")
+        if not against and problem.dtype == torch.float32 and precision(problem) is None:
+            where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
+            has = ", ".join(precisions(problem))
+            against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
+        against += problem.off_counters
+        if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
+            kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
+            against.append(
+                f"its tiles for {kind} have fewer than 16 rows or columns, too few for dropout; use bf16 or fp16"
+            )
+        return against
+
+    def slower(self, problem: Problem, backward: bool) -> bool:
+        return False
+
+    def tiles(self, problem: Problem) -> str:
+        """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
+        if problem.recipe.cached:
+            return decode_launch.told(problem)
+        parts = [
+            f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
+            for name, t in current(problem)._asdict().items()
+        ]
+        if splits(problem):
+            parts[0] = f"forward {decode_launch.told(problem)}"
+        if problem.dtype == torch.float32:
+            parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
+        if _less_accurate(problem):
+            parts.append("may round 4 times as much as PyTorch")
+        return "; ".join((*parts, source_of_rows(problem.q.device)))
+
+    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
+        wide = _widened(problem, x)[0] if problem.target == "cpu" else problem
+        pl = launch.plan(wide)
+        of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
+        with on_device(x.extra[0]):
+            return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
+
+    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+        with on_device(x.q):
+            return quantized(problem, x, launch.plan(problem).compiled)
+
+    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
+        if problem.target == "cpu":
+            wide, x = _widened(problem, x)
+            of: Any = decode_launch if splits(problem) else launch
+            saved = of.forward(wide, of.plan(wide), x, seed)
+            return saved._replace(o=saved.o.to(problem.out_dtype))
+        of: Any = decode_launch if splits(problem) else launch
+        with on_device(x.q):
+            return of.forward(problem, of.plan(problem), x, seed)
+
+    def write_short(self, problem: Problem, x: Operands, saved: Saved, most: int) -> None:
+        """Write o and lse of packed sequences of at most `most` queries on a cache."""
+        short = problem._replace(max_q=most)
+        decode_launch.write_sums(short, decode_launch.plan(short, most), x, saved)
+
+    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+        if problem.target == "cpu":
+            narrow, (wide, x) = x, _widened(problem, x)
+            saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
+            grads = launch.backward(wide, launch.plan(wide), x, saved, do, dlse)
+            dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(problem, narrow), grads[:3], strict=True))
+            return Grads(dq, dk, dv, grads.extra)
+        with on_device(x.q):
+            return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+
+
+@lru_cache(4096)
+def splits(p: Problem) -> bool:
+    """Tell whether the kernels that split keys run a problem's forward."""
+    return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)
+
+
+def _less_accurate(p: Problem) -> bool:
+    """Tell whether some results of a problem's head sizes and type broke the rule of accuracy on a GPU."""
+    return p.target != "cpu" and max(p.D, p.D_v) > tiles.BY_DEFAULT.get(p.dtype.itemsize, MAX_HEAD_SIZE)
+
+
+def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
+    """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units. What
+    becomes codes keeps its type, to which rotary rounds."""
+    if p.recipe.quantized:  # its only products are those of e4m3
+        return p, x
+    q, k, v = (t.float() for t in x[:3])
+    recipe = p.recipe._replace(out_dtype=None)
+    if p.dtype != torch.float32 and not quantize.eight_bits(p):
+        recipe = recipe._replace(precision="tf32x3")
+    wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
+    return wide, Operands(*(x[:2] if quantize.eight_bits(p) else (q, k)), v, x.extra)
+
+
+def _against_eight_bits(problem: Problem) -> list[str]:
+    against = []
+    if problem.recipe.precision == "fp8" and problem.target not in (*WITH_FP8, "cpu"):
+        against.append(f"Triton multiplies no e4m3 on {problem.target}; use precision='int8'")
+    if problem.target in NO_MATRIX_UNITS:
+        against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
+    return against
+
+
+def _against_target(problem: Problem) -> list[str]:
+    if problem.target == "cpu":
+        if not triton.knobs.runtime.interpret:  # type: ignore[attr-defined]
+            return [
+                "CPU tensors run here only in Triton's interpreter; set TRITON_INTERPRET=1, or move them with .cuda()"
+            ]
+        if problem.recipe.backend != "triton":
+            return ["the interpreter is slow, so it runs only when asked for with backend='triton'"]
+        return []
+    if problem.target not in TARGETS:
+        return [f"{problem.target} is not a chip that Triton reaches; it takes {', '.join(TARGETS)}"]
+    return []
+
+
+backend = Portable()
