@@ -1,1 +1,1 @@
-"""The back end for Hopper (sm_90): Gluon kernels, asynchronous and warp-specialised."""
+"""The back end for Hopper (sm_90), in Gluon."""

@@ -1,1 +1,1 @@
-"""The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
+"""The portable back end, in Triton."""
