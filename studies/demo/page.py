@@ -12,12 +12,20 @@ from ..training.comparison import NAMES, Comparison
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 3rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.9rem; margin-bottom: 0.2rem; } h2 { font-size: 1.25rem; margin-top: 2.4rem; }
-p.lead { color: #666; margin-top: 0; } img { max-width: 100%; } figure { margin: 1rem 0; }
+p.lead { color: #666; margin-top: 0; } img { max-width: 100%; } figure { margin: 1rem 0; } .wide { overflow-x: auto; }
 figcaption { color: #666; font-size: 0.9rem; } table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: 0.3rem 1.1rem 0.3rem 0; text-align: right; border-bottom: 1px solid #e6e6e6; }
-th:first-child, td:first-child { text-align: left; } th { color: #666; font-weight: 500; }
-.good { color: #2b7a3d; } .bad { color: #b3261e; font-weight: 600; }
+td + td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+th { color: #666; font-weight: 500; } .good { color: #2b7a3d; } .bad { color: #b3261e; font-weight: 600; }
+@media (max-width: 40rem) { /* a phone scrolls pictures, as smaller ones could not be read */
+  body { margin: 1.5rem auto; } img { max-width: none; width: 44rem; } ul { padding-left: 1.2rem; }
+  table { font-size: 0.85rem; } th, td { padding-right: 0.7rem; }
+}
 """
+HEAD = (
+    "<!doctype html><html lang='en'><meta charset='utf-8'>"
+    f"<meta name='viewport' content='width=device-width, initial-scale=1'><title>tilewise</title><style>{STYLE}</style>"
+)
 Benchmark = tuple[Suite, list[str], list[tuple[Path, str]]]
 
 
@@ -52,17 +60,17 @@ def write_page(path: Path, c: Comparison, benchmark: Benchmark, picture: Path, e
         f"<p>{escape(env['when'])}; {escape(versions)}; commit {escape(env['commit'] or 'unknown')}. "
         "All numbers are in <code>summary.json</code>, in the folder of this page.</p>",
     ]
-    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tilewise</title><style>{STYLE}</style>"
-    path.write_text(page + "\n".join(body) + "</html>\n")
+    path.write_text(HEAD + "\n".join(body) + "</html>\n")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    return "<table>" + "".join(lines) + "</table>"
+    return "<div class='wide'><table>" + "".join(lines) + "</table></div>"
 
 
 def _figure(path: Path, caption: str) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     text = escape(caption)
-    return f"<figure><img alt='{text}' src='data:image/png;base64,{data}'><figcaption>{text}</figcaption></figure>"
+    image = f"<img alt='{text}' src='data:image/png;base64,{data}'>"
+    return f"<figure><div class='wide'>{image}</div><figcaption>{text}</figcaption></figure>"
