@@ -80,7 +80,7 @@ class Settings:
         """Return settings that train in about a minute on the device."""
         if device.type == "cuda":
             return Settings(steps=200, context=2048, batch=4, layers=6, heads=6, width=384, device="cuda")
-        return Settings(steps=100, context=2048, batch=1, layers=4, heads=4, width=128)
+        return Settings(steps=40, context=2048, batch=1, layers=4, heads=4, width=128)
 
     @staticmethod
     def gpt2(device: torch.device) -> "Settings":
