@@ -1,5 +1,5 @@
 # tilewise: `make demo` shows it on this machine, `make test` checks it. Only Python 3.10+, pip and make are needed:
-# each command makes its own virtual environment in .venv and installs what it wants.
+# each command makes its own virtual environment in .venv and installs what it wants. CI runs both in fresh clones (.ci/run).
 #
 #   make demo                          environment, two trainings, a benchmark; leaves out/index.html
 #   make test                          ruff, pyright, pytest
