@@ -90,4 +90,4 @@ def test_a_module_needs_no_package_that_it_can_do_without():
         wrong += [f"{name} needs {package}: import it where it is used" for name in sorted(needs - may)]
         idle = [pattern for pattern in allowed if not any(fnmatch(name, pattern) for name in needs)]
         wrong += [f"{pattern} no longer needs {package}: delete the line" for pattern in idle]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
