@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .host.shortcuts import quick_sources
 from .mask import TileList
 from .problem import Grads, Operands, Problem, Saved, Unsupported
 from .quantize import Codes
@@ -97,6 +98,8 @@ def load(name: str) -> Backend:
     try:
         if name in ON_TRITON:
             check_triton()
+            with quick_sources():
+                return importlib.import_module(f"{__package__}.{name}.backend").backend
         return importlib.import_module(f"{__package__}.{name}.backend").backend
     except ImportError as error:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called

@@ -91,6 +91,7 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     Three warpgroups cannot share a tensor, because Triton's counts of warps are powers of two, so there are two.
     """
     from tilewise.hopper.descriptors import Descriptor
+    from tilewise.host.launch import odd
 
     from .kernels import one_role
 
@@ -99,13 +100,11 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     B_r = 64 * tile.WARPGROUPS
     if given["variant"].mask and tile.B_C % B_r:  # the diagonal of all rows crosses several tiles of keys
         tile = tile._replace(MASK_IN_LOOP=True)
-    shape = given["shape"]._replace(tiles=-(-given["shape"].M // B_r))
+    shape = given["shape"]._replace(tiles=odd(-(-(given["shape"].M // 2) // B_r)))
     Q, O = (Descriptor(given[name].base, given[name].box._replace(block_shape=[1, 1, B_r, tile.D])) for name in "QO")
     arguments = Q, given["K"], given["V"], O, given["L"], given["variant"], given["c"], shape
-    constants = {"tile": tile, "num_warps": 4 * tile.WARPGROUPS}
-    return launch._replace(
-        kernel=one_role, programs=shape.heads * shape.tiles, arguments=arguments, constants=constants
-    )
+    constants = {"order": launch.constants["order"], "tile": tile, "num_warps": 4 * tile.WARPGROUPS}
+    return launch._replace(kernel=one_role, programs=programs_of(shape), arguments=arguments, constants=constants)
 
 
 def without_overlap(launch: "Launch") -> "Launch":
@@ -128,16 +127,20 @@ def without_persistence(launch: "Launch") -> "Launch":
 
     The counter's next tile is past the end, so each program draws one tile and ends.
     """
-    shape = by_name(launch)["shape"]
-    return launch._replace(programs=shape.heads * shape.tiles)
+    return launch._replace(programs=programs_of(by_name(launch)["shape"]))
+
+
+def programs_of(shape: Any) -> int:
+    """Count the tiles of a launch, whose shape holds counts as 2 n + 1."""
+    return (shape.heads // 2) * (shape.tiles // 2)
 
 
 def shortest_first(launch: "Launch") -> "Launch":
     """Reverse the order of tiles; without a mask all tiles are equally long."""
     from .kernels import shortest_first as order
 
-    given = by_name(launch)
-    return with_arguments(launch, shape=given["shape"]._replace(order=order)) if given["variant"].mask else launch
+    masked = by_name(launch)["variant"].mask
+    return launch._replace(constants=launch.constants | {"order": order}) if masked else launch
 
 
 def whole_corners(launch: "Launch") -> "Launch":

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.hopper.forward.kernel import write
+from tilewise.hopper.forward.kernel import counts_of, write
 from tilewise.hopper.forward.queries import is_partial, key_tile, loop_of, query_tile
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
@@ -71,7 +71,7 @@ def fetch(X, channel, y, loop, place, variant, shape):
 
 
 @gluon.jit(do_not_specialize=["variant", "shape"])
-def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR0915, a role is one function
+def one_role(Q, K, V, O, L, variant, c, shape, order: gl.constexpr, tile: gl.constexpr):  # noqa: PLR0915, a role is one function
     """O and L of one tile of queries. A stage is loaded again once all warps are done with it, so they wait for each
     other at every key tile; the products are as asynchronous as the product's."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
@@ -81,6 +81,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     STAGES: gl.constexpr = tile.KV_STAGES
     MASK_IN_LOOP: gl.constexpr = tile.MASK_IN_LOOP
     dtype: gl.constexpr = Q.dtype
+    shape = counts_of(shape)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, B_C, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -91,7 +92,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, tile: gl.constexpr):  # noqa: PLR
     fence_async_shared()
     triton_compat.barrier()
 
-    place, tile_of_head, _, _ = query_tile(gl.program_id(0), Call(shape, None, variant), tile)
+    place, tile_of_head, _, _ = query_tile(gl.program_id(0), Call(shape, None, variant, (), order), tile)
     loop = loop_of(place, tile_of_head, variant, tile)
     bar = expect(queries.full, 0, Q.block_type.nbytes)
     triton_compat.load(Q, [place.b, place.h, place.i0, 0], bar, stage(queries.memory, 0))

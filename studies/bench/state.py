@@ -40,6 +40,8 @@ BACKWARD = (
     "triton/backward.py:attention_backward_dkdv",
     "triton/backward.py:attention_backward_dq",
 )
+ORDERS = ("tile/schedule.py:assign", "tile/schedule.py:assign_each")
+"""What a launch hands over as its order of tiles."""
 KERNELS = {
     "split keys": Kernel(
         ("triton/decode.py:attention_decode", "tile/combine.py:attention_combine"),
@@ -51,12 +53,8 @@ KERNELS = {
     "quantize": Kernel(
         ("tile/quantize.py:attention_quantize_statistics", "tile/quantize.py:attention_quantize"),
     ),
-    "hopper forward": Kernel(
-        ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:FORWARD",)
-    ),
-    "hopper 8-bit forward": Kernel(
-        ("hopper/forward/kernel.py:attention_forward", "tile/schedule.py:assign"), (f"{HOPPER}:EIGHT_BITS",)
-    ),
+    "hopper forward": Kernel(("hopper/forward/kernel.py:attention_forward", *ORDERS), (f"{HOPPER}:FORWARD",)),
+    "hopper 8-bit forward": Kernel(("hopper/forward/kernel.py:attention_forward", *ORDERS), (f"{HOPPER}:EIGHT_BITS",)),
     "hopper backward": Kernel(
         (
             "hopper/backward/kernel.py:attention_backward",
@@ -70,7 +68,7 @@ KERNELS = {
         (
             "hopper/fp32/forward.py:attention_forward_fp32",
             "hopper/fp32/split.py:attention_split_fp32",
-            "tile/schedule.py:assign",
+            *ORDERS,
         ),
         (f"{HOPPER}:FP32_FORWARD", f"{HOPPER}:KINDS"),
     ),

@@ -14,7 +14,7 @@ from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import FULL, mixed, plan
-from tilewise.host.launch import batch_of, device_values, packed
+from tilewise.host.launch import batch_of, device_values, odd, odd_counts, packed
 from tilewise.problem import Grads, Operands, Problem
 from tilewise.tile.cache import Batch
 from tilewise.tile.dropout import Dropout
@@ -98,17 +98,17 @@ def rehearse_forward(
     blocks = (
         (p.q.shape[0] // 64 + p.B, p.k.shape[0] // 128 + p.B) if p.recipe.varlen else (-(-p.M // 64), -(-p.N // 128))
     )
-    codes = Codes(*[Numbers()] * 4, *map(Scalar, blocks)) if tile.QK_BITS == 8 else None
+    codes = Codes(*[Numbers()] * 4, *(Scalar(odd(n)) for n in blocks)) if tile.QK_BITS == 8 else None
     lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
     variant = variant_of(p, x, lists)
-    counted = made._replace(section=section, order=0)
-    shape = type(made)(*map(Scalar, counted))._replace(order=functions("tilewise.tile.schedule")["assign"])
+    shape = given(made._replace(section=section))
     of_pages = pl.boxes[1].block_shape if tile.PAGE else [1, 1, tile.B_C, tile.D]
     sizes = [1, 1, 64, tile.D], of_pages, of_pages, [1, 1, 64, tile.D]
     q, k, v, o = (Box(name, 2 * size[2] * size[3], size) for name, size in zip("qkvo", sizes, strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]
-    end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, tile, 0
+    order = functions("tilewise.tile.schedule")["assign"]
+    end = Unused((), (), None, 1, 1, 1), variant, 1.0, shape, order, tile
     where = packed_of(p, x), cache_of(p, x)
     perform(kernel, (q, k, v, codes, o, rows_of(p, o), Numbers(), counter, *where, *end), counter)
     return Rehearsal(tile, made, pretend.world.events)
@@ -119,10 +119,10 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     pretend.world = World(programs)
     fp32 = p.dtype == torch.float32
     tile, made = made_in_fp32(p, x) if fp32 else (plan(p).backward_tile, plan(p).backward_shape)
-    shape = type(made)(*map(Scalar, made._replace(section=section)))
+    shape = given(made._replace(section=section))
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
-    dq_semaphore = semaphore_given(p, packed, variant, tile, shape) if tile.SEMAPHORE_TILES else None
+    dq_semaphore = semaphore_given(p, packed, variant, tile, made) if tile.SEMAPHORE_TILES else None
     gqa_sums = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
     counter = Pointer([0, 0])
     q, do = (Box(name, 2 * tile.D * tile.B_R) for name in ("q", "do"))
@@ -141,6 +141,11 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
         arguments = q, k, v, do, L, D, dQ, dK, dV, (rows_of(p, dK), rows_of(p, dV)), *end
     perform(kernel, arguments, counter)
     return Rehearsal(tile, made, pretend.world.events)
+
+
+def given(counts: Any) -> Any:
+    """A launch's shape as its kernel gets it."""
+    return type(counts)(*map(Scalar, odd_counts(counts)))
 
 
 def rows_of(p: Problem, box: Box) -> Any:
@@ -195,7 +200,8 @@ def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
     *_, main = fp32_backward_launch.main_launches(
         p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32)
     )
-    return main.constants["tile"], main.arguments[-1]
+    shape = main.arguments[-1]
+    return main.constants["tile"], type(shape)(*(n >> 1 if isinstance(n, int) else n for n in shape))
 
 
 def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
@@ -219,15 +225,15 @@ def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:
             partial = [m for m, x in enumerate(tiles) if x.any() and m not in full]
             entries = [len(partial), len(full), *partial, *full]
             numbers += entries + [0] * (size - len(entries))
-    return TileLists(Pointer(numbers), Scalar(0), Scalar(len(numbers) // H), Scalar(size))
+    return TileLists(Pointer(numbers), *(Scalar(odd(n + 1)) for n in (0, len(numbers) // H, size)))
 
 
-def semaphore_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, shape: Any) -> Pointer:
+def semaphore_given(p: Problem, packed: Packed | None, variant: Variant, tile: Any, made: Any) -> Pointer:
     """Who adds first, as the kernel before says."""
-    dq_semaphore = Pointer([-1] * (int(shape.blocks) * p.H * (1 if packed else p.B)))
+    dq_semaphore = Pointer([-1] * (made.blocks * p.H * (1 if packed else p.B)))
     give = functions("tilewise.hopper.backward.deterministic")["attention_backward_init_semaphore"]
-    sizes = shape.M, shape.N, shape.H, shape.tiles, shape.blocks
-    for n in range(p.B * p.H * int(shape.tiles)):
+    sizes = [Scalar(n) for n in (made.M, made.N, made.H, made.tiles, made.blocks)]
+    for n in range(p.B * p.H * made.tiles):
         pretend.world.here.role = (n,)
         give(dq_semaphore, packed, variant, *sizes, tile.B_R, tile.B_C, tile.SEMAPHORE_TILES)
     return dq_semaphore

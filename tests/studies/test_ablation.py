@@ -118,10 +118,10 @@ def test_a_cap_on_registers_goes_with_its_number_of_warps():
 
 
 @triton.jit
-def write_order(out, shape):
+def write_order(out, order: tl.constexpr):
     """The matrix and the tile of every program."""
     program = tl.program_id(0)
-    matrix, tile = shape.order(program, shape.tiles, shape.heads, shape.section)
+    matrix, tile = order(program, 5, 7, 3)
     tl.store(out + 2 * program, matrix)
     tl.store(out + 2 * program + 1, tile)
 
@@ -130,9 +130,8 @@ def write_order(out, shape):
 def test_the_shortest_tile_first_is_the_longest_first_backwards():
     orders = []
     for one in launches("shortest tiles first", 128):
-        shape = by_name(one)["shape"]._replace(tiles=5, heads=7, section=3)
         orders.append(torch.zeros(35, 2, dtype=torch.int32))
-        write_order[(35,)](orders[-1], shape)
+        write_order[(35,)](orders[-1], one.constants["order"])
     longest, shortest = (order.tolist() for order in orders)
     assert longest[0] == [0, 4]
     assert shortest == [[matrix, 4 - tile] for matrix, tile in longest]

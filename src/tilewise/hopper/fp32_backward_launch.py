@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import Launch, cdiv, device_values, lengths, packed, rows, tile_lists, unplanned, unused
+from ..host.launch import (
+    Launch,
+    cdiv,
+    device_values,
+    lengths,
+    odd,
+    odd_counts,
+    packed,
+    rows,
+    tile_lists,
+    unplanned,
+    unused,
+)
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
 from .backward.deterministic import attention_backward_init_semaphore
@@ -195,8 +207,9 @@ def preprocess_launch(
     if p.recipe.sink:  # never centred
         of_keys = 0
     arguments = (
-        operands, scales.D, scratch.rows, packed(p, x), unused(p, grads=grads), max(p.scale, TINY), *lengths(p), p.H,
-        p.H // p.H_k, p.B, of_keys, of_queries, Blocks(queries, keys, query_tiles, key_tiles),
+        operands, scales.D, scratch.rows._replace(gqa_sums=None), packed(p, x), unused(p, grads=grads),
+        max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
+        Blocks(*map(odd, (queries, keys, query_tiles, key_tiles))),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dlse is None and not p.recipe.sink
@@ -233,7 +246,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
-        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
+        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, odd_counts(shape),
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))

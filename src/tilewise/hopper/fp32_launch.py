@@ -15,6 +15,7 @@ from ..host.launch import (
     empty_grads,
     empty_saved,
     lengths,
+    odd_counts,
     packed,
     rows,
     tile_lists,
@@ -25,7 +26,7 @@ from ..host.replay import Replay
 from ..merge import with_sink
 from ..problem import Grads, Operands, Problem, Saved
 from ..tile.ranges import Variant
-from ..tile.schedule import assign
+from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
 from . import fp32_backward_launch as gradients
 from .descriptors import Box, Descriptor, addressable, blocks_box, box
@@ -82,15 +83,13 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
     section = even_section(heads, least) if p.recipe.mask else 1
     tile = kernels.Tile(
         2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_separate, row.paired, row.pingpong,
-        needs_mask_in_loop(p, 64, row.B_c), row.wait_pv, kind.p_scale_log2,
+        needs_mask_in_loop(p, 64, row.B_c), row.wait_pv, row.registers, kind.p_scale_log2,
     )  # fmt: skip
-    shape = kernels.Shape(
-        *lengths(p), p.D_v, p.H, group, heads, section, tiles, assign, sizes.key_tiles, sizes.keys * in_block
-    )
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, group, heads, section, tiles, sizes.key_tiles, sizes.keys * in_block)
     return Plan(
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
-        {"tile": tile, "REGISTERS": row.registers, "num_warps": 4, "launch_pdl": True},
+        {"tile": tile, "order": assign if p.recipe.mask else assign_each, "num_warps": 4, "launch_pdl": True},
         keeps(p), p.listed, None if p.extra else device_values(p, ()), {}, defaultdict(Replay),
     )  # fmt: skip
 
@@ -120,7 +119,7 @@ def forward_launches(
     k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
     arguments = (
         Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(saved.o), saved.lse, counter,
-        packed(p, x), Variant(parts, (), None, lists, sink), pl.c, pl.shape,
+        packed(p, x), Variant(parts, (), None, lists, sink), pl.c, odd_counts(pl.shape),
     )  # fmt: skip
     attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
     return [*listing, gradients.split_launch(p, pl, x, keys, saved), attend]

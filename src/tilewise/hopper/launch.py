@@ -21,6 +21,8 @@ from ..host.launch import (
     empty_grads,
     empty_saved,
     lengths,
+    odd,
+    odd_counts,
     packed,
     renormalize_launches,
     rows,
@@ -62,7 +64,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     if eight_bits(p):
         codes = Codes(*saved.kept)
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
-        scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *blocks_of(p))
+        scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *map(odd, blocks_of(p)))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
     cache = batch_of(p, x, least=FULL if mixed(p) else None) if p.recipe.cached else None
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
@@ -70,7 +72,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     arguments = (
         Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
         Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
-        variant, pl.forward_c, pl.shape,
+        variant, pl.forward_c, odd_counts(pl.shape),
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
@@ -114,8 +116,8 @@ def preprocess_launch(
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
     arguments = (
-        rows(o), rows(do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
-        shape.blocks, group, zeroed,
+        rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=None), where, unused(p, grads=grads), lengths(p)[0], p.H,
+        tiles, shape.blocks, group, zeroed,
     )  # fmt: skip
     constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
     return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
@@ -134,7 +136,7 @@ def main_launch(
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), sums_of_dq(scratch.dq), dK, dV,
         (rows(grads.k), rows(grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
-        variant, shape,
+        variant, odd_counts(shape),
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)

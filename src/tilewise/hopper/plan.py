@@ -19,7 +19,7 @@ from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
 from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
 from ..score import SoftCap
 from ..tile.ranges import Variant
-from ..tile.schedule import assign
+from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
-    """Hold the forward's constants, all three."""
+    """Hold the constants of the forward."""
     listed: bool
     values: tuple[Any, Any, Tensor | None] | None
     """Hold the mask's parts, the scores and the sink, if they hold no tensor."""
@@ -105,12 +105,12 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
     of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
-    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles, assign)
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles)
     values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
     variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
     constants = {
         "tile": forward_tile(p, row, warps)._replace(LOCATE_EARLY=variant is not None),
-        "REGISTERS": row.registers, "num_warps": 4,
+        "order": assign if p.recipe.mask else assign_each, "num_warps": 4,
         "launch_pdl": not MARGIN,  # there the next launch would wait
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
@@ -151,7 +151,8 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     pingpong = row.pingpong and row.warpgroups > 1
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
-        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), PAGE=page_of(p),
+        pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
+        PAGE=page_of(p),
     )  # fmt: skip
     return with_codes(p, tile) if eight_bits(p) else tile
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..tile.append import New, Turn, cache_append
-from .launch import Launch, adjacent, batch_from, cdiv, power_of_2, rows, scales_of
+from .launch import Launch, adjacent, batch_from, cdiv, odd, power_of_2, rows, scales_of
 from .replay import launch_kept
 
 HEADS = 8
@@ -37,7 +37,7 @@ def launches(
     turn, pairs = None, 0
     if call.cos is not None:
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (call.cos, call.sin))
-        turn, pairs = Turn(cos, sin, cos.stride(0), sin.stride(0), 2 * len(cos) + 1), cos.shape[1]
+        turn, pairs = Turn(cos, sin, cos.stride(0), sin.stride(0), odd(len(cos))), cos.shape[1]
     heads = min(HEADS, power_of_2(H_k))
     new = New(
         d, d_v, pairs, k.shape[1] if "table" in call.layout else 0, call.interleaved, heads,

@@ -17,6 +17,8 @@ from triton import knobs
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
+from .shortcuts import know_triton
+
 try:
     import fcntl
 except ImportError:  # on Windows, without locks
@@ -47,6 +49,7 @@ def compile_once(name: str, start: Callable[[], Result]) -> Result:
 
 
 def _call_locked(name: str, start: Callable[[], Result]) -> Result:
+    know_triton()
     if active_mode.get() is not None:  # the caller uses triton.AsyncCompileMode
         return start()
     with ExitStack() as held:  # hold the lock until the kernel has run, as its first run also builds its launcher

@@ -74,6 +74,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def odd(n: int) -> int:
+    """Return a count as a kernel takes it inside a tuple: 2 n + 1. There Triton would make a constant of a 1, note
+    multiples of 16, and compile again for each, whatever `do_not_specialize` says."""
+    return 2 * n + 1
+
+
+def odd_counts(shape: Any) -> Any:
+    """Return a kernel's `Shape` with every count made `odd`. Factors and functions stay as they are."""
+    return type(shape)(*(odd(x) if isinstance(x, int) else x for x in shape))
+
+
 def power_of_2(n: int) -> int:
     """Return the smallest power of two that is not below n >= 1."""
     return 1 << (n - 1).bit_length()
@@ -204,7 +215,7 @@ def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device,
 def addresses(lists: Tensor) -> TileLists:
     """Return lists as a kernel argument."""
     strides = [0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return TileLists(lists, strides[0], strides[1], lists.stride(2))
+    return TileLists(lists, *(odd(stride + 1) for stride in (*strides, lists.stride(2))))
 
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
@@ -249,10 +260,10 @@ def packed(p: Problem, x: Operands) -> Packed | None:
     if not p.rows_packed:
         return None
     if p.recipe.cached:  # whose max_q bounds nothing, and whose keys are not packed
-        cu, longest = p.in_layout("cu_q", x.extra).contiguous(), 2 * total_rows(p) + 1
+        cu, longest = p.in_layout("cu_q", x.extra).contiguous(), odd(total_rows(p))
         return Packed(cu, cu, longest, longest)
     cu_q, cu_k = x.extra[-2:]
-    return Packed(cu_q.contiguous(), cu_k.contiguous(), 2 * p.max_q + 1, 2 * p.max_k + 1)
+    return Packed(cu_q.contiguous(), cu_k.contiguous(), odd(p.max_q), odd(p.max_k))
 
 
 def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
@@ -267,8 +278,8 @@ def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
     table = get("table")
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
-    width = 0 if table is None else 2 * table.stride(0) + 1
-    given = [None if n is None else 2 * n + 1 for n in sizes]
+    width = 0 if table is None else odd(table.stride(0))
+    given = [None if n is None else odd(n) for n in sizes]
     return Batch(cu_q, lengths, starts, index, table, width, *given)  # type: ignore[call-arg]
 
 
@@ -292,18 +303,25 @@ def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -
         return None
     of_queries, of_keys, lse = (), (), None
     if saved:
-        of_queries, lse = (Output(rows(saved.o), p.H, p.D_v),), saved.lse
+        of_queries, lse = (output(saved.o, p.H),), saved.lse
     elif grads:
-        of_queries = (Output(rows(grads.q), p.H, p.D),)
-        of_keys = Output(rows(grads.k), p.H_k, p.D), Output(rows(grads.v), p.H_k, p.D_v)
-    return Unused(of_queries, of_keys, lse, *(2 * n + 1 for n in (p.B, *lengths(p))))
+        of_queries = (output(grads.q, p.H),)
+        of_keys = output(grads.k, p.H_k), output(grads.v, p.H_k)
+    return Unused(of_queries, of_keys, lse, *map(odd, (p.B, *lengths(p))))
+
+
+def output(t: Tensor, heads: int) -> Output:
+    """Return an output of packed sequences, whose unused rows are filled."""
+    return Output(rows(t), odd(heads), odd(t.shape[-1]))
 
 
 def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
-    shift = scores.Part(DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, p.H, p.M, p.N))
+    shift = scores.Part(
+        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, *map(odd, (p.H, p.M, p.N)))
+    )
     return (*changes, shift)
 
 
@@ -312,7 +330,7 @@ def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
         return None
     row, column, head, of_heads, batch = p.place
     numbers = (row, column, of_heads, batch * of_heads + head)
-    counters = Counters(*(2 * n + 1 for n in numbers)) if p.recipe.place else ()
+    counters = Counters(*map(odd, numbers)) if p.recipe.place else ()
     return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout), counters)
 
 
@@ -378,7 +396,7 @@ def bias_launches(
             cdiv(p.M, tiles.B_r) if length == 1 else 1, cdiv(p.N, tiles.B_c) if width == 1 else 1,
         )  # fmt: skip
         steps = whole.stride()
-        sizes = Broadcast(*(2 * n + 1 for n in (heads, length, width, tiles_r, tiles_c, *each)))
+        sizes = Broadcast(*map(odd, (heads, length, width, tiles_r, tiles_c, *each)))
         gradient = Rows(grad, steps[0], steps[2], steps[1])
         arguments = (*given, gradient, variant, unit, p.M, p.N, p.H, b_each, sizes, stride)
         programs = 0 if nothing else batch * heads * tiles_r * tiles_c

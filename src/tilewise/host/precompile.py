@@ -26,6 +26,7 @@ from ..warm import Call, Kernel
 from .compile_once import cached, digest, lock_of, locked, writable
 from .cross_compile import use_target
 from .launch import RECORDED, Launch
+from .shortcuts import know_triton
 
 
 class Entry(NamedTuple):
@@ -49,7 +50,9 @@ def launches(call: Call) -> list[Launch]:
             # with results in fp32, operator.py passes delta on as a gradient of lse, and gives o in q's type
             of_lse = (None, saved.lse)[: 1 + call.lse] if p.out_dtype == p.dtype else (saved.lse,)
             p = p._replace(wanted=call.wanted, recipe=p.recipe.of_gradients())
-            saved = saved._replace(o=torch.empty_like(saved.o, dtype=p.dtype))
+            saved = saved._replace(
+                o=torch.empty(saved.o.shape, dtype=p.dtype, device="meta")
+            )  # empty_like imports SymPy
             do = meta_tensor(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
             for dlse in of_lse:
                 select(p, backward=True).backward(p, x, saved, do, dlse)
@@ -156,6 +159,7 @@ def main(target: str) -> None:
     """Answer requests with (True, result) or (False, error message)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which kills this process
     use_target(target)
+    know_triton()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # compilers print to standard output, which carries answers here
     for name, arguments in requests(sys.stdin.buffer):

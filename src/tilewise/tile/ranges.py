@@ -10,7 +10,7 @@ from .masks import key_tiles, query_tiles, visible
 
 class TileLists(NamedTuple):
     """Address the lists of tiles for masks that are no intervals. Each (batch, head, tile) has how many are partial and
-    full, then which."""
+    full, then which. Strides are 2 n + 3: some are 0, and even then no kernel of its own is compiled."""
 
     ptr: object
     batch: object
@@ -31,7 +31,8 @@ class Variant(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Hold what int8 Q and K lack (quantize.py): descale factors of rows and of blocks, q . mean; blocks of a head."""
+    """Hold what int8 Q and K lack (quantize.py): descale factors of rows and of blocks, q . mean; blocks of a head, as
+    2 n + 1."""
 
     q_descale: object
     k_descale: object
@@ -60,7 +61,8 @@ def list_at(lists, b, h, t):
     if lists is None:
         return 0
     else:
-        return lists.ptr + (b.to(tl.int64) * lists.batch + h.to(tl.int64) * lists.head + t.to(tl.int64) * lists.row)
+        batch, head, row = (lists.batch >> 1) - 1, (lists.head >> 1) - 1, (lists.row >> 1) - 1
+        return lists.ptr + (b.to(tl.int64) * batch + h.to(tl.int64) * head + t.to(tl.int64) * row)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Describe an output of packed sequences by its strides, its heads and its head size."""
+    """Describe an output of packed sequences by its strides, its heads and its head size, the last two as 2 n + 1."""
 
     X: Rows
     heads: object
@@ -115,7 +115,8 @@ def fill(outputs, lse, first, end, step, total, rows, columns):
     for i in range(first, end, step):
         inside = i + rows < end
         for n in tl.static_range(len(outputs)):
-            X, heads, size = outputs[n]
+            X = outputs[n].X
+            heads, size = outputs[n].heads >> 1, outputs[n].size >> 1
             for h in range(heads):
                 at = X.ptr + tl.cast(h, tl.int64) * X.head + (i + rows).to(tl.int64) * X.row
                 for column in range(0, size, columns.shape[1]):

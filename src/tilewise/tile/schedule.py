@@ -29,3 +29,9 @@ def assign(program, tiles, heads, section):
     r = program % per_section
     width = tl.minimum(heads - first, section)
     return first + r % width, tiles - 1 - r // width
+
+
+@triton.jit
+def assign_each(program, tiles, heads, section):
+    """Return what `assign` does with a `section` of 1, where one matrix runs after the other."""
+    return program // tiles, tiles - 1 - program % tiles

@@ -134,7 +134,8 @@ def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 @triton.jit
 def minus_lse_fn(S, unit, at, lse, H, M, N):
-    """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py)."""
+    """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
+    H, M, N = H >> 1, M >> 1, N >> 1
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
     logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
     return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)

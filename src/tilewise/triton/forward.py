@@ -97,8 +97,8 @@ def attention_forward(Q, K, V, O, L, packed, unused, variant, c, M, N, H, schedu
         q_at, k_at = q0, k0
     else:  # each sequence begins with a block
         codes = variant.codes
-        q_at = first_block(packed, b, h, H, q0, codes.q_stride, BLOCK_Q).to(tl.int64) * BLOCK_Q
-        k_block = first_block(packed, b, h // G, H // G, k0, codes.k_stride, BLOCK_K).to(tl.int64)
+        q_at = first_block(packed, b, h, H, q0, codes.q_stride >> 1, BLOCK_Q).to(tl.int64) * BLOCK_Q
+        k_block = first_block(packed, b, h // G, H // G, k0, codes.k_stride >> 1, BLOCK_K).to(tl.int64)
         k_at = k_block * BLOCK_K
         own = i0 + tl.arange(0, B_R)
         descale = tl.load(codes.q_descale + q_at + own, mask=own < M, other=0.0), codes.k_descale + k_block

@@ -19,6 +19,7 @@ from ..host.launch import (
     empty_grads,
     empty_saved,
     lengths,
+    odd,
     packed,
     renormalize_launches,
     rows,
@@ -150,7 +151,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
         made, size = Codes(*saved.kept), size_of(p)
         q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
         of_v = () if made.v is None else (made.v.view(torch.int8), made.v_descale)
-        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *blocks_of(p), of_v)
+        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *map(odd, blocks_of(p)), of_v)
     arguments = (
         q, k, v, o, saved.lse, packed(p, x), unused(p, saved),
         Variant(parts, changes, dropout(p, saved.seed), lists, sink, codes), pl.c, *lengths(p), p.H,
@@ -208,7 +209,7 @@ def backward_launches(
 
 def schedule(*counts: int) -> Schedule:
     """Return a schedule as a kernel argument."""
-    return Schedule(*(2 * n + 1 for n in counts))
+    return Schedule(*map(odd, counts))
 
 
 def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:

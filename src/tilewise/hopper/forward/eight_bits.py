@@ -21,7 +21,7 @@ P_SCALE = gl.constexpr(2.0**-8)
 
 
 class Codes(NamedTuple):
-    """Hold the scales of codes, and how many blocks a head has."""
+    """Hold the scales of codes, and how many blocks a head has, as 2 n + 1."""
 
     q_scale: object
     """Holds one of each row of Q, in blocks; K has one of each block."""
@@ -55,8 +55,8 @@ def values_box(row, tile: gl.constexpr):
 
 @gluon.jit
 def scale_at(scales, matrix, blocks, row, BLOCK: gl.constexpr):
-    """Return the scale of the block that holds a row of a matrix."""
-    return gl.load(scales + matrix * blocks + row // BLOCK)
+    """Return the scale of the block that holds a row of a matrix, which has `blocks`, given as 2 n + 1."""
+    return gl.load(scales + matrix * (blocks >> 1) + row // BLOCK)
 
 
 @gluon.jit

@@ -84,6 +84,8 @@ class Tile(NamedTuple):
     way. With 3 it finishes before the softmax begins: then nothing overlaps inside a warpgroup."""
     BOUNDED: bool
     """Says whether a score bounds the logits so closely that one shift of the exponents serves a whole row."""
+    REGISTERS: int
+    """Counts the registers of a thread that attends."""
     QK_BITS: int = 16
     """Counts the bits of an entry of Q and K: 16, or 8 with a scale for each block."""
     PV_BITS: int = 16
@@ -99,7 +101,7 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Hold lengths, counts and order of a launch; for packed sequences, M and N count all rows."""
+    """Hold lengths and counts of a launch; for packed sequences, M and N count all rows."""
 
     M: object
     N: object
@@ -109,8 +111,6 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
-    order: object
-    """Says which tile comes when: a device function such as `schedule.assign`."""
 
 
 class Shared(NamedTuple):
@@ -359,7 +359,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             else:
                 matrix, matrix_k = place.h, place.h // call.shape.group
             rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-            q_at = (matrix * codes.q_blocks + q_row // BLOCK_Q) * BLOCK_Q + rows
+            q_at = (matrix * (codes.q_blocks >> 1) + q_row // BLOCK_Q) * BLOCK_Q + rows
             q_scale = gl.load(codes.q_scale + q_at, mask=rows < place.M, other=0.0)
             lse_shift = gl.load(codes.q_shift + q_at, mask=rows < place.M, other=0.0)
             k_scale = scale_at(codes.k_scale, matrix_k, codes.k_blocks, k_row + j * B_C, BLOCK_K)
@@ -512,13 +512,23 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
     tma.store_wait(0)
 
 
+@gluon.jit
+def counts_of(shape):
+    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py)."""
+    return Shape(
+        shape.M // 2, shape.N // 2, shape.d_v // 2, shape.H // 2, shape.group // 2, shape.heads // 2,
+        shape.section // 2, shape.tiles // 2,
+    )  # fmt: skip
+
+
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["codes", "packed", "cache", "unused", "shape", "variant"])
 def attention_forward(
-    Q, K, V, codes, O, O_rows, L, counter, packed, cache, unused, variant, c, shape, tile: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    Q, K, V, codes, O, O_rows, L, counter, packed, cache, unused, variant, c, shape, order: gl.constexpr,
+    tile: gl.constexpr,
 ):  # fmt: skip
-    """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`)."""
+    """Compute O and L of every tile of queries. c turns logits into base 2, or is None (see `row_max`). `order` says
+    which tile comes when: `schedule.assign` or the like."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -527,6 +537,8 @@ def attention_forward(
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     V_ROWS: gl.constexpr = D if tile.PV_BITS == 8 else B_C  # codes of V are transposed
     V_COLUMNS: gl.constexpr = B_C if tile.PV_BITS == 8 else D
+    REGISTERS: gl.constexpr = tile.REGISTERS
+    shape = counts_of(shape)
     done = barriers(KV_STAGES, WARPGROUPS)
     o = gl.allocate_shared_memory(O.dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], O.layout)
     if tile.QK_BITS == 8:
@@ -559,37 +571,37 @@ def attention_forward(
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (produce_bits, (shared, Call(shape, packed, variant, cache), tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (produce_bits, (shared, Call(shape, packed, variant, cache, order), tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache, order), codes, tile)),
             ],
             [4, DROPOUT_WARPS, 1], [REGISTERS, LEFT, 24],
         )  # fmt: skip
     elif WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache, order), codes, tile)),
             ],
             [1], [24],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache, order), codes, tile)),
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache), c, codes, tile)),
-                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache), codes, tile)),
+                (attend, (0, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (attend, (1, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (attend, (2, O, O_rows, L, shared, unused, Call(shape, packed, variant, cache, order), c, codes, tile)),
+                (load, (Q, K, V, shared, counter, Call(shape, packed, variant, cache, order), codes, tile)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip

@@ -19,7 +19,7 @@ from ..parts.ragged import zero_outside
 def query_tile_in_cache(t, call, tile: gl.constexpr):
     """Locate tile t of all, as `query_tile` does. Packed queries are counted in tiles over all sequences."""
     ROWS: gl.constexpr = 64 * tile.WARPGROUPS
-    matrix, m = call.shape.order(t, call.shape.tiles, call.shape.heads, call.shape.section)
+    matrix, m = call.order(t, call.shape.tiles, call.shape.heads, call.shape.section)
     b, h = matrix // call.shape.H, matrix % call.shape.H
     if call.packed is None:
         q0, M = 0, call.shape.M

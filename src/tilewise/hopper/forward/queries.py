@@ -31,7 +31,9 @@ class Loop(NamedTuple):
 def query_tile(t, call, tile: gl.constexpr):
     """Locate tile t of all: return its place, its number in the head, and the first rows of its queries and keys."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    matrix, m = call.shape.order(t, call.shape.tiles, call.shape.heads, call.shape.section)
+    matrix, m = t, call.shape.tiles - 1
+    if call.shape.tiles > 1:  # short calls are spared the divisions
+        matrix, m = call.order(t, call.shape.tiles, call.shape.heads, call.shape.section)
     b, h = matrix // call.shape.H, matrix % call.shape.H
     q0, M, k0, N = rows_of(call.packed, b, call.shape.M, call.shape.N)
     return Place(b, h, matrix, m * (64 * WARPGROUPS), M, N, N - M), m, q0, k0

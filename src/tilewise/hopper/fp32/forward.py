@@ -78,6 +78,7 @@ class Tile(NamedTuple):
     MASK_IN_LOOP: bool
     WAIT_PV: int
     """Says where the softmax lets the previous P V finish: as in forward/kernel.py, but 3 is after all exponentials."""
+    REGISTERS: int
     P_SCALE_LOG2: int
     """Scales P: it is computed as 2^P_SCALE_LOG2 P."""
 
@@ -93,7 +94,6 @@ class Shape(NamedTuple):
     heads: object
     section: object
     tiles: object
-    order: object
     blocks: object
     """Counts the blocks of keys of a head in memory."""
     rows: object
@@ -311,13 +311,22 @@ def attend(W: gl.constexpr, O, L, K, V, shared, call, c, tile: gl.constexpr):
         n += 1
 
 
+@gluon.jit
+def counts_of(shape):
+    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py)."""
+    return Shape(
+        shape.M >> 1, shape.N >> 1, shape.d_v >> 1, shape.H >> 1, shape.group >> 1, shape.heads >> 1,
+        shape.section >> 1, shape.tiles >> 1, shape.blocks >> 1, shape.rows >> 1,
+    )  # fmt: skip
+
+
 # not specialised on lengths, nor on what is counted from them
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_forward_fp32(
-    Q, K, K_pair, V, K_descale, V_descale, O, L, counter, packed, variant, c, shape, tile: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    Q, K, K_pair, V, K_descale, V_descale, O, L, counter, packed, variant, c, shape, order: gl.constexpr,
+    tile: gl.constexpr,
 ):  # fmt: skip
-    """Compute O and L of every tile of queries. c turns logits into base 2."""
+    """Compute O and L of every tile of queries. c turns logits into base 2; `order` is forward/kernel.py's."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
     D: gl.constexpr = tile.D
@@ -331,6 +340,7 @@ def attention_forward_fp32(
         q = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, 1, 1, 64, D], Q.layout)
     else:
         q = triton_compat.reinterpret(pieces, gl.float32, [PIECES, 1, 1, 64, D], Q.layout)
+    shape = counts_of(shape)
     done = barriers(STAGES, WARPGROUPS)
     if tile.PAIRED:
         k = (
@@ -354,9 +364,9 @@ def attention_forward_fp32(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, O, L, keys, values, shared, Call(shape, packed, variant), c, tile)),
-            (attend, (1, O, L, keys, values, shared, Call(shape, packed, variant), c, tile)),
-            (load, (Q, keys, values, shared, counter, Call(shape, packed, variant), tile)),
+            (attend, (0, O, L, keys, values, shared, Call(shape, packed, variant, (), order), c, tile)),
+            (attend, (1, O, L, keys, values, shared, Call(shape, packed, variant, (), order), c, tile)),
+            (load, (Q, keys, values, shared, counter, Call(shape, packed, variant, (), order), tile)),
         ],
-        [4, 1], [REGISTERS, 24],
+        [4, 1], [tile.REGISTERS, 24],
     )  # fmt: skip

@@ -50,7 +50,7 @@ class Operands(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Hold counts of blocks: of all queries and keys, and of those of one head."""
+    """Hold counts of blocks: of all queries and keys, and of those of one head. As an argument, each is 2 n + 1."""
 
     queries: object
     keys: object
@@ -159,6 +159,7 @@ def attention_backward_preprocess_fp32(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
+    in_all = Blocks(in_all.queries >> 1, in_all.keys >> 1, in_all.query_head >> 1, in_all.key_head >> 1)
     program = tl.program_id(0)
     of_queries = batch * H * query_tiles
     if program < of_queries:

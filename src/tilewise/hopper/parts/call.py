@@ -13,6 +13,8 @@ class Call(NamedTuple):
     variant: object
     cache: object = ()
     """Is a `tile.cache.Batch` where the tile's PAGE says so: Triton compares no tuple that holds None."""
+    order: object = None
+    """Says which tile of a forward comes when: a device function such as `schedule.assign`."""
 
 
 class Scratch(NamedTuple):

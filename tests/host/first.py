@@ -1,0 +1,272 @@
+"""A process's first training step, on a GPU or without one: the kernels it compiles, and how long its parts take.
+
+Without a GPU all of it is real but what the GPU does: Triton's loader and launchers meet a libcuda whose functions
+succeed and do nothing. That needs a C compiler. Run it in a process of its own, with TRITON_INTERPRET=0:
+
+    python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched
+    python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+DRIVER = """
+#include <stddef.h>
+#include <stdint.h>
+static int context, launched;
+int launches(void) { return launched; }
+int cuLaunchKernelEx(void* config, void* function, void** given, void* extra) { launched++; return 0; }
+int cuCtxGetCurrent(void** p) { *p = &context; return 0; }
+int cuDeviceGetAttribute(int* p, int attribute, int device) { *p = 1 << 20; return 0; }
+int cuFuncGetAttribute(int* p, int attribute, void* function) { *p = 1024; return 0; }
+int cuPointerGetAttribute(uint64_t* p, int attribute, uint64_t address) { *p = address; return 0; }
+int cuGetErrorString(int code, const char** text) { *text = "no driver"; return 0; }
+#define NOTHING(name) int name(void) { return 0; }
+NOTHING(cuCtxGetLimit) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuDeviceGet)
+NOTHING(cuDevicePrimaryCtxRetain) NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig) NOTHING(cuLaunchKernel)
+NOTHING(cuModuleGetFunction) NOTHING(cuModuleLoadData) NOTHING(cuOccupancyMaxActiveClusters)
+NOTHING(cuTensorMapEncodeTiled)
+"""
+BEGUN = time.perf_counter()
+HEADS, D = (32, 8), 128
+LENGTHS = (2, 33, 64, 65, 128, 200, 256, 300, 512, 513, 640, 777, 1000, 1024, 1025, 1536, 2000, 2048)
+SIZES = [(M, N) for M in LENGTHS for N in (M, M + 16)]
+"""36 pairs of lengths. Some are multiples of every tile; of some a count of tiles is 1."""
+BATCHES = (1, 2, 3, 16)
+RATIOS = ((1, 1), (4, 4), (8, 2), (16, 1))
+"""Heads of queries and of keys."""
+ALL = ("full 128", "causal 128")
+"""Calls that are counted in every batch and ratio; the others take turns, size by size."""
+
+
+def no_driver() -> Any:
+    """Build and load a libcuda that does nothing, and return it."""
+    folder = tempfile.mkdtemp()
+    source = Path(folder, "driver.c")
+    source.write_text(DRIVER)
+    library = source.with_name("libcuda.so.1")
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def pretend() -> Any:
+    """Make Triton's own loader and launchers meet that libcuda, as on an H100."""
+    loaded = no_driver()
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from tilewise.host.cross_compile import TargetDriver, gpu_target
+
+    class Idle(TargetDriver):
+        """A driver of a GPU that is not here. It loads and launches, and nothing runs."""
+
+        launcher_cls = nvidia.CudaLauncher
+
+        def __init__(self) -> None:
+            super().__init__(gpu_target("sm_90"))
+            self.utils = nvidia.CudaUtils()
+
+    driver.set_active(Idle())  # type: ignore[arg-type]
+    return loaded
+
+
+def step(*lengths: str) -> Iterator[dict[str, Any]]:
+    """Take a training step of each length; at the end, tell whether Triton has hashed its own files."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    yield {"part": "import torch", "seconds": since(BEGUN)}
+    begin = time.perf_counter()
+    if on_gpu:  # PyTorch imports SymPy for its first backward
+        torch.ones((), device="cuda", requires_grad=True).backward()
+    loaded = None if on_gpu else pretend()
+    from triton import knobs
+
+    seen: dict[str, list[str]] = {"compiled": [], "found": []}
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        seen["found" if cache_hit else "compiled"].append(src.name)
+
+    knobs.compilation.listener = listen
+    yield {"part": "driver", "seconds": since(begin)}
+    for length in map(int, lengths):
+        for part, run in passes(length, on_gpu):
+            begin, before = time.perf_counter(), loaded.launches() if loaded else 0
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+            launched = loaded.launches() - before if loaded else None
+            yield {"part": part, "length": length, "seconds": since(begin), **seen, "launched": launched}
+            seen |= {"compiled": [], "found": []}
+    from triton.runtime import cache
+
+    yield {"part": "end", "hashed": hasattr(cache.triton_key, "cache_info")}
+
+
+def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the forward of a causal call, and its backward, as functions. What they need is imported by the first."""
+    import torch
+
+    device = "cuda" if on_gpu else "cpu"
+    q, k, v = (torch.zeros(4, length, H, D, dtype=torch.bfloat16, device=device) for H in (HEADS[0], *HEADS[1:] * 2))
+    made: dict[str, Any] = {}
+
+    def forward() -> None:
+        import tilewise as tw
+
+        if on_gpu:
+            x = [t.requires_grad_() for t in (q, k, v)]
+            made["o"] = tw.attention(*x, mask=tw.Causal(), backend="hopper")
+            return
+        from tilewise.backend import select
+
+        made["p"], made["x"] = problem_of(q, k, v, mask=tw.Causal(), backend="hopper")
+        made["saved"] = select(made["p"]).forward(made["p"], made["x"], None)
+
+    def backward() -> None:
+        if on_gpu:
+            made["o"].backward(torch.ones_like(made["o"]))
+            return
+        from tilewise.backend import select
+
+        p, x, saved = made["p"], made["x"], made["saved"]
+        select(p, backward=True).backward(p, x, saved, torch.zeros_like(saved.o), None)
+
+    yield "forward", forward
+    yield "backward", backward
+
+
+def problem_of(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Return a call as an H100 would see it, and its operands."""
+    from tilewise.api import with_defaults
+    from tilewise.check import check_arguments
+    from tilewise.explain import problem_on
+
+    given = with_defaults("first", options)
+    del given["return_lse"], given["seed"]
+    x, *rest = check_arguments(q, k, v, **given)
+    return problem_on(x, *rest, "sm_90"), x
+
+
+def calls(B: int, M: int, N: int, H: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each call that is counted; D and dtype are of its tensors."""
+    import torch
+
+    import tilewise as tw
+
+    def of(*shape: int, dtype: Any = torch.float32) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ends, lengths = of(B + 1, dtype=torch.int32), of(B, dtype=torch.int32)
+    bf16, slopes = torch.bfloat16, of(H)
+    causal = {"mask": tw.Causal()}
+    hopper: dict[str, dict[str, Any]] = {
+        **{f"full {D}": {"D": D} for D in (64, 128, 256)},
+        **{f"causal {D}": {"D": D, **causal} for D in (64, 128, 256)},
+        "window": {"mask": tw.Window(100, 0)},
+        "padding": {"mask": tw.Padding(lengths)},
+        "spans": {"mask": tw.Spans(of(B, M, dtype=torch.int32), of(B, M, dtype=torch.int32))},
+        "varlen": {**causal, "layout": tw.Varlen(ends, ends, M, N)},
+        "softcap": {**causal, "score": tw.SoftCap(30.0)},
+        "alibi": {**causal, "score": tw.Alibi(slopes)},
+        "bias": {"score": tw.Bias(of(B, H, M, N, dtype=bf16)), "wanted": (True,)},
+        "documents": {"mask": tw.Documents(of(B, M, dtype=torch.int32), of(B, N, dtype=torch.int32))},
+        "dense": {"mask": tw.Dense(of(B, H, M, N, dtype=torch.bool))},
+        "dropout": {**causal, "dropout": 0.1},
+        "sink": {**causal, "sink": slopes, "wanted": (False,)},
+        "deterministic": {**causal, "deterministic": True},
+        "wide": {**causal, "out_dtype": torch.float32},
+        "int8": {**causal, "precision": "int8"},
+        "fp8": {**causal, "precision": "fp8"},
+        "bf16x6": {**causal, "dtype": torch.float32, "precision": "bf16x6"},
+        "fp16x3": {**causal, "dtype": torch.float32, "precision": "fp16x3"},
+    }
+    portable = ("full 128", "causal 64", "window", "varlen", "bias", "documents", "dropout", "int8", "fp8", "bf16x6")
+    found = {name: {"D": 64, "dtype": bf16, "backend": "hopper", **given} for name, given in hopper.items()}
+    return found | {f"{name} triton": found[name] | {"backend": "triton"} for name in portable}
+
+
+def count() -> Iterator[dict[str, Any]]:
+    """Count, for each call, the kernels that all its sizes compile, and the rows of tiles that they take."""
+    from triton.runtime._async_compile import active_mode
+
+    from tilewise.host.cross_compile import use_target
+
+    use_target("sm_90")
+    submitted: list[str] = []
+
+    class Recorder:
+        def submit(self, key: str, *_: Any) -> None:
+            """Note a kernel that no call before has asked for."""
+            submitted.append(key)
+
+    names = calls(1, 2, 2, 1)
+    token = active_mode.set(Recorder())  # type: ignore[arg-type]
+    for name in names:
+        turns = zip(SIZES, cycle(BATCHES), cycle(RATIOS[:3] + RATIOS[1:] + RATIOS[::-1]), strict=False)
+        every = product(SIZES, BATCHES, RATIOS) if name in ALL else turns
+        kernels: dict[str, set[str]] = {}
+        rows: dict[str, set[str]] = {}
+        sizes = 0
+        for size, B, heads in every:
+            found = launches(name, B, *size, *heads)
+            sizes += bool(found)
+            for launch in found:
+                kernel = launch.kernel.fn.__name__
+                submitted.clear()
+                launch.compile()
+                kernels.setdefault(kernel, set()).update(submitted)
+                rows.setdefault(kernel, set()).add(repr((launch.constants, list(alignments(launch.arguments)))))
+        counted = {kernel: [len(keys), len(rows[kernel])] for kernel, keys in kernels.items()}
+        yield {"call": name, "sizes": sizes, "kernels": counted}
+    active_mode.reset(token)
+
+
+def launches(name: str, B: int, M: int, N: int, H: int, H_k: int) -> Any:
+    """Return the launches of a call and of its gradient."""
+    import torch
+
+    from tilewise.host.precompile import launches as recorded
+    from tilewise.problem import Unsupported
+    from tilewise.warm import Call
+
+    options = calls(B, M, N, H)[name]
+    dtype, D, wanted = options.pop("dtype"), options.pop("D"), options.pop("wanted", ())
+    rows = ((B * M,), (B * N,)) if "layout" in options else ((B, M), (B, N))
+    q, k = (torch.empty((*of, heads, D), dtype=dtype, device="meta") for of, heads in zip(rows, (H, H_k), strict=True))
+    p, x = problem_of(q, k, k, **options)
+    try:
+        return recorded(Call(p, wanted or (False,) * len(x.extra)))
+    except Unsupported:
+        return []
+
+
+def alignments(given: Any) -> Iterator[Any]:
+    """Yield what Triton notes of the numbers that masks and scores hold: strides, and sizes of windows."""
+    if hasattr(given, "captured"):
+        yield [(n == 1, n % 16 == 0) for n in given.captured if isinstance(n, int)]
+    elif isinstance(given, tuple):
+        for each in given:
+            yield from alignments(each)
+
+
+def since(begin: float) -> float:
+    """Return the seconds since then."""
+    return round(time.perf_counter() - begin, 3)
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    for line in {"step": step, "count": count}[command](*rest):
+        print(json.dumps(line), flush=True)

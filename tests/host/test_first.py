@@ -1,0 +1,157 @@
+"""A process's first training step: other sizes compile nothing, and later processes start with what it found."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+pytest.importorskip("triton")
+from triton import __version__, knobs
+from triton.runtime import cache, jit
+
+from tilewise.backend import load
+from tilewise.host import shortcuts
+from tilewise.host.shortcuts import know_triton, quick_sources, source_lines
+
+SCRIPT = Path(__file__).with_name("first.py")
+ROOT = Path(__file__).parents[2]
+PASSES = {
+    "forward": ["attention_forward"],
+    "backward": ["attention_backward_preprocess", "attention_backward", "attention_backward_postprocess"],
+}
+
+
+def first(*arguments: str, cache: Path | None = None) -> list[dict]:
+    """What first.py prints in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(cache)} if cache else {}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles():
+    """Each kernel of a call is compiled once for each set of constants; counts of 1 and multiples of 16 are no keys."""
+    counted = first("count")
+    assert {line["call"] for line in counted} >= {"full 128", "causal 128", "varlen", "bias", "fp16x3", "int8 triton"}
+    for line in counted:
+        assert line["sizes"] > 500 if line["call"] in ("full 128", "causal 128") else line["sizes"] > 30, line
+        for kernel, (compiled, rows) in line["kernels"].items():
+            assert compiled == rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows of tiles"
+    causal = next(line["kernels"] for line in counted if line["call"] == "causal 128")
+    assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}
+
+
+@pytest.mark.skipif(not knobs.runtime.interpret, reason="a GPU's own driver is there: see tests/card")
+@pytest.mark.skipif(not any(os.access(Path(p, "cc"), os.X_OK) for p in os.get_exec_path()), reason="no C compiler")
+def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tmp_path):
+    """All of it but the GPU: Triton's loader and launchers meet a driver that does nothing."""
+    begun, again = (first("step", "2048", "777", cache=tmp_path) for _ in range(2))
+    for lines, outcome, other in ((begun, "compiled", "found"), (again, "found", "compiled")):
+        steps = [line for line in lines if "length" in line]
+        assert [(line["length"], line["part"]) for line in steps] == [(n, p) for n in (2048, 777) for p in PASSES]
+        for line in steps:
+            kernels = PASSES[line["part"]]
+            assert line["launched"] == len(kernels)
+            assert line[outcome] == (kernels if line["length"] == 2048 else []), "another length compiles nothing"
+            assert line[other] == []
+    assert begun[-1]["hashed"]
+    assert not again[-1]["hashed"], "Triton's hash of its own 400 MB is kept"
+
+
+def device_functions() -> Iterator[FunctionType]:
+    """Each device function of the package that the back ends import."""
+    for name in ("triton", "hopper"):
+        assert load(name).name == name
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tilewise."):
+            for each in vars(module).values():
+                fn = getattr(each, "fn", None)
+                if isinstance(fn, FunctionType) and fn.__module__ == name:
+                    yield fn
+
+
+def test_sources_are_those_that_inspect_finds():
+    functions = list(device_functions())
+    assert len(functions) > 300
+    for fn in functions:
+        assert source_lines(fn) == inspect.getsourcelines(fn), fn
+
+
+def test_sources_of_others_functions_are_left_to_inspect(monkeypatch):
+    monkeypatch.setattr(inspect, "getsourcelines", lambda fn: (["theirs"], 7))
+    assert source_lines(test_sources_are_those_that_inspect_finds) == (["theirs"], 7)
+
+
+def test_triton_sees_them_while_the_package_is_imported_and_no_longer():
+    with quick_sources():
+        assert jit.inspect.getsourcelines is source_lines
+        assert jit.inspect.signature is inspect.signature
+    assert jit.inspect is inspect
+    with pytest.raises(ZeroDivisionError), quick_sources():
+        raise ZeroDivisionError
+    assert jit.inspect is inspect
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """Triton's hash of itself, as if nobody had asked for it: a function that makes it slow again, and what it is."""
+    calls = []
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+
+    def forget(value=f"{__version__}-hash"):
+        monkeypatch.setattr(cache, "triton_key", lru_cache(lambda: calls.append(value) or value))
+
+    forget()
+    return forget, calls
+
+
+def test_the_hash_is_computed_once_for_all_processes(slow):
+    forget, calls = slow
+    for _ in range(3):
+        know_triton()
+        assert cache.triton_key() == f"{__version__}-hash"
+        forget()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("what", ["another Triton", "a file that is none"])
+def test_the_hash_is_computed_again_for(what, slow, monkeypatch):
+    forget, calls = slow
+    know_triton()
+    if what == "another Triton":
+        monkeypatch.setattr(shortcuts, "_stamp", lambda runtime: "changed")
+    else:
+        (kept,) = Path(knobs.cache.dir).iterdir()
+        kept.write_text("")
+    forget(f"{__version__}-other")
+    know_triton()
+    assert cache.triton_key() == f"{__version__}-other"
+    assert len(calls) == 2
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(slow, tmp_path):
+    (tmp_path / "cache").touch()
+    know_triton()
+    assert cache.triton_key() == f"{__version__}-hash"
+
+
+def test_the_stamp_changes_with_each_file_that_triton_hashes(tmp_path):
+    for name in ("runtime/cache.py", "_C/libtriton.so", "compiler/a.py", "backends/x/b.py", "language/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    seen = {shortcuts._stamp(str(tmp_path / "runtime"))}
+    for file in sorted(tmp_path.rglob("*.*")):
+        file.write_text("22")
+        seen.add(shortcuts._stamp(str(tmp_path / "runtime")))
+    assert len(seen) == 6
