@@ -17,7 +17,7 @@ from typing import Any
 from versions import source
 
 from studies.bench import results, state
-from tilewise.cli.console import sentences
+from studies.console import sentences
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

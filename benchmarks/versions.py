@@ -25,8 +25,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from studies.bench.command import part, suites_for
 from studies.bench.peers import PEERS
 from studies.bench.suites import SUITES, Case
+from studies.console import err, out, progress, sentences, table
 from studies.options import pick_device
-from tilewise.cli.console import err, out, progress, sentences, table
 
 ROOT = Path(__file__).parents[1]
 SERVED = Path(__file__).with_name("served.py")

@@ -10,10 +10,10 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.cli.console import err, out, progress, sentences, table
 from tilewise.problem import target_of
 
 from ..bench import results
+from ..console import err, out, progress, sentences, table
 from ..options import check_names, pick_device, results_file
 from . import measure as sums
 from . import page as accumulation_page

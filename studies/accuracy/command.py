@@ -8,9 +8,8 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.cli.console import err, out, progress, sentences, table
-
 from ..bench import results
+from ..console import err, out, progress, sentences, table
 from ..options import check_names, pick_device, results_file
 from . import page as study_page
 from .measure import PART, SWEEPS, Finding, Point, quick, run

@@ -10,8 +10,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from tilewise.cli.console import err, out, print_json, progress, sentences, table
-
+from ..console import err, out, print_json, progress, sentences, table
 from ..options import pick_device
 from . import results
 from .engine import run

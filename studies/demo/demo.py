@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tilewise.cli.console import err, out, sentences
 from tilewise.cli.info import info
 
 from ..bench.command import measure, print_suite
 from ..bench.results import Row, environment
 from ..bench.suites import SUITES, Suite
 from ..bench.tables import headlines
+from ..console import err, out, sentences
 from ..options import pick_device
 from ..pages.plots import draw
 from ..training.comparison import Comparison

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli.console import sentences
-
 from ..bench.tables import markdown, three_digits
+from ..console import sentences
 from ..options import pick_device
 from ..training.train import MODELS
 from .schemes import by_length, errors, gradient_errors

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tilewise.cli.console import err, out, progress, table
-
 from ..bench.peers import PEERS
+from ..console import err, out, progress, table
 from .contests import COLUMNS, Contest, Trial
 from .trainer import MOVED, Settings, TrainingError, train_apart
 

@@ -14,9 +14,9 @@ import torch
 import typer
 
 import tilewise as tw
-from tilewise.cli.console import err, out, print_json, progress, sentences, table
 
 from ..bench.results import environment, slug
+from ..console import err, out, print_json, progress, sentences, table
 from ..options import pick_device
 from .comparison import NAMES, Comparison
 from .contest import CONTENDERS, contest, known, log_loss

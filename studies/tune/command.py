@@ -9,10 +9,10 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.cli.console import err, out, print_json, progress, sentences, table
 from tilewise.host.tables import VARIABLE, card
 
 from ..bench import results
+from ..console import err, out, print_json, progress, sentences, table
 from . import tune as engine
 from . import tuned
 from .tuned import Tuned
