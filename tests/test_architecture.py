@@ -20,7 +20,6 @@ HOSTS = ("host", "hopper")
 MOST = 16
 """Parameters of a function."""
 EXEMPT = {
-    "cli/calls": "a command's options",
     "compat/flash_attn": "another package's signatures",
     "compat/flash_attn_interface": "another package's signatures",
 }

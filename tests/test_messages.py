@@ -38,9 +38,10 @@ FORMS = {
     **dict.fromkeys(
         ("Unsupported", "RuntimeError", "AttributeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM
     ),
-    **dict.fromkeys(("AssertionError", "NotImplementedError", "Exit"), re.compile(".*")),  # not for users
+    "ArgumentTypeError": re.compile("must .+, got .+"),  # the rest is argparse's and cli/parser.py's
+    **dict.fromkeys(("AssertionError", "NotImplementedError"), re.compile(".*")),  # not for users
 }
-MADE_ELSEWHERE = ("bench/measure.py", "cli/console.py", "host/tables.py", "operator.py", "warm.py")
+MADE_ELSEWHERE = ("bench/measure.py", "cli/shadow.py", "host/tables.py", "operator.py", "warm.py")
 """Files that also raise with text from a process, a library, a constant or a function."""
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command import call
 
 import tilewise as tw
-from tilewise.cli.app import app
 
 pytest.importorskip("triton", reason="kernels are Triton's")
 module = importlib.import_module("tilewise.warm")  # tw.warm is the function
@@ -33,8 +32,8 @@ def elsewhere(*arguments):
 def test_what_is_foreseen_is_what_calls_ask_triton_for():
     found = elsewhere("keys")
     assert len(found) == 18
-    for name, call in found.items():
-        assert set(call["listed"]) == set(call["asked"]), name
+    for name, one in found.items():
+        assert set(one["listed"]) == set(one["asked"]), name
     assert "attention_backward_fp32" in found["fp32"]["listed"].values()
     assert "attention_backward_dbias" in found["combined triton"]["listed"].values()
     unforeseen = found["causal triton"]["unforeseen"]
@@ -52,8 +51,9 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
 def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "warmed"))
     options = "--device sm_80 --q 1,64,2,16 --dtype fp16 --forward --processes 1 --json"
-    result = CliRunner().invoke(app, ["warm", *options.split()])
-    assert result.exit_code == 0, result.output
+    result = call("warm", *options.split())
+    assert result.status == 0, result.stderr
+    assert result.stderr.splitlines() == ["looking for kernels", "kernel 1 of 1: attention_forward"]
     (kernel,) = json.loads(result.stdout)["kernels"]
     assert kernel["name"] == "attention_forward"
     assert kernel["seconds"] > 0.0
@@ -146,21 +146,21 @@ def test_further_calls_differ_in_their_options(monkeypatch):
     monkeypatch.setattr(module.Workers, "ask", ask)
     options = "--device sm_90 --q 2,64,4,16 --bias 1,4,64,64"
     also = ["--also", "--mask causal --q 1,32,4,16 --bias 1,4,32,32", "--also", "--kv-heads 2"]
-    result = CliRunner().invoke(app, ["warm", *options.split(), *also])
-    assert result.exit_code == 0, result.output
-    assert [(call.problem.B, call.problem.M, call.problem.H_k) for call in seen] == [(2, 64, 4), (1, 32, 4), (2, 64, 2)]
-    assert [call.problem.recipe.mask for call in seen] == [(), (("Causal",),), ()]
-    assert all(call.wanted == (True,) for call in seen)
+    result = call("warm", *options.split(), *also)
+    assert result.status == 0, result.stderr
+    assert [(one.problem.B, one.problem.M, one.problem.H_k) for one in seen] == [(2, 64, 4), (1, 32, 4), (2, 64, 2)]
+    assert [one.problem.recipe.mask for one in seen] == [(), (("Causal",),), ()]
+    assert all(one.wanted == (True,) for one in seen)
     assert result.stdout.splitlines()[1].split() == ["forward", "found"]
     assert result.stdout.splitlines()[-1].split() == ["other", "lengths", "backward"]
-    wrong = CliRunner().invoke(app, ["warm", "--device", "sm_90", "--also", "--causal"])
-    assert wrong.exit_code == 2
-    assert "--causal" in wrong.output
+    wrong = call("warm", "--device", "sm_90", "--also", "--causal")
+    assert wrong.status == 2
+    assert "--causal" in wrong.stderr
 
 
 def test_the_command_tells_what_went_wrong_in_a_sentence(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    result = CliRunner().invoke(app, ["warm", "--device", "sm_90"])
-    assert result.exit_code == 1
-    assert "ended with exit status 1" in result.output
-    assert "Traceback" not in result.output
+    result = call("warm", "--device", "sm_90")
+    assert result.status == 1
+    assert "ended with exit status 1" in result.stderr
+    assert "Traceback" not in result.stderr

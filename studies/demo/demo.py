@@ -41,7 +41,7 @@ def demo(
         where = pick_device(device)
     folder.mkdir(parents=True, exist_ok=True)
     out.rule("[bold]1. This machine[/]", align="left")
-    info(json=False)
+    out.print(info(json=False), markup=False, soft_wrap=True)
     settings = Settings.fitting(where)
     if steps:
         settings = replace(settings, steps=steps)

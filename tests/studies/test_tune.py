@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import command as package
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -16,7 +17,6 @@ from studies.tune import command, tuned
 from studies.tune.rows import neighbours
 from studies.tune.tuned import Candidate, Tuned
 from tilewise import reference
-from tilewise.cli.app import app as package
 from tilewise.host import tables
 
 pytest.importorskip("triton")
@@ -141,7 +141,7 @@ def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
         found = tw.explain(q, q, q, backend="triton")
         assert "forward 16x64, 4 warps, 1 stages; dkdv 32x32" in found.tiles
         assert found.tiles.endswith(f"rows of {path}")
-    told = CliRunner().invoke(package, ["info", "--json"])
+    told = package.call("info", "--json")
     assert json.loads(told.stdout)["tiles"]["cpu"] == f"rows of {path}"
 
 

@@ -1,82 +1,62 @@
 """A call of attention as options of a command: shapes and numbers, no tensors. Several commands share them."""
 
-import inspect
-from collections.abc import Callable
-from functools import reduce, wraps
+from collections.abc import Mapping
+from functools import reduce
 from operator import and_
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from ..layout import Varlen
 from ..mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
 from ..score import Alibi, Bias, Score, SoftCap
+from .parser import Option
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
 
 
-def arguments(
-    q: Annotated[str, typer.Option(help="Shape of q: batch,length,heads,head size.")] = "2,1024,16,64",
-    keys: Annotated[int | None, typer.Option(min=0, help="Keys; as many as queries if left out.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of k and v; as many as q's if left out.")] = None,
-    v_size: Annotated[int | None, typer.Option(min=1, help="Head size of v; q's if left out.")] = None,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bf16",
-    mask: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MASKS)}; several are combined.")] = None,
-    window: Annotated[str | None, typer.Option(help="left,right; - is open: 1023,0 or 128,-.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Cap of the logits.")] = None,
-    alibi: Annotated[bool, typer.Option("--alibi", help="With a slope for each head.")] = False,
-    bias: Annotated[str | None, typer.Option(help="Shape of an additive bias, such as 1,16,1024,1024.")] = None,
-    sink: Annotated[bool, typer.Option("--sink", help="With a sink logit for each head.")] = False,
-    scale: Annotated[float | None, typer.Option(help="What the logits are multiplied by.")] = None,
-    dropout: Annotated[float, typer.Option(help="Probability in [0, 1).")] = 0.0,
-    varlen: Annotated[bool, typer.Option("--varlen", help="Packed: q's batch is the number of sequences.")] = False,
-    precision: Annotated[str | None, typer.Option(help="For fp32: ieee, bf16x6, fp16x3, ...")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeatable gradients.")] = False,
-    backend: Annotated[str | None, typer.Option(help="Ask for this one only.")] = None,
-) -> dict[str, Any]:
-    """Return arguments of `attention` on the meta device."""
-    B, M, H, D = numbers("q", q, 4)
-    N = M if keys is None else keys
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for bf16")
-    H_k, D_v = H if kv_heads is None else kv_heads, D if v_size is None else v_size
+CALL = (
+    Option("--q", "Shape of q: batch,length,heads,head size.", "B,M,H,D", default="2,1024,16,64"),
+    Option("--keys", "Keys; as many as queries if left out.", "N", int, least=0),
+    Option("--kv-heads", "Heads of k and v; as many as q's if left out.", "H", int, least=1),
+    Option("--v-size", "Head size of v; q's if left out.", "D", int, least=1),
+    Option("--dtype", ", ".join(DTYPES), "TYPE", default="bf16"),
+    Option("--mask", f"{', '.join(MASKS)}; several are combined.", "MASK", many=True),
+    Option("--window", "left,right; - is open: 1023,0 or 128,-.", "LEFT,RIGHT"),
+    Option("--softcap", "Cap of the logits.", "CAP", float),
+    Option("--alibi", "With a slope for each head."),
+    Option("--bias", "Shape of an additive bias, such as 1,16,1024,1024.", "SHAPE"),
+    Option("--sink", "With a sink logit for each head."),
+    Option("--scale", "What the logits are multiplied by.", "SCALE", float),
+    Option("--dropout", "Probability in [0, 1).", "P", float, default=0.0),
+    Option("--varlen", "Packed: q's batch is the number of sequences."),
+    Option("--precision", "For fp32: ieee, bf16x6, fp16x3, ...", "NAME"),
+    Option("--deterministic", "Repeatable gradients."),
+    Option("--backend", "Ask for this one only.", "NAME"),
+)
+"""Options that describe a call."""
+
+
+def arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `attention` on the meta device, from the values of these options."""
+    B, M, H, D = numbers("q", call["q"], 4)
+    N, H_k, D_v = (M if call["keys"] is None else call["keys"], call["kv_heads"] or H, call["v_size"] or D)
+    if call["dtype"] not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {call['dtype']!r}; leave it out for bf16")
     shapes = (B, M, H, D), (B, N, H_k, D), (B, N, H_k, D_v)
     layout = None
-    if varlen:
+    if call["varlen"]:
         shapes = tuple((shape[0] * shape[1], *shape[2:]) for shape in shapes)
         layout = Varlen(_meta((B + 1,), torch.int32), _meta((B + 1,), torch.int32), M, N)
     return dict(
-        zip("qkv", (_meta(shape, DTYPES[dtype]) for shape in shapes), strict=True),
-        mask=_masks(mask or [], window, (B, M, N)),
-        score=_scores(softcap, alibi, bias, H),
-        scale=scale,
-        sink=_meta((H,), torch.float32) if sink else None,
-        dropout=dropout,
+        zip("qkv", (_meta(shape, DTYPES[call["dtype"]]) for shape in shapes), strict=True),
+        mask=_masks(call["mask"] or [], call["window"], (B, M, N)),
+        score=_scores(call["softcap"], call["alibi"], call["bias"], H),
+        sink=_meta((H,), torch.float32) if call["sink"] else None,
         layout=layout,
-        precision=precision,
-        deterministic=deterministic,
-        backend=backend,
+        **{name: call[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")},
     )
-
-
-OPTIONS = inspect.signature(arguments).parameters
-"""Of a call."""
-
-
-def with_call(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a call to a command, which receives their values by name as `call`."""
-    _, *own = inspect.signature(command).parameters.values()
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        command({name: given.pop(name) for name in OPTIONS}, **given)
-
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*OPTIONS.values(), *own)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
 
 
 def numbers(name: str, text: str, count: int) -> list[int]:

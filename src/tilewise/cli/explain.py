@@ -1,30 +1,27 @@
 """tilewise explain: shapes and options in; the kernel, its tiles and every refusal out. Nothing is computed."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from json import dumps
+from typing import Any
 
 import torch
-import typer
 
 from ..explain import explain as explain_call
 from ..problem import target_of
-from .calls import arguments, with_call
-from .console import out, print_json, sentences
+from .calls import CALL, arguments
+from .parser import Option
+
+OPTIONS = (
+    *CALL,
+    Option("--device", "cpu, sm_90, gfx942, ...; this machine's if left out.", "CHIP"),
+    Option("--json", "Print JSON instead of a table."),
+)
 
 
-@with_call
-def explain(
-    call: dict[str, Any],
-    device: Annotated[str | None, typer.Option(help="cpu, sm_90, gfx942, ...; this machine's if left out.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def explain(device: str | None, json: bool, **call: Any) -> str:
     """Say which back end would run a call, with which tiles, and why each other one would not."""
-    with sentences():
-        plan = explain_call(**arguments(**call), device=device or _here())
-    if json:
-        print_json(asdict(plan))
-    else:
-        out.print(str(plan), markup=False, soft_wrap=True)
+    plan = explain_call(**arguments(call), device=device or _here())
+    return dumps(asdict(plan), indent=1) if json else str(plan)
 
 
 def _here() -> str:

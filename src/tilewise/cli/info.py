@@ -1,40 +1,42 @@
 """tilewise info: what is here, and which back ends can run."""
 
 import platform
-from typing import Annotated, Any
+from collections.abc import Sequence
+from json import dumps
+from typing import Any
 
 import torch
-import typer
-from rich.markup import escape
 
 from ..backend import ORDER, load
 from ..check import describe
 from ..compat.shadow import PACKAGES, who
 from ..host.tables import source_of_rows
 from ..problem import Operands, Recipe
-from .console import out, print_json, sentences, table
 from .machine import device_name, versions
+from .parser import Option
+
+OPTIONS = (Option("--json", "Print JSON instead of tables."),)
 
 
-def info(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def info(json: bool) -> str:
     """Show versions, devices, and each back end with its reasons not to run."""
-    with sentences():
-        found = gather()
+    found = gather()
     if json:
-        print_json(found)
-        return
-    table("Versions", ("", ""), list(found["versions"].items()), numbers_from=2)
-    table("Devices", ("", "", ""), [(d["device"], d["target"], escape(d["name"])) for d in found["devices"]], 3)
-    table("Tiles of GPU kernels", ("", ""), [(device, escape(rows)) for device, rows in found["tiles"].items()], 2)
-    table("Answers imports of", ("", ""), list(found["shadows"].items()), 2)
-    lines = []
-    for name, by_device in found["backends"].items():
-        for device, against in by_device.items():
-            verdict = f"[yellow]no[/]: {escape('; '.join(against))}" if against else "[green]yes[/]"
-            lines.append((name, device, verdict))
-    table("Back ends", ("", "on", "runs"), lines, 3)
-    out.print(f"tilewise.attention takes the first that can: on {found['default']['device']}, ", end="")
-    out.print(f"[bold]{found['default']['backend']}[/].")
+        return dumps(found, indent=1)
+    runs = [
+        (name, device, f"no: {'; '.join(against)}" if against else "yes")
+        for name, by_device in found["backends"].items()
+        for device, against in by_device.items()
+    ]
+    tables = (
+        _table("Versions", [*found["versions"].items()]),
+        _table("Devices", [(one["device"], one["target"], one["name"]) for one in found["devices"]]),
+        _table("Tiles of GPU kernels", [*found["tiles"].items()]),
+        _table("Answers imports of", [*found["shadows"].items()]),
+        _table("Back ends", [("", "on", "runs"), *runs]),
+        "tilewise.attention takes the first that can: on {device}, {backend}.".format(**found["default"]),
+    )
+    return "\n\n".join(tables)
 
 
 def gather() -> dict[str, Any]:
@@ -51,6 +53,13 @@ def gather() -> dict[str, Any]:
         "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }
+
+
+def _table(title: str, lines: Sequence[Sequence[str]]) -> str:
+    """Return lines below a title, with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join([title, *(f"  {row}".rstrip() for row in rows)])
 
 
 def _probe(device: torch.device) -> Any:

@@ -1,10 +1,10 @@
-"""tilewise run: a script or module as Python itself runs it, on tilewise. It needs no extra."""
+"""tilewise run: a script or module as Python itself runs it, on tilewise."""
 
-import argparse
 import atexit
 import builtins
 import os
 import sys
+from argparse import REMAINDER
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from zipfile import is_zipfile
 
-USAGE = "python -m tilewise run [--sdpa] [--hf] [--flash-attn] (script.py | -m module) [arguments]"
-DESCRIPTION = "Run an unchanged script on tilewise; at its end, one line on standard error says what ran where."
+from .parser import PROGRAM, Option, Parser
+
+USAGE = f"{PROGRAM} run [--sdpa] [--hf] [--flash-attn] (script.py | -m module) [arguments]"
 
 
 def _sdpa() -> None:
@@ -35,29 +36,30 @@ def _flash_attn() -> None:
 
 
 INSTALLS: dict[str, tuple[str, Callable[[], None]]] = {
-    "flash-attn": ("answer imports of flash_attn with tilewise", _flash_attn),
-    "sdpa": ("run torch's scaled_dot_product_attention on tilewise", _sdpa),
-    "hf": ('register attn_implementation="tilewise" with transformers', _hf),
+    "flash_attn": ("Answer imports of flash_attn with tilewise.", _flash_attn),
+    "sdpa": ("Run torch's scaled_dot_product_attention on tilewise.", _sdpa),
+    "hf": ('Register attn_implementation="tilewise" with transformers.', _hf),
 }
 """What an option does, and how, in this order: transformers looks for flash_attn when it is imported."""
+OPTIONS = (
+    *(Option(f"--{name.replace('_', '-')}", what) for name, (what, _) in INSTALLS.items()),
+    Option("-m", "Run a module, as python -m does."),
+    Option("target", "A script, a folder or archive with __main__.py, or a module.", "TARGET"),
+)
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run a script or a module in this process, with the exit status that Python would give it."""
-    parser = argparse.ArgumentParser(usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
-    for name, (what, _) in INSTALLS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
-    parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
-    parser.add_argument("target", help="a script, a folder or archive with __main__.py, or a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it finds in sys.argv")
-    given = parser.parse_args(arguments)
+def run(words: Sequence[str]) -> None:
+    """Run an unchanged script on tilewise; at its end, one line on standard error says what ran where."""
+    parser = Parser("run", run.__doc__, OPTIONS, usage=USAGE)
+    parser.add_argument("arguments", nargs=REMAINDER, help="What it finds in sys.argv.")
+    given = parser.read(words)
     for name, (_, install) in INSTALLS.items():
-        if getattr(given, name.replace("-", "_")):
+        if given[name]:
             try:
                 install()
             except (ImportError, RuntimeError) as error:
                 parser.exit(2, f"tilewise run: {error}\n")
-    main, code = _load(given.target, given.module, given.arguments)
+    main, code = _load(given["target"], given["m"], given["arguments"])
     _count_until_the_end()
     sys.modules["__main__"] = main
     exec(code, main.__dict__)

@@ -1,67 +1,66 @@
 """tilewise warm: shapes and options in; the kernels of these calls, compiled, in Triton's cache."""
 
 import shlex
+import sys
+from argparse import SUPPRESS
 from dataclasses import asdict
-from typing import Annotated, Any
-
-import typer
+from json import dumps
+from typing import Any
 
 from ..score import Bias
-from ..warm import Call, Warmed, call_of, warm_calls
-from .calls import OPTIONS, arguments, with_call
-from .console import err, out, print_json, progress, sentences
+from ..warm import Call, call_of, warm_calls
+from .calls import CALL, arguments
+from .parser import Option, Parser
+
+OPTIONS = (
+    *CALL,
+    Option(
+        "--also",
+        'A further call, by the options in which it differs: --also "--q 1,8192,16,64 --sink".',
+        "OPTIONS",
+        many=True,
+    ),
+    Option("--device", "sm_90, gfx942, ...; this machine's GPU if left out.", "CHIP"),
+    Option("--forward", "Leave out the kernels of gradients."),
+    Option("--processes", "How many compile side by side.", "N", int, least=1),
+    Option("--json", "Print JSON instead of a table."),
+)
 
 
-@with_call
 def warm(
-    call: dict[str, Any],
-    also: Annotated[
-        list[str] | None,
-        typer.Option(help='A further call, by the options in which it differs: --also "--q 1,8192,16,64 --sink".'),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="sm_90, gfx942, ...; this machine's GPU if left out.")] = None,
-    forward: Annotated[bool, typer.Option("--forward", help="Leave out the kernels of gradients.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="How many compile side by side.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+    also: list[str] | None, device: str | None, forward: bool, processes: int | None, json: bool, **call: Any
+) -> str:
     """Compile the kernels of calls ahead of time, into Triton's cache (TRITON_CACHE_DIR)."""
-    with sentences():
-        calls = [_call(call | other, device, not forward) for other in ({}, *map(_options, also or ()))]
-        try:
-            warmed = _watched(calls, processes)
-        except RuntimeError as error:
-            err.print(str(error), markup=False, soft_wrap=True)
-            raise typer.Exit(1) from None
+    calls = [_call(call | other, device, not forward) for other in ({}, *map(_options, also or ()))]
+    _tell("looking for kernels")
+    try:
+        warmed = warm_calls(calls, processes, lambda done, count, name: _tell(f"kernel {done} of {count}: {name}"))
+    except RuntimeError as error:
+        sys.exit(f"tilewise: {error}")
     if json:
-        print_json(asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]})
-    else:
-        out.print(str(warmed), markup=False, soft_wrap=True)
+        return dumps(asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]}, indent=1)
+    return str(warmed)
 
 
 def _options(text: str) -> dict[str, Any]:
     """Read the options of a call that are in a text, and no others."""
-    parser = typer.Typer(add_completion=False)
-    parser.command("--also")(with_call(lambda call: None))
-    context = typer.main.get_command(parser).make_context("--also", shlex.split(text))
-    given = {name for name in OPTIONS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    return {name: context.params[name] for name in given}
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"also must be options of a call, got {text!r} ({error}); write --sink or the like") from None
+    given = [option._replace(default=SUPPRESS) for option in CALL]
+    return Parser("warm", None, given, add_help=False).read(words)
 
 
 def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
     """Return the call; a bias is learned."""
-    made = arguments(**options)
+    made = arguments(options)
     for score in made["score"]:
         if isinstance(score, Bias):
             score.bias.requires_grad_()
     return call_of(device, backward, **made)
 
 
-def _watched(calls: list[Call], processes: int | None) -> Warmed:
-    """Compile with a bar on the terminal."""
-    with progress() as bar:
-        task = bar.add_task("looking for kernels", total=None)
-        return warm_calls(
-            calls,
-            processes,
-            lambda done, count, name: bar.update(task, completed=done, total=count, description=f"compiled {name}"),
-        )
+def _tell(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
