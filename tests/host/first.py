@@ -89,7 +89,8 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
     yield {"part": "import torch", "seconds": since(BEGUN)}
     begin = time.perf_counter()
     if on_gpu:  # PyTorch imports SymPy for its first backward
-        torch.ones((), device="cuda", requires_grad=True).backward()
+        x = torch.ones(1, device="cuda", requires_grad=True)
+        x.backward(torch.ones_like(x))
     loaded = None if on_gpu else pretend()
     from triton import knobs
 

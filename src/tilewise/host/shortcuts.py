@@ -56,7 +56,7 @@ def know_triton() -> None:
     from triton import __version__, knobs
     from triton.runtime import cache
 
-    slow = getattr(cache, "triton_key", None)
+    slow: Any = getattr(cache, "triton_key", None)
     if not hasattr(slow, "cache_info") or slow.cache_info().currsize:  # it is known, or of another release
         return
     with suppress(OSError):

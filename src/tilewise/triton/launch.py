@@ -151,7 +151,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
         made, size = Codes(*saved.kept), size_of(p)
         q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
         of_v = () if made.v is None else (made.v.view(torch.int8), made.v_descale)
-        codes = Scales(made.q_descale, made.k_descale, made.q_shift, *map(odd, blocks_of(p)), of_v)
+        of_q, of_k = blocks_of(p)
+        codes = Scales(made.q_descale, made.k_descale, made.q_shift, odd(of_q), odd(of_k), of_v)
     arguments = (
         q, k, v, o, saved.lse, packed(p, x), unused(p, saved),
         Variant(parts, changes, dropout(p, saved.seed), lists, sink, codes), pl.c, *lengths(p), p.H,
