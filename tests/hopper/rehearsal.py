@@ -119,7 +119,7 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     pretend.world = World(programs)
     fp32 = p.dtype == torch.float32
     tile, made = made_in_fp32(p, x) if fp32 else (plan(p).backward_tile, plan(p).backward_shape)
-    shape = given(made._replace(section=section))
+    shape = given(made._replace(section=section), odd_counts if not fp32 else tuple)
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
     dq_semaphore = semaphore_given(p, packed, variant, tile, made) if tile.SEMAPHORE_TILES else None
@@ -143,9 +143,9 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     return Rehearsal(tile, made, pretend.world.events)
 
 
-def given(counts: Any) -> Any:
+def given(counts: Any, coded: Any = odd_counts) -> Any:
     """A launch's shape as its kernel gets it."""
-    return type(counts)(*map(Scalar, odd_counts(counts)))
+    return type(counts)(*map(Scalar, coded(counts)))
 
 
 def rows_of(p: Problem, box: Box) -> Any:
@@ -200,8 +200,7 @@ def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
     *_, main = fp32_backward_launch.main_launches(
         p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32)
     )
-    shape = main.arguments[-1]
-    return main.constants["tile"], type(shape)(*(n >> 1 if isinstance(n, int) else n for n in shape))
+    return main.constants["tile"], main.arguments[-1]
 
 
 def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:

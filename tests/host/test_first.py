@@ -28,6 +28,10 @@ PASSES = {
 }
 
 
+SHORT_OF_REGISTERS = ("attention_backward_fp32",)
+"""Their counts are keys: ptxas spills in their loops where they first decode them from 2 n + 1."""
+
+
 def first(*arguments: str, cache: Path | None = None) -> list[dict]:
     """What first.py prints in a process of its own."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -47,6 +51,9 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
     for line in counted:
         assert line["sizes"] > 500 if line["call"] in ("full 128", "causal 128") else line["sizes"] > 30, line
         for kernel, (compiled, rows) in line["kernels"].items():
+            if kernel in SHORT_OF_REGISTERS:
+                assert compiled <= 3 * rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows"
+                continue
             assert compiled == rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows of tiles"
     causal = next(line["kernels"] for line in counted if line["call"] == "causal 128")
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}

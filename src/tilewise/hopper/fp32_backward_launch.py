@@ -15,7 +15,6 @@ from ..host.launch import (
     device_values,
     lengths,
     odd,
-    odd_counts,
     packed,
     rows,
     tile_lists,
@@ -246,7 +245,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
-        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, odd_counts(shape),
+        rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(heads * tiles, processors(p.q.device))

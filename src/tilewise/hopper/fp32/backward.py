@@ -303,21 +303,11 @@ def half_of_tile(W: gl.constexpr, dK, dV, gqa_sums, scales, shared, call, tile: 
         t = receive_tile(shared.tile_ids, n, 4)
 
 
-@gluon.jit
-def counts_of(shape):
-    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py)."""
-    return Shape(
-        shape.unit, shape.factor, shape.M >> 1, shape.N >> 1, shape.d >> 1, shape.d_v >> 1, shape.H >> 1,
-        shape.blocks >> 1, shape.key_tiles >> 1, shape.heads >> 1, shape.section >> 1, shape.tiles >> 1,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["packed", "shape", "variant"])
 def attention_backward_fp32(
     Q, K, V, dO, L, D, scales, dQ, dK, dV, scratch, counter, packed, variant, shape, tile: gl.constexpr
 ):  # fmt: skip
     """Compute dK and dV, and add dQ to its sums, from pieces."""
-    shape = counts_of(shape)
     PIECES: gl.constexpr = tile.PIECES
     SIZE: gl.constexpr = tile.D
     KEYS: gl.constexpr = tile.B_C // 64 * PIECES
