@@ -52,7 +52,7 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
         assert line["sizes"] > 500 if line["call"] in ("full 128", "causal 128") else line["sizes"] > 30, line
         for kernel, (compiled, rows) in line["kernels"].items():
             if kernel in SHORT_OF_REGISTERS:
-                assert compiled <= 3 * rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows"
+                assert compiled <= 5 * rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows"
                 continue
             assert compiled == rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows of tiles"
     causal = next(line["kernels"] for line in counted if line["call"] == "causal 128")
