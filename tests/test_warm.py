@@ -44,7 +44,8 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
         f"attention_{name}" for name in ("backward_dkdv", "backward_dq", "forward")
     ]
     assert unforeseen["a gradient of lse (return_lse)"] == ["attention_backward_delta"]
-    assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward", "attention_forward"]
+    # whose last tile of keys is not full
+    assert found["causal"]["unforeseen"]["other lengths"] == ["attention_backward"]
     assert found["causal"]["unforeseen"]["a gradient of o off a 16-byte boundary"] == ["attention_backward_preprocess"]
 
 
