@@ -14,7 +14,7 @@ from ..tile.cache import Keys, entry_of, load_keys, scale_of
 from ..tile.combine import address, places_of, store_partial, write
 from ..tile.line import line_of, piece_of, work_at
 from ..tile.masks import visible
-from ..tile.rows import Rows, fill
+from ..tile.rows import Output, Rows, fill
 from ..tile.scores import Entries, apply_scores
 from ..tile.softmax import online_softmax
 
@@ -212,4 +212,4 @@ def fill_rest(O, L, batch, G: tl.constexpr, H_k, d_v: tl.constexpr):
     end = tl.minimum(tl.maximum(tl.load(batch.cu_q + batch.B // 2), 0), total)
     rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
     first, step = end + tl.program_id(0) * 16, tl.num_programs(0) * 16
-    fill(((O, G * H_k, d_v),), L.ptr, first, total, step, total, rows, columns)
+    fill((Output(O, 2 * G * H_k + 1, 2 * d_v + 1),), L.ptr, first, total, step, total, rows, columns)
