@@ -111,7 +111,9 @@ def small() -> dict[str, Any]:
 
 
 def keys() -> dict[str, Any]:
-    """By call: what it asks Triton for, what `warm` foresees, and what that could not."""
+    """By call: what it asks Triton for, what `warm` foresees, here and in a new process, and what that could not."""
+    metas = {name: call_of("sm_90", True, **given) for name, given in calls("meta").items()}
+    alone = together(*[lambda call=call: list(precompile.kernels(call)) for call in metas.values()])
     asked: set[str] = set()
 
     def record(self: Any, key: str, *_: Any) -> Any:
@@ -120,13 +122,13 @@ def keys() -> dict[str, Any]:
 
     submit, compile_once._LockedCompiler.submit = compile_once._LockedCompiler.submit, record  # type: ignore[method-assign]
     found = {}
-    for (name, given), there in zip(calls("meta").items(), calls("cpu").values(), strict=True):
-        kernels, others = precompile.list_kernels(call_of("sm_90", True, **given))
+    for (name, call), there, new in zip(metas.items(), calls("cpu").values(), alone, strict=True):
+        kernels, others = precompile.list_kernels(call)
         asked.clear()
         run("sm_90", there)
         foreseen = {kernel.hash: kernel.name for kernel in kernels}
         unforeseen = {what: sorted({n for h, n in by.items() if h not in foreseen}) for what, by in others.items()}
-        found[name] = {"asked": sorted(asked), "listed": foreseen, "unforeseen": unforeseen}
+        found[name] = {"asked": sorted(asked), "listed": foreseen, "alone": new, "unforeseen": unforeseen}
     compile_once._LockedCompiler.submit = submit  # type: ignore[method-assign]
     return found
 

@@ -33,7 +33,7 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     found = elsewhere("keys")
     assert len(found) == 18
     for name, one in found.items():
-        assert set(one["listed"]) == set(one["asked"]), name
+        assert set(one["listed"]) == set(one["asked"]) == set(one["alone"]), name
     assert "attention_backward_fp32" in found["fp32"]["listed"].values()
     assert "attention_backward_dbias" in found["combined triton"]["listed"].values()
     unforeseen = found["causal triton"]["unforeseen"]

@@ -23,6 +23,7 @@ from ..tile.renormalize import attention_backward_renormalize
 from ..tile.rows import Output, Packed, Rows, Unused
 from .compile_once import compile_once
 from .direct import direct
+from .shortcuts import hash_in_order
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores
@@ -126,6 +127,8 @@ class Launch(NamedTuple):
         if (foreseen := RECORDED.get()) is not None:
             foreseen.append(self)
             return
+        if not knobs.runtime.interpret:
+            hash_in_order(self.kernel, self.arguments)
         start = self.kernel[(self.programs,)]
         compiled = compile_once(self.kernel.fn.__name__, lambda: start(*self.arguments, **FUSED | self.constants))
         if compiled is not None:  # the interpreter compiles nothing
@@ -134,6 +137,7 @@ class Launch(NamedTuple):
 
     def compile(self) -> Any:
         """Compile the kernel for the active driver's target, without a GPU."""
+        hash_in_order(self.kernel, self.arguments)
         return self.kernel.warmup(*self.arguments, grid=(1,), **FUSED | self.constants)
 
 
