@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which tilewise does on first use
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules that tests share, such as conformance.cases
+from interpreter import quicken
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
@@ -49,24 +49,7 @@ def pytest_configure(config):
     # Every torch.empty, empty_like, new_empty and resize_ gives NaN (integers: the largest), in C++ as in Python.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    patch_once()
-
-
-def patch_once():
-    """Triton's interpreter puts its own functions into triton.language when a kernel begins, and looks for what else to
-    replace at every call of a device function: half the time of kernels on few numbers, as they are here."""
-    if find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    tl, patch = interpreter.tl, interpreter._patch_lang
-
-    def patch_unless_done(fn):
-        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        done = seen and not any(tl.core.is_builtin(language.load) for language in seen)
-        return interpreter._LangPatchScope() if done else patch(fn)
-
-    interpreter._patch_lang = patch_unless_done
+    quicken()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,113 @@
+"""Make Triton's interpreter quick on few numbers, as tests have them. It computes and checks the same.
+
+There its time goes into types: for each number that a kernel adds, it names them, lists their sizes and counts their
+entries. Here that waits until somebody asks. This follows the code of the releases in `KNOWN`; others run as they are.
+"""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+KNOWN = ("3.6.",)
+CHECKED = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+"""The operations on integers that the interpreter looks for overflows in."""
+
+
+def quicken() -> None:
+    """Replace what is slow."""
+    if find_spec("triton") is None:
+        return
+    import triton
+    from triton.runtime import interpreter
+
+    patch_once(interpreter)
+    if triton.__version__.startswith(KNOWN):
+        name_types_on_demand(interpreter.tl.core)
+        look_up_types(interpreter)
+        find_overflows_at_once(interpreter)
+
+
+def patch_once(interpreter: Any) -> None:
+    """It puts its own functions into triton.language when a kernel begins, and looks for what else to replace at every
+    call of a device function."""
+    tl, patch = interpreter.tl, interpreter._patch_lang
+
+    def patch_unless_done(fn: Any) -> Any:
+        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        done = seen and not any(tl.core.is_builtin(language.load) for language in seen)
+        return interpreter._LangPatchScope() if done else patch(fn)
+
+    interpreter._patch_lang = patch_unless_done
+
+
+def name_types_on_demand(core: Any) -> None:
+    """Compute names of block types, types of tuples, and shapes of tensors when they are first read."""
+    checked = lru_cache(None)(core.validate_block_shape)
+
+    def tuple_init(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [core._unwrap_if_constexpr(size) for size in shape]
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.element_ty, self.numel, self.shape = element_ty, checked((*sizes,)), core.tuple(sizes)
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    def sizes(tensor: Any) -> list[int]:
+        return tensor.type.shape.values if tensor.type.is_block() else []
+
+    core.tuple.__init__, core.block_type.__init__, core.tensor.__init__ = tuple_init, block_type_init, tensor_init
+    on_demand(core.tuple, "type", lambda it: core._type_for_tuple_values(it.values))
+    on_demand(core.block_type, "name", lambda it: f"<{it.shape}, {it.element_ty}>")
+    on_demand(core.tensor, "shape", lambda it: core.tuple([core.constexpr(size) for size in sizes(it)]))
+    on_demand(core.tensor, "numel", lambda it: core.constexpr(math.prod(sizes(it))))
+
+
+def on_demand(kind: Any, name: str, compute: Callable[[Any], Any]) -> None:
+    """Make an attribute one that is computed when it is first read, unless it was set."""
+
+    def read(self: Any) -> Any:
+        if name not in self.__dict__:
+            self.__dict__[name] = compute(self)
+        return self.__dict__[name]
+
+    setattr(kind, name, property(read, lambda self, value: self.__dict__.__setitem__(name, value)))
+
+
+def look_up_types(interpreter: Any) -> None:
+    """Keep NumPy's type of each scalar type, in place of a table of all that is built for each look-up."""
+    slow, kept = interpreter._get_np_dtype, {}
+
+    def np_dtype(kind: Any) -> Any:
+        scalar = kind.scalar
+        if scalar.name not in kept:
+            kept[scalar.name] = slow(scalar)
+        return kept[scalar.name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def find_overflows_at_once(interpreter: Any) -> None:
+    """Compute in 64 bits and compare in NumPy, in place of nine interpreted operations."""
+    semantic, slow = interpreter.TritonSemantic, interpreter.TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        kind = lhs.type.scalar
+        if not isinstance(self.builder, interpreter.InterpreterBuilder) or operation.__name__ not in CHECKED:
+            slow(self, lhs, rhs, operation)
+        elif kind.int_bitwidth < 64:
+            a, b = (side.handle.data.astype(np.int64) for side in (lhs, rhs))
+            found = CHECKED[operation.__name__](a, b)
+            inside = (found >= kind.get_int_min_value()) & (found <= kind.get_int_max_value())
+            assert inside.all(), f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+
+    semantic.binary_op_sanitize_overflow_impl = check
