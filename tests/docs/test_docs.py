@@ -101,7 +101,7 @@ def test_contributing_works(tmp_path):
     mask, which has no tensors and whose tiles are listed, is compiled for Hopper, too."""
     pytest.importorskip("triton")
     tools = "tests/hopper/offline.py", "tests/triton/offline.py"
-    for name in ("src", "tests/conformance", "tests/conftest.py", "pyproject.toml", *tools):
+    for name in ("src", "tests/conformance", "tests/conftest.py", "tests/interpreter.py", "pyproject.toml", *tools):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, tmp_path / name)
