@@ -50,7 +50,7 @@ class Case:
     precision: str | None = None
     deterministic: bool = False
     size: str = "tiny"
-    """ "tiny" runs everywhere, also in Triton's interpreter; "large" on the CPU back end and on GPUs."""
+    """ "tiny" runs everywhere, also in Triton's interpreter; "large" on GPUs, and a third on the CPU back end."""
 
     def __str__(self) -> str:
         return self.name

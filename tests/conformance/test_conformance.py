@@ -72,9 +72,11 @@ def skip_unless_taken(case: Case, backend: str, call: Call) -> None:
 def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
     record_property("case", case.name)
     record_property("backend", backend)
+    on_gpu = backend in (*ON_GPU, *OF_FP32)
     if backend == "triton-interpreter" and case.size != "tiny":
         pytest.skip("too large for Triton's interpreter")
-    on_gpu = backend in (*ON_GPU, *OF_FP32)
+    if not on_gpu and case.size != "tiny" and crc32(case.name.encode()) % 3:
+        pytest.skip("of the large cases a CPU runs a third")
     if backend in OF_FP32 and case.dtype != torch.float32:
         pytest.skip("it is not in fp32")
     case = suited(case, backend)
