@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from typing import Any
 
 KNOWN = ("3.6.",)
+"""How the names of these releases begin."""
 
 
 def quicken() -> None:
-    """Replace what is slow."""
+    """Replace what is slow in the interpreter, for the whole process."""
     if find_spec("triton") is None:
         return
     import triton
@@ -29,8 +30,8 @@ def quicken() -> None:
 
 
 def patch_once(interpreter: Any) -> None:
-    """It puts its own functions into triton.language when a kernel begins, and looks for what else to replace at every
-    call of a device function."""
+    """Replace triton.language once a kernel. The interpreter looks for what to replace at every call of a device
+    function."""
     tl, patch = interpreter.tl, interpreter._patch_lang
 
     def patch_unless_done(fn: Any) -> Any:
@@ -70,7 +71,7 @@ def name_types_on_demand(core: Any) -> None:
 
 
 def on_demand(kind: Any, name: str, compute: Callable[[Any], Any]) -> None:
-    """Make an attribute one that is computed when it is first read, unless it was set."""
+    """Compute an attribute when it is first read, unless it was set."""
 
     def read(self: Any) -> Any:
         if name not in self.__dict__:
@@ -94,7 +95,7 @@ def look_up_types(interpreter: Any) -> None:
 
 
 def drop_checks(interpreter: Any) -> None:
-    """Do not look for overflows of integers: while `debug` is off nothing comes of it, and it takes half the time."""
+    """Do not look for overflows of integers: while `debug` is off nothing comes of it, and it takes 43% of the time."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
