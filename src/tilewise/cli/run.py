@@ -4,7 +4,6 @@ import atexit
 import builtins
 import os
 import sys
-from argparse import REMAINDER
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -44,22 +43,22 @@ INSTALLS: dict[str, tuple[str, Callable[[], None]]] = {
 OPTIONS = (
     *(Option(f"--{name.replace('_', '-')}", what) for name, (what, _) in INSTALLS.items()),
     Option("-m", "Run a module, as python -m does."),
-    Option("target", "A script, a folder or archive with __main__.py, or a module.", "TARGET"),
+    Option("target", "A script, a folder or archive with __main__.py, or a module; then its own arguments.", "TARGET"),
 )
 
 
 def run(words: Sequence[str]) -> None:
     """Run an unchanged script on tilewise; at its end, one line on standard error says what ran where."""
     parser = Parser("run", run.__doc__, OPTIONS, usage=USAGE)
-    parser.add_argument("arguments", nargs=REMAINDER, help="What it finds in sys.argv.")
-    given = parser.read(words)
+    target = next((at for at, word in enumerate(words) if not word.startswith("-")), len(words))
+    given = parser.read(words[: target + 1])  # argparse would drop a script's own --
     for name, (_, install) in INSTALLS.items():
         if given[name]:
             try:
                 install()
             except (ImportError, RuntimeError) as error:
                 parser.exit(2, f"tilewise run: {error}\n")
-    main, code = _load(given["target"], given["m"], given["arguments"])
+    main, code = _load(given["target"], given["m"], words[target + 1 :])
     _count_until_the_end()
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
