@@ -115,8 +115,8 @@ def test_a_line_says_what_ran_where(folder):
     done = run(folder, "--sdpa", "attends.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "tilewise: ran 1 call (cpu: 1); "
-        "handed back to PyTorch 1 call (tensors of more than 4 dimensions, or of several ranks: 1)"
+        "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 2 calls "
+        "(it is on a CPU: 1, tensors of more than 4 dimensions, or of several ranks: 1)"
     )
 
 

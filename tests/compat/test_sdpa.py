@@ -360,6 +360,20 @@ def test_on_a_cpu_nothing_is_taken_unless_always():
     assert calls.handed_back == {"it is on a CPU, and always=False": 1}
 
 
+def test_calls_on_other_devices_are_left_alone_and_counted_if_asked(monkeypatch):
+    x = qkv()
+    expected = results(x, {})
+    for counted, handed_back in ((set(), {}), ({"cpu"}, {"it is on a CPU": 2})):
+        monkeypatch.setattr(sdpa, "COUNTED", counted)
+        with tw.count_calls() as calls, sdpa.use():
+            found = results(x, {})
+            with torch.inference_mode():
+                attend(*x, dropout_p=0.5, scale=0.1)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert (calls.ran, calls.handed_back) == ({}, handed_back)
+        assert attend(*x).grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
+
+
 def times():
     """Yield head size, causality, length and the times of every implementation, forward and backward, of the H200."""
     suites = json.loads((ROOT / "benchmarks/results/nvidia-h200.json").read_text())["suites"]

@@ -19,6 +19,7 @@ USAGE = f"{PROGRAM} run [--sdpa] [--hf] [--flash-attn] (script.py | -m module) [
 def _sdpa() -> None:
     from ..compat import sdpa
 
+    sdpa.COUNTED.update(sdpa.KEYS)
     sdpa.install()
 
 

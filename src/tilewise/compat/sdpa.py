@@ -70,6 +70,8 @@ _installed: Installed | None = None
 TAKEN: Calls = {}
 """Calls without a mask that were checked and taken."""
 CAUSAL = Causal()
+COUNTED: set[str] = set()
+"""Devices whose calls are counted where `install` leaves them alone; `run` adds all, because it tells at the end."""
 
 
 def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
@@ -145,10 +147,10 @@ def _change(settings: Settings | None) -> None:
     if settings is None:
         return
     library, before = torch.library.Library("aten", "IMPL"), compiler.cache_key_tag  # type: ignore[attr-defined]
-    for device in settings.devices:
-        key = KEYS[device]
-        library.impl(SDPA, _route, f"Autograd{key}")
-        library.impl(SDPA, _route, key)  # inference mode passes by the other one
+    for device in {*settings.devices, *COUNTED}:
+        key, route = KEYS[device], _route if device in settings.devices else _leave
+        library.impl(SDPA, route, f"Autograd{key}")
+        library.impl(SDPA, route, key)  # inference mode passes by the other one
     library.impl(FAST_PATH, _fast_path, "BackendSelect", with_keyset=True)  # all devices pass by this key
     # PyTorch keeps compiled code on disk by the graph, in which our operator and its own look alike
     compiler.cache_key_tag = f"{before};{__name__} {settings}"  # type: ignore[attr-defined]
@@ -160,9 +162,17 @@ def _fast_path(keyset: Any, query: Tensor, *args: Any, **options: Any) -> Any:
     counts = next(iter(COUNTING), None)
     before = counts and counts.total()
     result = FAST_PATH.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), query, *args, **options)
-    if counts and counts.total() == before and _installed and query.device.type in _installed.settings.devices:
+    devices = {*_installed.settings.devices, *COUNTED} if _installed else ()
+    if counts and counts.total() == before and query.device.type in devices:
         count_handed_back("the C++ fast path of nn.MultiheadAttention")
     return result
+
+
+def _leave(query: Tensor, *operands: Any, **options: Any) -> Tensor:
+    """Leave a call to PyTorch on a device that is not taken, and count it."""
+    if COUNTING:
+        count_handed_back(f"it is on a {query.device.type.upper()}")
+    return SDPA.decompose(query, *operands, **options)  # type: ignore[return-value]
 
 
 def _route(
