@@ -118,6 +118,18 @@ def test_a_process_that_ends_is_an_error_and_holds_nobody_up(monkeypatch):
         tw.warm(SMALL, SMALL, SMALL, device="sm_90")
 
 
+def test_processes_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    marker = tmp_path / "marker"
+    for name in ("random", "torch", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r}); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])  # as `python -c` and `python -m` have it
+    with module.Workers("sm_80") as workers:
+        kernels, _ = workers.ask("list_kernels", module.call_of("sm_80", False, SMALL, SMALL, SMALL))
+    assert [kernel.name for kernel in kernels] == ["attention_forward"]
+    assert not marker.exists()
+
+
 def test_kernels_that_do_not_compile_are_named_when_the_others_are_done(monkeypatch):
     done = []
 

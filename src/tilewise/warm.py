@@ -26,14 +26,17 @@ Watch = Callable[[int, int, str], Any]
 """A progress callback: it gets the number of kernels done, their total, and the last one's name."""
 META = torch.device("meta")
 WORKER = """
-import importlib.util, sys
-name, file, target = sys.argv[1:]
+import sys
+name, file, target, *sys.path = sys.argv[1:]
+import importlib.util
 spec = importlib.util.spec_from_file_location(name, file)
 sys.modules[name] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 importlib.import_module(f"{name}.host.precompile").main(target)
 """
-"""What a process that compiles runs. It imports this package from its files: `kernels` loads it under another name."""
+"""What a process that compiles runs. It imports this package from its files: `kernels` loads it under another name.
+
+It finds other modules where this process does, but not in the current folder, where Python would look first."""
 
 
 class Kernel(NamedTuple):
@@ -268,9 +271,10 @@ class Workers:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
+        environment, here = os.environ | {"TRITON_INTERPRET": "0"}, os.getcwd()
         package = str(Path(__file__).with_name("__init__.py"))
-        command = [sys.executable, "-c", WORKER, str(__package__), package, self.target]
+        path = [folder for folder in sys.path if os.path.realpath(folder) != here]
+        command = [sys.executable, "-c", WORKER, str(__package__), package, self.target, *path]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.all.append(process)
         return process
