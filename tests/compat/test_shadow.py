@@ -121,6 +121,19 @@ def test_a_wheel_is_one_that_pip_installs(tmp_path):
     assert (site / "flash_attn" / "cute" / "__init__.py").exists()
 
 
+def test_a_wheel_is_not_written_through_a_link(tmp_path):
+    wheel, mine = write_wheel("flash_attn", tmp_path / "wheels"), tmp_path / "mine.txt"
+    content, mode = wheel.read_bytes(), wheel.stat().st_mode
+    mine.write_text("mine")
+    wheel.unlink()
+    wheel.symlink_to(mine)
+    assert write_wheel("flash_attn", tmp_path / "wheels") == wheel
+    assert mine.read_text() == "mine"
+    assert not wheel.is_symlink()
+    assert (wheel.read_bytes(), wheel.stat().st_mode) == (content, mode)
+    assert list(wheel.parent.iterdir()) == [wheel]
+
+
 def test_install_answers_imports_and_uninstall_stops():
     assert who("flash_attn") == "nobody"
     compat.install("flash_attn")

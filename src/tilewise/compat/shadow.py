@@ -15,6 +15,7 @@ from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -145,9 +146,12 @@ def write_wheel(package: str, folder: Path, force: bool = False) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for file, text in files.items():
-            wheel.writestr(zipfile.ZipInfo(file), text, zipfile.ZIP_DEFLATED)
+    with TemporaryDirectory(dir=folder) as fresh:  # what a link of the wheel's name points to stays as it is
+        made = Path(fresh, path.name)
+        with zipfile.ZipFile(made, "w") as wheel:
+            for file, text in files.items():
+                wheel.writestr(zipfile.ZipInfo(file), text, zipfile.ZIP_DEFLATED)
+        made.replace(path)
     return path
 
 
