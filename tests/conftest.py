@@ -132,7 +132,9 @@ def pytest_sessionfinish(session):
         compiled.keep(COMPILED)
     if not OUTCOMES:
         return
-    file = session.config.getoption("--conformance-report")
-    path = Path(file) if file else session.config.cache.mkdir("conformance") / "report.json"
+    file, cache = session.config.getoption("--conformance-report"), getattr(session.config, "cache", None)
+    if not file and cache is None:  # -p no:cacheprovider
+        return
+    path = Path(file) if file else cache.mkdir("conformance") / "report.json"
     rows = [{"case": case, "backend": backend, **found} for (case, backend), found in OUTCOMES.items()]
     path.write_text(json.dumps(rows, indent=1))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -97,6 +98,17 @@ def test_fresh_memory_is_poisoned():
     like = torch.zeros(3, dtype=torch.bfloat16)
     fresh = (torch.empty(3), torch.empty_like(like), like.new_empty(2), torch.empty_strided((2, 2), (1, 2)))
     assert all(t.isnan().all() for t in fresh)
+
+
+def test_without_pytests_cache_what_ran_is_not_kept(pytestconfig, monkeypatch, tmp_path):
+    (conftest,) = (plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "OUTCOMES"))
+    monkeypatch.setattr(conftest, "OUTCOMES", {("causal", "cpu"): {"outcome": "passed", "reason": ""}})
+    monkeypatch.setattr(conftest, "COMPILED", {})
+    for file in (None, tmp_path / "report.json"):
+        assert list(tmp_path.iterdir()) == []
+        config = SimpleNamespace(getoption=lambda name, file=file: file)  # as with -p no:cacheprovider
+        conftest.pytest_sessionfinish(SimpleNamespace(config=config))
+    assert '"case": "causal"' in file.read_text()
 
 
 def test_the_rival_computes_what_the_reference_does():
