@@ -1,7 +1,7 @@
 """Keys in a cache: every case against the reference, on the CPU and in Triton; and what the layout promises."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.backend import load
 from tilewise.check import check_arguments, describe
 from tilewise.explain import problem_on
-from tilewise.problem import Saved
+from tilewise.problem import KINDS, Saved, TensorSpec
 
 BACKENDS = ("cpu", "triton")
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -426,6 +426,45 @@ REFUSED = {
     ),
     "Bias does not": lambda: tw.attention(Q, K, K, score=tw.Bias(torch.ones(1, 16)), layout=tw.Cached(LENGTHS)),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Added(tw.Mask):
+    """A mask that the package does not have: the first keys and a window, as CONTRIBUTING.md's Streaming."""
+
+    first: int
+    left: int
+    device = "added"
+    interval = False
+    varlen = False
+
+    def keep(self, i, j, shift):
+        return (j <= i) & ((j < self.first) | (j >= i - self.left))
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("mask", [Added(4, 8), tw.Causal() & Added(4, 8)], ids=["alone", "with an interval"])
+def test_an_added_mask_is_refused_by_what_it_is(mask, M, backend, monkeypatch):
+    monkeypatch.setitem(KINDS, "Added", Added)
+    with pytest.raises(tw.Unsupported, match="Added does not go with Cached: it is for one number"):
+        tw.attention(torch.randn(2, M, 4, 8), K, K, mask=mask, layout=tw.Cached(LENGTHS), backend=backend)
+
+
+@pytest.mark.parametrize("page", [16, None])
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_back_end_skips_keep(backend, M, page):
+    """Also not where the check lets a mask without an interval pass: bools, for a cache of two full entries."""
+    call = caches.make(caches.Case("", (M, M), (64, 64), page=page, capacity=64, mask=tw.Full()), device_of(backend))
+    mask = tw.Causal() & tw.Padding(torch.rand(2, 64, device=call.q.device) < 0.5)
+    given = (), None, None, 0.0, call.layout, None, False, backend
+    whole = describe(*check_arguments(call.q, call.k, call.v, tw.Full(), *given))
+    x, recipe, _ = check_arguments(call.q, call.k, call.v, mask, *given)
+    problem = whole._replace(recipe=recipe, extra=tuple([TensorSpec.of(t) for t in x.extra]))
+    found = load(backend).forward(problem, x, None)
+    call.options["mask"] = mask
+    assert max(caches.errors(found[:2], caches.truth(call))) < (2e-5 if torch.cuda.is_available() else 2e-6)
 
 
 @pytest.mark.parametrize("text", REFUSED)

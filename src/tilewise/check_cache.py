@@ -6,21 +6,20 @@ import torch
 from torch import Tensor
 
 from .layout import Cached
-from .mask import Dense, Documents, PaddingKeys, Spans, TileList
+from .mask import Dense, Documents, PaddingKeys
 from .problem import Operands, Problem, Unsupported
 from .quantized import Quantized
 from .score import Bias
 
 AS_WIDE = "its tensor would need a column for every row of the cache's capacity"
-REFUSED = {
+WHY = {
     Dense: AS_WIDE,
     PaddingKeys: AS_WIDE,
     Documents: "its key ids would need an entry for every row of the cache's capacity",
-    Spans: "its intervals are those of one number of queries, and a cache's sequences differ in theirs",
-    TileList: "its lists are made for one number of keys, and a cache's sequences differ in theirs",
     Bias: AS_WIDE,
 }
-"""Masks and scores that a cache does not go with, and why."""
+"""Why a cache does not go with some masks and scores; with others, for OF_ONE_LENGTH."""
+OF_ONE_LENGTH = "it is for one number of queries and of keys, and a cache's sequences differ in theirs"
 
 
 def refuse_gradients(*tensors: Tensor) -> None:
@@ -81,9 +80,10 @@ def check_cache(p: Problem) -> None:
     if p.recipe.dropout > 0.0:
         raise Unsupported("Cached is for inference and goes with no dropout; leave dropout out")
     for kind in p.kinds:
-        if kind in REFUSED:
+        if not (kind.interval and kind.varlen):
+            why = WHY.get(kind, OF_ONE_LENGTH)
             raise Unsupported(
-                f"{kind.public_name()} does not go with Cached: {REFUSED[kind]}; use Causal, Window, Prefix, Padding "
+                f"{kind.public_name()} does not go with Cached: {why}; use Causal, Window, Prefix, Padding "
                 "(lengths), SoftCap or Alibi, or gather the keys and pass them without a layout"
             )
 

@@ -73,7 +73,7 @@ class Value(Frozen):
     interval: ClassVar[bool] = True
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
     varlen: ClassVar[bool] = True
-    """Whether the value works with packed sequences."""
+    """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
 
     @classmethod
     def public_name(cls) -> str:

@@ -117,6 +117,7 @@ def why_not_fused(p: Problem) -> list[str]:
     against = {
         "keys without a cache": not p.recipe.cached,
         "several queries": p.rows_packed or p.M != 1 or p.B == 0,
+        "a mask that is no interval": p.listed,
         "pieces of keys": p.recipe.cached and p.recipe.layout[2] > 0,
         "scores or a sink": bool(p.recipe.score) or p.recipe.sink,
         "8-bit keys": p.k.dtype != p.dtype,

@@ -5,7 +5,7 @@
     queries(b, j, *captured)        returns the interval of rows that see key j
 
 Neither bound of `keys` and `queries` decreases as i or j grows, so a tile's first and last row bound it. A mask that is
-no interval has `everywhere` for both. Then `keep` decides, and a list gives the tiles to loop over.
+no interval has `everywhere` for both. Then `keep` decides, in every tile, and a list gives the tiles to loop over.
 """
 
 from typing import NamedTuple
@@ -69,9 +69,12 @@ def query_range_of(mask, b, j, M, shift):
 @triton.jit
 def key_tiles(mask, b, first, last, N, B_C: tl.constexpr):
     """Return the key tiles that rows first..last see: (lo, full_lo, full_hi, hi). Between the middle two nothing is
-    masked."""
+    masked: no tile lies there if a part of the mask is no interval."""
     lo, full_hi = key_range_of(mask, b, first, N)
     full_lo, hi = key_range_of(mask, b, last, N)
+    for p in tl.static_range(len(mask)):
+        if mask[p].keys is everywhere:
+            full_hi = full_lo
     return to_tiles(lo, hi, full_lo, full_hi, B_C)
 
 
