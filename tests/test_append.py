@@ -87,6 +87,67 @@ def test_exactly_its_rows_are_written(device, queries, lengths, table, index, st
     assert torch.equal(v, want[1])
 
 
+PAGES, OF_1 = ((0, 1), (3, 5)), [(3, 2), (3, 3), (5, 0), (5, 1)]
+NOWHERE = {
+    "no page": ({"lengths": (8, 6), "table": ((0, -1), (3, 5))}, OF_1),
+    "a page that is not there": ({"lengths": (8, 6), "table": ((0, 77), (3, 5))}, OF_1),
+    "no row of the table": ({"lengths": (8, 6), "table": PAGES, "index": (-1, 1)}, OF_1),
+    "a row of the table that is not there": ({"lengths": (8, 6), "table": PAGES, "index": (2, 1)}, OF_1),
+    "no entry": ({"lengths": (4, 4), "index": (-1, 2)}, [(2, 0), (2, 1), (2, 2), (2, 3)]),
+    "an entry that is not there": ({"lengths": (4, 4), "index": (9, 2)}, [(2, 0), (2, 1), (2, 2), (2, 3)]),
+    "a length below 0": ({"lengths": (-1, 4)}, [(1, 0), (1, 1), (1, 2), (1, 3)]),
+    "rows before the first offset": ({"lengths": (4, 4), "cu_q": (2, 3, 5)}, [(0, 3), (1, 2), (1, 3)]),
+    "offsets that fall": ({"lengths": (4, 4), "cu_q": (0, 3, 1)}, [(0, 1), (0, 2), (0, 3)]),
+    "offsets behind the rows": ({"lengths": (4, 4), "cu_q": (0, 1, 9)}, [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
+}
+"""Layouts in which some of 2 x 4 new keys, packed 5, have no place; and the entries and rows that the others have."""
+
+
+def nowhere(name, device):
+    """A layout, six entries or pages of keys and of values, new ones, and which rows these get."""
+    parts, written = NOWHERE[name]
+    layout = tw.Cached(**{part: torch.tensor(numbers, device=device) for part, numbers in parts.items()})
+    k, v = torch.zeros(6, 4, 2, 8, device=device), torch.zeros(6, 4, 2, 6, device=device)
+    new = torch.ones(*((2, 4) if layout.cu_q is None else (5,)), 2, 8, device=device)
+    return layout, k, v, new, written
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_what_attention_refuses_append_refuses(name):
+    layout, k, v, new, _ = nowhere(name, "cpu")
+    said = []
+    for call in (
+        lambda: tw.append_(k, v, new, new[..., :6], layout=layout),
+        lambda: tw.attention(new, k, v, layout=layout),
+    ):
+        with pytest.raises(ValueError, match=r"Cached: (\w+|lengths and starts) must") as error:
+            call()
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    assert not k.any()
+    assert not v.any()
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_keys_without_a_place_are_dropped_where_nothing_is_checked(device, name, monkeypatch):
+    monkeypatch.setattr(append, "check_contents", lambda *_: None)
+    layout, k, v, new, written = nowhere(name, device)
+    zeros = torch.zeros(9, 4, device=device)
+    assert torch.equal(tw.append_(k, v, new, new[..., :6], layout=layout, cos=zeros + 1, sin=zeros, q=new), new)
+    for t in (k, v):
+        assert [tuple(place) for place in t.all(-1).all(-1).nonzero().tolist()] == written
+        assert t.count_nonzero() == len(written) * t[0, 0].numel()
+
+
+def test_a_window_leaves_pages_that_nothing_reads_or_writes():
+    k, v, new = torch.zeros(6, 4, 2, 8), torch.zeros(6, 4, 2, 8), torch.ones(1, 2, 2, 8)
+    layout = tw.Cached(torch.tensor([11]), torch.tensor([[-1, -1, 3, -1]]))
+    tw.append_(k, v, new, new, layout=layout)
+    assert torch.equal(tw.attention(new, k, v, mask=tw.Causal() & tw.Window(1, 0), layout=layout)[0, 1], new[0, 1])
+    with pytest.raises(ValueError, match=r"table must have pages in \[0, 6\)"):
+        tw.attention(new, k, v, mask=tw.Causal() & tw.Window(2, 0), layout=layout)
+
+
 def test_a_step_is_append_and_attention(device):
     torch.manual_seed(0)
     q, k_new, v_new = draw(device, (3, 3), False, D_v=32)
@@ -167,16 +228,33 @@ K, V, NEW, LAYOUT = (
     torch.zeros(2, 1, 2, 4),
     tw.Cached(torch.tensor([1, 2])),
 )
+E4M3 = K.to(torch.float8_e4m3fn)
 WRONG = {
     "layout must be a Cached": lambda: tw.append_(K, V, NEW, NEW, layout=None),
-    "k_new must be a tensor": lambda: tw.append_(K, V, None, NEW, layout=LAYOUT),
+    "k must be a torch.Tensor": lambda: tw.append_(None, V, NEW, NEW, layout=LAYOUT),
+    "v must be a torch.Tensor": lambda: tw.append_(K, None, NEW, NEW, layout=LAYOUT),
+    "k_new must be a torch.Tensor": lambda: tw.append_(K, V, None, NEW, layout=LAYOUT),
+    "v_new must be a torch.Tensor": lambda: tw.append_(K, V, NEW, None, layout=LAYOUT),
+    "q must be a torch.Tensor": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, q=3.0),
+    "k and v must agree in all but": lambda: tw.append_(K, V[:1], NEW, NEW, layout=LAYOUT),
+    "k and v must agree in all but the": lambda: tw.append_(K, V[:, :4], NEW, NEW, layout=LAYOUT),
+    "k must have shape": lambda: tw.append_(K[0], V[0], NEW, NEW, layout=LAYOUT),
+    "k must have an entry": lambda: tw.append_(K[:1], V[:1], NEW, NEW, layout=LAYOUT),
+    "k must be fp16": lambda: tw.append_(E4M3, E4M3, NEW, NEW, layout=LAYOUT),
+    "k's scale must have shape": lambda: tw.append_(
+        tw.Quantized(E4M3, torch.ones(7)), tw.Quantized(E4M3, torch.ones(())), NEW, NEW, layout=LAYOUT
+    ),
     "k_new must have shape": lambda: tw.append_(K, V, NEW[0], NEW, layout=LAYOUT),
     "v_new must have k_new's rows": lambda: tw.append_(K, V, NEW, NEW.repeat(1, 2, 1, 1), layout=LAYOUT),
     "k_new must have the cache's heads": lambda: tw.append_(K, V, NEW[..., :2], NEW, layout=LAYOUT),
     "v_new must be of the cache's type": lambda: tw.append_(K, V, NEW, NEW.half(), layout=LAYOUT),
     "k must have adjacent entries": lambda: tw.append_(torch.zeros(2, 8, 4, 2).mT, V, NEW, NEW, layout=LAYOUT),
     "cos must be given with sin": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, q=NEW),
-    "cos and sin must have shape": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, 0], sin=V[0]),
+    "cos and sin must have one shape": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, 0], sin=V[0]),
+    "cos and sin must have between": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, 0], sin=K[0, 0]),
+    "cos and sin must have a row": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, :0, 0, :1],
+                                                      sin=K[0, :0, 0, :1]),
+    "cos must be a tensor": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=3.0, sin=4.0),
     "source must be an int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),
     "must have one shape": lambda: tw.copy_pages_(K, V, torch.tensor([1, 0]), torch.tensor([0])),
 }  # fmt: skip

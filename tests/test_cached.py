@@ -395,6 +395,12 @@ WRONG = {
     "k must have an entry for each": lambda: tw.attention(Q, K[:1], K[:1], layout=tw.Cached(LENGTHS)),
     "lengths and starts must be >= 0": lambda: tw.attention(Q, K, K, layout=tw.Cached(-LENGTHS)),
     "index must be in [0, 2)": lambda: tw.attention(Q, K, K, layout=tw.Cached(LENGTHS, index=LENGTHS)),
+    "table must have pages in [0, 2) for the rows that a call reads or writes, got 77": lambda: tw.attention(
+        Q, K, K, layout=tw.Cached(LENGTHS + 12, torch.tensor([[0, 77], [1, 0]]))
+    ),
+    "table must have pages in [0, 2) for the rows that a call reads or writes, got -1": lambda: tw.attention(
+        Q[:, [0, 0]], K, K, layout=tw.Cached(LENGTHS, torch.tensor([[1, 77], [-1, 0]]))
+    ),
     "cu_q must start at 0": lambda: tw.attention(Q[0], K, K, layout=tw.Cached(LENGTHS, cu_q=torch.tensor([0, 9, 1]))),
     "with qkv": lambda: tw.attention_qkvpacked(torch.randn(2, 1, 3, 4, 8), layout=tw.Cached(LENGTHS)),
 }

@@ -8,12 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .check import check_contents, describe, describe_fake, refuse_operands
 from .check_cache import refuse_gradients, unquantized, with_scales
+from .known import Calls, kind_of, remember
 from .layout import Cached
-from .operator import NAMESPACE, OPERATORS, intercepted
-from .problem import FLOATING_TYPES
+from .mask import Full, Window
+from .operator import CHECK, NAMESPACE, OPERATORS
+from .problem import FLOATING_TYPES, Operands, Recipe
 from .quantized import Quantized
-from .turn import turned
+from .turn import check_columns, check_positions, check_tables, turned
+
+FULL = Full()
+ITSELF = Window(0, 0)
+"""With it, attention reads the rows that append_ writes, so the same checks are made."""
+KNOWN: Calls = {}
+"""The calls of attention that read what append_ has written, by kind of call."""
 
 
 class Append(NamedTuple):
@@ -24,6 +33,8 @@ class Append(NamedTuple):
     sin: Tensor | None
     interleaved: bool
     capacity: int
+    kind: Any = None
+    """All that a launch depends on but addresses, if it is known."""
 
 
 def append_(
@@ -61,16 +72,26 @@ def append_(
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: a gradient is wanted.
     """
+    if not isinstance(layout, Cached):
+        raise TypeError(
+            f"append_: layout must be a Cached, got {layout!r}; write layout=tilewise.Cached(lengths, table)"
+        )
     scales: tuple[Tensor, ...] = ()
     if isinstance(k, Quantized) or isinstance(v, Quantized):
         k, v, scales = unquantized(k, v, layout)
-    check_append(k, v, k_new, v_new, layout, cos, sin, q)
-    refuse_gradients(k, v, k_new, v_new, *([] if q is None else [q]))
-    names = repr((with_scales(layout.plain) if scales else layout.plain)[1])
-    tensors = [*layout.tensors, *scales]
-    arguments = k, v, k_new, v_new, tensors, names, cos, sin, bool(interleaved), q
-    given = [t for t in (k, v, k_new, v_new, *tensors, cos, sin, q) if t is not None]
-    turned = OPERATORS.append_(*arguments) if intercepted(given) else _append(*arguments)
+    operands = {"k": k, "v": v, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "q": q}
+    given, tensors = {name: t for name, t in operands.items() if t is not None}, [*layout.tensors, *scales]
+    kind = kind_of([*given.values(), *tensors], FULL, (), layout, False, " ".join(given))
+    if kind not in KNOWN:
+        check_append(layout=layout, **operands)
+        refuse_gradients(*given.values())
+        names = (with_scales(layout.plain) if scales else layout.plain)[1]
+        if kind is None:
+            turned = OPERATORS.append_(k, v, k_new, v_new, tensors, repr(names), cos, sin, bool(interleaved), q)
+            return None if q is None else turned
+        remember(KNOWN, kind, *_reading(k, v, k_new, tensors, names), (0, 0))
+    (*_, problem), _ = KNOWN[kind]
+    turned = _append(k, v, k_new, v_new, tensors, cos, sin, bool(interleaved), q, problem, kind)
     return None if q is None else turned
 
 
@@ -104,31 +125,24 @@ def check_append(
     k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, layout: Cached, cos: Tensor | None, sin: Tensor | None,
     q: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise a TypeError or ValueError if the arguments of `append_` do not fit."""
-    if not isinstance(layout, Cached):
-        raise TypeError(
-            f"append_: layout must be a Cached, got {layout!r}; write layout=tilewise.Cached(lengths, table)"
-        )
+    """Raise a TypeError or ValueError if new keys, values, q or angles do not fit the cache."""
+    refuse_operands(k=k, v=v, k_new=k_new, v_new=v_new, **({} if q is None else {"q": q}))
     outer = (layout.lengths.shape[0],) if layout.cu_q is None else ()
     shape = "(B, M, heads, head size)" if outer else "(T, heads, head size)"
     for name, t, like in (("k_new", k_new, k), ("v_new", v_new, v), ("q", q, k)):
-        if t is None and name == "q":
+        if t is None:
             continue
-        if not isinstance(t, Tensor) or not isinstance(like, Tensor):
-            raise TypeError(
-                f"append_: {name} must be a tensor, got {type(t).__name__}; convert it with torch.as_tensor(...)"
-            )
-        if like.ndim != 4 or t.ndim != (4 if outer else 3) or t.shape[: len(outer)] != outer:
+        if t.ndim != (4 if outer else 3) or t.shape[: len(outer)] != outer:
             raise ValueError(f"append_: {name} must have shape {shape}, got {tuple(t.shape)}; reshape it, or set cu_q")
         if t.shape[:-2] != k_new.shape[:-2]:
             raise ValueError(
                 f"append_: {name} must have k_new's rows {tuple(k_new.shape[:-2])}, got {tuple(t.shape)}; "
                 "give each new key one"
             )
-        heads = t.shape[-2:] if name != "q" else (like.shape[2], t.shape[-1])
-        if heads != like.shape[2:] or t.device != like.device:
+        heads = t.shape[-2:] if name != "q" else (like.shape[-2], t.shape[-1])
+        if heads != like.shape[-2:] or t.device != like.device:
             raise ValueError(
-                f"append_: {name} must have the cache's heads and head size {tuple(like.shape[2:])} on {like.device}, "
+                f"append_: {name} must have the cache's heads and head size {tuple(like.shape[-2:])} on {like.device}, "
                 f"got {tuple(t.shape)} on {t.device}; reshape it, or move it with .to(...)"
             )
         if t.dtype not in FLOATING_TYPES or (name != "q" and like.itemsize > 1 and t.dtype != like.dtype):
@@ -143,24 +157,28 @@ def check_append(
     if (cos is None) != (sin is None) or (q is not None and cos is None):
         raise ValueError("append_: cos must be given with sin, and with q, got one without; pass both, or leave q out")
     if cos is not None and sin is not None:
-        fits = cos.ndim == 2 and cos.shape == sin.shape and 0 < 2 * cos.shape[1] <= k.shape[3] and cos.shape[0] > 0
-        if not fits:
-            raise ValueError(
-                f"append_: cos and sin must have shape (positions, R / 2), R at most {k.shape[3]}, got "
-                f"{tuple(cos.shape)} and {tuple(sin.shape)}; pass one column for each pair"
-            )
+        check_tables(k_new, cos, sin)
+        check_columns(cos.shape[1], k.shape[-1])
+        check_positions(1, cos.shape[0])
+
+
+def _reading(
+    k: Tensor, v: Tensor, k_new: Tensor, tensors: Sequence[Tensor], names: tuple[str, ...]
+) -> tuple[Operands, Recipe]:
+    """Return the call of attention that reads the rows of the new keys, which stand for its queries."""
+    return Operands(k_new, k, v, tuple(tensors)), Recipe((ITSELF.plain,), layout=(Cached.__name__, names, 0))
 
 
 def _append(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Sequence[Tensor], names: str, cos: Tensor | None,
-    sin: Tensor | None, interleaved: bool, q: Tensor | None,
+    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Sequence[Tensor], cos: Tensor | None,
+    sin: Tensor | None, interleaved: bool, q: Tensor | None, problem: Any, kind: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Write and turn, by the kernel on a GPU with Triton, else in torch."""
-    layout = dict(zip(_names(names), tensors, strict=True))
-    capacity = k.shape[1] * (layout["table"].shape[1] if "table" in layout else 1)
-    call = Append(layout, cos, sin, interleaved, capacity)
+    """Write and turn, by the kernel on a GPU with Triton, else in torch. `problem`: that of `_reading`."""
+    if CHECK or not k.is_cuda:
+        check_contents(problem, Operands(k_new, k, v, tuple(tensors)))
+    call = Append(dict(zip(problem.recipe.layout[1], tensors, strict=True)), cos, sin, interleaved, problem.N, kind)
     y = k_new.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch = _launcher() if k.is_cuda else None
+    launch = _launcher() if k.is_cuda and problem.B else None
     if launch is None:
         with torch.no_grad():
             _in_torch(k, v, k_new, v_new, q, y, call)
@@ -176,23 +194,17 @@ _names: Any = lru_cache(64)(ast.literal_eval)
 def _in_torch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor, call: Append) -> None:
     """Write and turn, in plain torch."""
     b, row, there = places(k_new, call)
-    fits = there & (row < call.capacity)
-    fits &= row >= (call.layout["starts"].long()[b] if "starts" in call.layout else 0)
-    entry = call.layout["index"].long()[b] if "index" in call.layout else b
     if call.cos is not None and call.sin is not None:
         at = row.masked_fill(~there, 0).clamp(0, len(call.cos) - 1)
         c, s = (t[at].to(torch.promote_types(k_new.dtype, torch.float32))[:, None] for t in (call.cos, call.sin))
         k_new = turned(k_new.reshape(-1, *k_new.shape[-2:]), c, s, call.interleaved)
         if q is not None:
             y.copy_(turned(q.reshape(-1, *q.shape[-2:]), c, s, call.interleaved).view(y.shape))
-    entry, row = entry[fits], row[fits]
-    if "table" in call.layout:
-        P = k.shape[1]
-        entry, row = call.layout["table"].long()[entry, row // P], row % P
+    t, b, row, entry = addresses(b, row, there, k, call)
     for name, pages, new in (("k_scale", k, k_new), ("v_scale", v, v_new)):
-        rows = new.reshape(-1, *new.shape[-2:])[fits]
+        rows = new.reshape(-1, *new.shape[-2:])[t]
         if name in call.layout:
-            factor = call.layout[name].expand(len(call.layout["lengths"]), k.shape[2])[b[fits]][..., None]
+            factor = call.layout[name].expand(len(call.layout["lengths"]), k.shape[2])[b][..., None]
             bits = (rows.float() / factor).clamp(-448.0, 448.0).to(pages.dtype).view(torch.uint8)
             pages.view(torch.uint8)[entry, row] = bits
         else:
@@ -206,11 +218,30 @@ def places(k_new: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor]:
     t = torch.arange(count, device=k_new.device)
     if "cu_q" in call.layout:
         ends = call.layout["cu_q"].long().clamp(0, count)
-        b = torch.searchsorted(ends[1:].contiguous(), t, right=True)
-        there, b = b < B, b.clamp(max=max(B - 1, 0))
-        return b, lengths[b] - (ends[b + 1] - t), there
-    M = k_new.shape[1]
-    return t // max(M, 1), lengths[t // max(M, 1)] - M + t % max(M, 1), torch.ones_like(t, dtype=torch.bool)
+        b = torch.searchsorted(ends, t, right=True) - 1
+        there, row = (b >= 0) & (b < B), torch.zeros_like(t)
+        own = b[there]
+        row[there] = lengths[own] - (ends[own + 1] - t[there])
+        return b, row, there
+    M = max(1, k_new.shape[1])
+    return t // M, lengths[t // M] - M + t % M, torch.ones_like(t, dtype=torch.bool)
+
+
+def addresses(b: Tensor, row: Tensor, there: Tensor, k: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return of the new keys that the cache has room for their numbers, sequences, rows, and entries or pages."""
+    layout, P = call.layout, max(1, k.shape[1])
+    t = there.nonzero()[:, 0]
+    b, row = b[t], row[t]
+    fits = (row >= (layout["starts"].long()[b] if "starts" in layout else 0)) & (row < call.capacity)
+    t, b, row = t[fits], b[fits], row[fits]
+    entry = layout["index"].long()[b] if "index" in layout else b
+    if "table" in layout:
+        table = layout["table"].long()
+        fits = (entry >= 0) & (entry < len(table))
+        t, b, row = t[fits], b[fits], row[fits]
+        entry, row = table[entry[fits], row // P], row % P
+    fits = (entry >= 0) & (entry < len(k))
+    return t[fits], b[fits], row[fits], entry[fits]
 
 
 @cache
@@ -232,7 +263,8 @@ def append_op(
     sin: Tensor | None, interleaved: bool, q: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write new keys and values as one operator. `names` are those of the layout's tensors, as text."""
-    return _append(k, v, k_new, v_new, tensors, names, cos, sin, interleaved, q)
+    problem = describe(*_reading(k, v, k_new, tensors, _names(names)), (0, 0))
+    return _append(k, v, k_new, v_new, tensors, cos, sin, interleaved, q, problem)
 
 
 @append_op.register_fake
@@ -240,4 +272,5 @@ def _(
     k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Any, names: str, cos: Any, sin: Any, interleaved: bool,
     q: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    describe_fake(*_reading(k, v, k_new, tensors, _names(names)), (0, 0))
     return k_new.new_empty(0) if q is None else q.new_empty(q.shape)

@@ -78,7 +78,7 @@ def check_arguments(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
     if not q.layout is k.layout is v.layout is torch.strided:
-        _refuse_operands(q=q, k=k, v=v)
+        refuse_operands(q=q, k=k, v=v)
     told: tuple[Tensor, ...] = ()
     tables, rotary = told, None
     if isinstance(precision, EightBits):
@@ -221,11 +221,12 @@ def _unwrap(
     q: Any, k: Any, v: Any, layout: Layout | None, precision: str | EightBits | None
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     if Quantized not in (type(q), type(k), type(v)):
-        _refuse_operands(q=q, k=k, v=v)
+        refuse_operands(q=q, k=k, v=v)
     return without_scales(q, k, v, layout, precision)
 
 
-def _refuse_operands(**operands: Any) -> None:
+def refuse_operands(**operands: Any) -> None:
+    """Raise TypeError or ValueError for what is no strided tensor."""
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
@@ -495,6 +496,7 @@ def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
 def check_contents(problem: Problem, x: Operands) -> None:
     """Check the values in cu_seqlens, in lengths and in scales. This synchronises with a GPU."""
     N: Any = problem.N
+    masks, scores, _ = problem.values(x.extra)
     if problem.recipe.quantized or problem.recipe.given:
         check_scales(problem, x)
     if problem.recipe.varlen:
@@ -503,10 +505,9 @@ def check_contents(problem: Problem, x: Operands) -> None:
         _check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
         N = cu_k.diff()
     if problem.recipe.cached:
-        N = check_cache_contents(problem, x)
-    for values in problem.values(x.extra)[:2]:
-        for value in values:
-            value.check_contents(N)
+        N = check_cache_contents(problem, x, masks)
+    for value in masks + scores:
+        value.check_contents(N)
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:

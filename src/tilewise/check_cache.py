@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layout import Cached
-from .mask import Dense, Documents, PaddingKeys
+from .mask import Dense, Documents, Mask, PaddingKeys
 from .problem import Operands, Problem, Unsupported
 from .quantized import Quantized
 from .score import Bias
@@ -88,14 +88,14 @@ def check_cache(p: Problem) -> None:
             )
 
 
-def check_cache_contents(p: Problem, x: Operands) -> Any:
+def check_cache_contents(p: Problem, x: Operands, masks: tuple[Mask, ...]) -> Any:
     """Return each sequence's number of keys, once the values in Cached's tensors are checked."""
     lengths: Tensor = p.in_layout("lengths", x.extra)
     starts, index, table, cu_q = (p.in_layout(name, x.extra) for name in ("starts", "index", "table", "cu_q"))
     first = torch.zeros_like(lengths) if starts is None else starts
     if bool(((lengths < 0) | (first < 0)).any()):
         raise ValueError("Cached: lengths and starts must be >= 0, got a negative one; clamp them at 0")
-    entries = (p.k if table is None else p.in_layout("table")).shape[0]
+    entries = (p.k if table is None else table).shape[0]
     if index is not None and bool(((index < 0) | (index >= entries)).any()):
         raise ValueError(f"Cached: index must be in [0, {entries}), got {index.tolist()}; give each sequence an entry")
     if cu_q is not None and (int(cu_q[0]) != 0 or int(cu_q[-1]) > p.q.shape[0] or bool((cu_q.diff() < 0).any())):
@@ -103,4 +103,35 @@ def check_cache_contents(p: Problem, x: Operands) -> Any:
             f"Cached: cu_q must start at 0, never decrease and end at {p.q.shape[0]} rows or before, got "
             f"{cu_q.tolist()}; write the cumulative sum of the numbers of queries"
         )
-    return (lengths.clamp(max=p.N) - first).clamp(min=0)
+    N = (lengths.clamp(max=p.N) - first).clamp(min=0)
+    if table is not None:
+        missing = (table < 0) | (table >= p.k.shape[0])
+        if bool(missing.any()):  # as in tables that are padded
+            queries = torch.full_like(N, p.M) if cu_q is None else cu_q.diff()
+            lo, hi = _seen(masks, queries, N)
+            own = slice(None) if index is None else index.long()
+            _check_pages(table[own], missing[own], first + lo, first + hi, p)
+    return N
+
+
+def _seen(masks: tuple[Mask, ...], queries: Tensor, N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each sequence the first key that any of its queries sees, and the one after the last."""
+    first_row, last_row = (t[:, None, None, None] for t in (N - queries, N - 1))
+    lo, hi = torch.zeros_like(first_row), last_row + 1
+    for mask in masks:
+        lo, hi = lo.clamp(min=mask.keys(first_row)[0]), hi.clamp(max=mask.keys(last_row)[1])
+    lo, hi = lo.flatten(), hi.flatten()
+    return lo, torch.where(queries > 0, hi, lo)
+
+
+def _check_pages(table: Tensor, missing: Tensor, lo: Tensor, hi: Tensor, p: Problem) -> None:
+    """Raise ValueError if the rows lo..hi of a sequence need an entry of its table that is no page."""
+    pages, P = p.k.shape[:2]
+    begin = torch.arange(table.shape[1], device=table.device) * P
+    needed = (begin + P > lo[:, None]) & (begin < hi[:, None]) & (lo < hi)[:, None]
+    wrong = table[needed & missing]
+    if len(wrong):
+        raise ValueError(
+            f"Cached: table must have pages in [0, {pages}) for the rows that a call reads or writes, got "
+            f"{int(wrong[0])}; give the sequence a page, or lower its length"
+        )

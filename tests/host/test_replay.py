@@ -67,14 +67,15 @@ def launched(monkeypatch):
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", described)
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
-    monkeypatch.setattr(operator, "check_contents", lambda *_: None)
+    for module in (operator, append):
+        monkeypatch.setattr(module, "check_contents", lambda *_: None)
     for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     launcher = append._launcher()
     monkeypatch.setattr(append, "_in_torch", launcher)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
     cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_launch.plan
-    clears = [known.KNOWN.clear, *(each.cache_clear for each in cached)]
+    clears = [known.KNOWN.clear, append.KNOWN.clear, *(each.cache_clear for each in cached)]
     for clear in clears:
         clear()
     yield given

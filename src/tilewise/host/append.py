@@ -20,6 +20,7 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
         kind,
         [t for t in given if t is not None],
         lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled),
+        call.kind,
     )
 
 
@@ -30,7 +31,7 @@ def launches(
     """Return the launch, or none if there is nothing to write."""
     H, H_k, d, d_v = 0 if q is None else q.shape[-2], k.shape[2], k.shape[3], v.shape[3]
     count = k_new.shape[:-2].numel()
-    if not count or not len(call.layout["lengths"]):
+    if not count:
         return []
     B, M = len(call.layout["lengths"]), k_new.shape[-3]
     batch = batch_from(call.layout.get, B, M, count, call.capacity)
@@ -47,5 +48,6 @@ def launches(
     )  # fmt: skip
     given = [None if t is None else rows(adjacent(t)) for t in (q, y, k_new, v_new)]
     programs = count * (cdiv(H, heads) + cdiv(H_k, heads))
-    arguments = (*given, rows(k), rows(v), batch, turn, scales_of(call.layout.get, B, H_k), H, H_k)
+    entries, pages = len(call.layout.get("table", k)), len(k)
+    arguments = (*given, rows(k), rows(v), batch, turn, scales_of(call.layout.get, B, H_k), H, H_k, entries, pages)
     return [Launch(cache_append, programs, arguments, {"new": new, "num_warps": 4}, compiled)]

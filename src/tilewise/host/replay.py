@@ -120,12 +120,14 @@ def of_kind(kind: Any) -> tuple[dict[Any, Any], Replay]:
     return {}, Replay()
 
 
-def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
+def launch_kept(
+    kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]], found: Any = None
+) -> None:
     """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns.
 
     `make` gets their compiled kernels. `kind` and what is seen of the tensors must say all that a launch depends on but
-    addresses.
+    addresses. `found` holds what is seen of them, where the caller has looked.
     """
-    compiled, replay = of_kind((kind, seen(tensors)))
+    compiled, replay = of_kind((kind, found or seen(tensors)))
     with on_device(tensors[0]):
         replay(current_stream(tensors[0].device), tensors, lambda: make(compiled))

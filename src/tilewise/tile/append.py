@@ -37,7 +37,8 @@ class Turn(NamedTuple):
 
 @triton.jit
 def sequence_of_row(batch, t, B_B: tl.constexpr):
-    """Return the sequence of row t of q, and the row's index in it. Rows after the last sequence belong to B."""
+    """Return the sequence of row t of q, and the row's index in it. Rows after the last sequence belong to B, and those
+    before the first have an index below 0."""
     if batch.cu_q is None:
         M = batch.M // 2
         return t // M, t % M
@@ -84,11 +85,12 @@ def move(X, Y, turn, row, seen, scale, new: tl.constexpr):  # X, Y (B_H,) addres
         tl.store(Y + d, narrowed(tl.load(X + d, mask=rest), scale, dtype), mask=rest)
 
 
-@triton.jit(do_not_specialize=["batch", "turn", "H", "H_k"])
-def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, new: tl.constexpr):
+@triton.jit(do_not_specialize=["batch", "turn", "H", "H_k", "entries", "pages"])
+def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, entries, pages, new: tl.constexpr):
     """Turn some heads of q to Y, or write some heads of a new key and value to their row of the cache.
 
-    All operands are `Rows`; Q and Y may be None. A key whose row its sequence does not have is dropped.
+    All operands are `Rows`; Q and Y may be None. A key whose row its sequence does not have is dropped, and so is one
+    whose entry, or row of the table, is none of `entries`, or whose page is none of `pages`.
     """
     B_H: tl.constexpr = new.B_H
     B_V: tl.constexpr = new.B_V
@@ -98,7 +100,7 @@ def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, new: tl.
     blocks = of_q + tl.cdiv(H_k, B_H)
     t, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     found, i = sequence_of_row(batch, t, B_B)
-    there = found < batch.B // 2
+    there = (found < batch.B // 2) & (i >= 0)
     b = tl.minimum(found, batch.B // 2 - 1)
     _, m = queries_of(batch, b)
     r = tl.load(batch.lengths + b) - m + i
@@ -117,17 +119,20 @@ def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, new: tl.
     if there & (r >= least) & (r < batch.capacity // 2):
         h = (block - of_q) * B_H + tl.arange(0, B_H).to(tl.int64)
         entry, place = entry_of(batch, b), r.to(tl.int64)
+        exists = (entry >= 0) & (entry < entries)
         if P > 0:
-            entry = tl.load(batch.table + entry * (batch.width // 2) + r // P).to(tl.int64)
+            entry = tl.load(batch.table + entry * (batch.width // 2) + r // P, mask=exists, other=-1).to(tl.int64)
+            exists = (entry >= 0) & (entry < pages)
             place = (r % P).to(tl.int64)
+        written = (h < H_k) & exists
         k_scale = None if scales is None else tl.load(scales.k + b.to(tl.int64) * scales.k_batch + h * scales.k_head,
                                                       mask=h < H_k, other=1.0)[None, :, None]  # fmt: skip
         v_scale = None if scales is None else tl.load(scales.v + b.to(tl.int64) * scales.v_batch + h * scales.v_head,
                                                       mask=h < H_k, other=1.0)[:, None]  # fmt: skip
         X = K_new.ptr + of_rows * K_new.batch + at * K_new.row + h * K_new.head
-        move(X, K.ptr + entry * K.batch + place * K.row + h * K.head, turn, row, h < H_k, k_scale, new)
+        move(X, K.ptr + entry * K.batch + place * K.row + h * K.head, turn, row, written, k_scale, new)
         d = tl.arange(0, B_V).to(tl.int64)[None, :]
-        seen = (h < H_k)[:, None] & (d < new.d_v)
+        seen = written[:, None] & (d < new.d_v)
         X = V_new.ptr + of_rows * V_new.batch + at * V_new.row + h * V_new.head
         x = narrowed(tl.load(X[:, None] + d, mask=seen), v_scale, V.ptr.dtype.element_ty)
         tl.store((V.ptr + entry * V.batch + place * V.row + h * V.head)[:, None] + d, x, mask=seen)
