@@ -222,6 +222,37 @@ def test_pages_are_copied_after_all_are_read():
     assert torch.equal(v, before[1][[1, 0, 2, 3, 4]])
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_pages_in_8_bits_are_copied_bit_by_bit(quantized):
+    k, v = (torch.randn(5, 4, 2, size).to(torch.float8_e4m3fn) for size in (8, 3))
+    before = [t.float() for t in (k, v)]
+    given = [tw.Quantized(t, torch.ones(())) if quantized else t for t in (k, v)]
+    tw.copy_pages_(*given, torch.tensor([0, 1]), torch.tensor([1, 3]))
+    for t, was in zip((k, v), before, strict=True):
+        assert torch.equal(t.float(), was[[0, 0, 2, 1, 4]])
+
+
+@pytest.mark.parametrize("part", [slice(0, 5), slice(3, 8)])
+def test_pages_of_values_inside_the_keys_are_copied_once(part):
+    """As where values are the first columns of keys."""
+    k = torch.randn(5, 4, 2, 8)
+    before = k.clone()
+    tw.copy_pages_(k, k[..., part], torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3]))
+    assert torch.equal(k, before[[0, 0, 1, 2, 4]])
+
+
+def test_a_compiled_function_copies_pages():
+    k, v = torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 3)
+    want = k[[1, 1, 2, 3, 4]]
+    copy = torch.compile(tw.copy_pages_, fullgraph=True, backend="aot_eager")
+    copy(k, v, torch.tensor([1]), torch.tensor([0]))
+    assert torch.equal(k, want)
+
+
+def pages(source, target):
+    return lambda: tw.copy_pages_(K, V, torch.tensor(source), torch.tensor(target))
+
+
 K, V, NEW, LAYOUT = (
     torch.zeros(2, 8, 2, 4),
     torch.zeros(2, 8, 2, 4),
@@ -256,6 +287,13 @@ WRONG = {
                                                       sin=K[0, :0, 0, :1]),
     "cos must be a tensor": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=3.0, sin=4.0),
     "source must be an int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),
+    "k must be a torch": lambda: tw.copy_pages_(None, V, torch.tensor([1]), torch.tensor([0])),
+    "k and v must agree": lambda: tw.copy_pages_(K, V[:1], torch.tensor([1]), torch.tensor([0])),
+    "source must hold pages in": pages([-1], [0]),
+    "source must hold pages": pages([2], [0]),
+    "target must hold pages in": pages([0], [-1]),
+    "target must hold pages": pages([0], [2]),
+    "target must hold each page once": pages([0, 1], [1, 1]),
     "must have one shape": lambda: tw.copy_pages_(K, V, torch.tensor([1, 0]), torch.tensor([0])),
 }  # fmt: skip
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .check import check_contents, describe, describe_fake, refuse_operands
+from .check import check_contents, check_pair, describe, describe_fake, refuse_operands
 from .check_cache import refuse_gradients, unquantized, with_scales
 from .known import Calls, kind_of, remember
 from .layout import Cached
 from .mask import Full, Window
-from .operator import CHECK, NAMESPACE, OPERATORS
+from .operator import CHECK, NAMESPACE, OPERATORS, intercepted
 from .problem import FLOATING_TYPES, Operands, Recipe
 from .quantized import Quantized
 from .turn import check_columns, check_positions, check_tables, turned
@@ -95,16 +95,19 @@ def append_(
     return None if q is None else turned
 
 
-def copy_pages_(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
+def copy_pages_(k: Tensor | Quantized, v: Tensor | Quantized, source: Tensor, target: Tensor) -> None:
     """Copy pages of a cache, in place: k[target] = k[source], and so v. All are read before any is written.
 
     Args:
-        k, v: (pages, P, H_k, size), changed in place.
+        k, v: (pages, P, H_k, size), changed in place; they may share memory. Scales of Quantized stay as they are.
         source, target: int32 or int64 (n,), pages; no target may occur twice.
 
     Raises:
-        TypeError, ValueError: source or target are no integers of one shape.
+        TypeError, ValueError: an argument is wrong; the message names it.
     """
+    k, v = (t.x if isinstance(t, Quantized) else t for t in (k, v))
+    refuse_operands(k=k, v=v)
+    check_pair(k.shape, v.shape)
     for name, t in (("source", source), ("target", target)):
         if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
             got = t.dtype if isinstance(t, Tensor) else type(t).__name__
@@ -116,9 +119,24 @@ def copy_pages_(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
             f"copy_pages_: source and target must have one shape (n,), got {tuple(source.shape)} and "
             f"{tuple(target.shape)}; give each page one place"
         )
+    if (CHECK or not k.is_cuda) and not intercepted((k, v, source, target)):
+        _check_numbers(len(k), source, target)
     with torch.no_grad():
-        for pages in (k, v):
-            pages.index_copy_(0, target.long(), pages.index_select(0, source))
+        caches = [t.view(torch.uint8) if t.itemsize == 1 else t for t in (k, v)]  # torch copies no 8-bit floats
+        pages = [t.index_select(0, source) for t in caches]
+        for t, copied in zip(caches, pages, strict=True):
+            t.index_copy_(0, target.long(), copied)
+
+
+def _check_numbers(pages: int, source: Tensor, target: Tensor) -> None:
+    """Raise ValueError for pages that are not there, or a target that occurs twice."""
+    for name, t in (("source", source), ("target", target)):
+        if bool(((t < 0) | (t >= pages)).any()):
+            raise ValueError(f"copy_pages_: {name} must hold pages in [0, {pages}), got {t.tolist()}; leave others out")
+    if len(target.unique()) < len(target):
+        raise ValueError(
+            f"copy_pages_: target must hold each page once, got {target.tolist()}; leave out all copies but one"
+        )
 
 
 def check_append(

@@ -371,12 +371,16 @@ def _check_types(p: Problem) -> None:
             )
 
 
-def _check_heads(p: Problem) -> None:
-    if p.k.shape[:-1] != p.v.shape[:-1]:
+def check_pair(k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """Raise ValueError unless the shapes of k and v agree in all but the head size."""
+    if k[:-1] != v[:-1]:
         raise ValueError(
-            f"k and v must agree in all but the head size, got {tuple(p.k.shape)} and {tuple(p.v.shape)}; "
-            "give each key one value"
+            f"k and v must agree in all but the head size, got {tuple(k)} and {tuple(v)}; give each key one value"
         )
+
+
+def _check_heads(p: Problem) -> None:
+    check_pair(p.k.shape, p.v.shape)
     if 0 in (p.H, p.H_k) or p.H % p.H_k != 0:
         hint = "give both some" if 0 in (p.H, p.H_k) else "repeat or drop heads of k and v"
         other = _heads_first(p)
