@@ -15,9 +15,14 @@ def device(request, monkeypatch):
     if request.param == "kernel":
         if torch.cuda.is_available():
             return "cuda"
-        launch = append._launcher()
-        monkeypatch.setattr(append, "_in_torch", lambda k, v, k_new, v_new, q, y, call: launch(
-            k, v, k_new, v_new, q, None if q is None else y, call))  # fmt: skip
+        launch, in_torch = append._launcher(), append._in_torch
+
+        def run(k, v, k_new, v_new, q, y, call):
+            if not len(call.layout["lengths"]):  # as on a GPU
+                return in_torch(k, v, k_new, v_new, q, y, call)
+            return launch(k, v, k_new, v_new, q, None if q is None else y, call)
+
+        monkeypatch.setattr(append, "_in_torch", run)
     return "cpu"
 
 
@@ -160,6 +165,21 @@ def test_a_step_is_append_and_attention(device):
     torch.testing.assert_close(got, tw.attention(q, *want, mask=tw.Causal()), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("B", [0, 1])
+def test_keys_of_no_sequence_are_dropped(device, B):
+    """Also where there is none at all; q is turned by the first angle there."""
+    q, k_new, v_new = draw(device, (1,), True)
+    k, v = (torch.zeros(4, 16, 2, size, device=device) for size in (32, 16))
+    layout = tw.Cached(torch.zeros(B, dtype=torch.int32, device=device),
+                       cu_q=torch.zeros(B + 1, dtype=torch.int32, device=device))  # fmt: skip
+    angles = torch.randn(50, 16, device=device)
+    got = tw.append_(k, v, k_new, v_new, layout=layout, cos=angles.cos(), sin=angles.sin(), q=q)
+    first = angles[:1].expand(len(q), -1)
+    torch.testing.assert_close(got, tw.rotary(q[None], first.cos(), first.sin())[0])
+    assert not k.any()
+    assert not v.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits(device, dtype):
     if dtype == torch.bfloat16 and device == "cpu":
@@ -178,7 +198,7 @@ def test_16_bits(device, dtype):
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
 def test_8_bits_are_rounded_to_nearest_even_and_saturated(device, shape):
-    if device == "cpu" and append._in_torch.__name__ == "<lambda>":
+    if device == "cpu" and append._in_torch.__name__ == "run":
         pytest.skip("the interpreter rounds e4m3 otherwise")
     _, k_new, v_new = draw(device, (2, 2, 2), False)
     k_new[0, 0, 0, :3] = torch.tensor([1e4, -1e4, 0.0])
@@ -286,6 +306,9 @@ WRONG = {
     "cos and sin must have a row": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=K[0, :0, 0, :1],
                                                       sin=K[0, :0, 0, :1]),
     "cos must be a tensor": lambda: tw.append_(K, V, NEW, NEW, layout=LAYOUT, cos=3.0, sin=4.0),
+    "v's scale must be finite and > 0": lambda: tw.append_(
+        tw.Quantized(E4M3, torch.ones(2)), tw.Quantized(E4M3, torch.tensor([1.0, 0.0])), NEW, NEW, layout=LAYOUT
+    ),
     "source must be an int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),
     "k must be a torch": lambda: tw.copy_pages_(None, V, torch.tensor([1]), torch.tensor([0])),
     "k and v must agree": lambda: tw.copy_pages_(K, V[:1], torch.tensor([1]), torch.tensor([0])),

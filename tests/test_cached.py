@@ -316,6 +316,30 @@ def test_no_queries_and_no_sequences(packed):
         assert lse.isneginf().all()
 
 
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("shape", "width", "starts"),
+    [((2, 0), 1, None), ((2, 0), 3, (0, 0)), ((0, 16), 0, None), ((0, 0), 1, None), ((2, 0), None, None)],
+    ids=["pages of no rows", "pages of no rows, starts", "no pages", "nothing", "entries of no rows"],
+)
+def test_empty_caches_show_no_keys(backend, M, shape, width, starts):
+    device = device_of(backend)
+    q, k, v = torch.randn(2, M, 4, 8), torch.randn(*shape, 2, 8), torch.randn(*shape, 2, 16)
+    q, k, v = (t.to(device) for t in (q, k, v))
+    lengths = torch.tensor([0, 5], device=device)
+    table = None if width is None else torch.zeros(2, width, dtype=torch.int32, device=device)
+    layout = tw.Cached(lengths, table, starts=None if starts is None else torch.tensor(starts, device=device))
+    o, lse = tw.attention(q, k, v, mask=tw.Causal(), layout=layout, return_lse=True, backend=backend)
+    assert o.shape == (2, M, 4, 16)
+    assert not o.any()
+    assert lse.isneginf().all()
+    cos = torch.ones(9, 2, device=device)
+    new = q[:, :, :2]
+    turned = tw.append_(k, v, new, torch.cat([new, new], -1), layout=layout, cos=cos, sin=1 - cos, q=q)
+    assert torch.equal(turned, q)
+
+
 def test_explain_tells_rows_programs_and_look_ups():
     call = caches.make(caches.CASES[0])
     told = tw.explain(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16(), layout=call.layout, device="sm_90")
@@ -377,6 +401,12 @@ def test_a_mixture_gives_each_sequence_its_kernel():
     assert "sequences of fewer than 64 queries on the portable kernel" in told.tiles
 
 
+def scaled(k, v):
+    """Attention on keys and values in 8 bits with these scales."""
+    eight = (tw.Quantized(K.to(torch.float8_e4m3fn), torch.tensor(scale)) for scale in (k, v))
+    return tw.attention(Q, *eight, layout=tw.Cached(LENGTHS))
+
+
 LENGTHS = torch.tensor([5, 9])
 Q, K = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
 WRONG = {
@@ -401,6 +431,10 @@ WRONG = {
     "table must have pages in [0, 2) for the rows that a call reads or writes, got -1": lambda: tw.attention(
         Q[:, [0, 0]], K, K, layout=tw.Cached(LENGTHS, torch.tensor([[1, 77], [-1, 0]]))
     ),
+    "k's scale must be finite and > 0, got 0.0": lambda: scaled(0.0, 1.0),
+    "k's scale must be finite and > 0, got inf": lambda: scaled(torch.inf, 1.0),
+    "v's scale must be finite and > 0, got [1.0, -1.0]": lambda: scaled(1.0, [1.0, -1.0]),
+    "v's scale must be finite and > 0, got nan": lambda: scaled(1.0, torch.nan),
     "cu_q must start at 0": lambda: tw.attention(Q[0], K, K, layout=tw.Cached(LENGTHS, cu_q=torch.tensor([0, 9, 1]))),
     "with qkv": lambda: tw.attention_qkvpacked(torch.randn(2, 1, 3, 4, 8), layout=tw.Cached(LENGTHS)),
 }

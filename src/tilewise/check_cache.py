@@ -103,6 +103,8 @@ def check_cache_contents(p: Problem, x: Operands, masks: tuple[Mask, ...]) -> An
             f"Cached: cu_q must start at 0, never decrease and end at {p.q.shape[0]} rows or before, got "
             f"{cu_q.tolist()}; write the cumulative sum of the numbers of queries"
         )
+    for name in ("k", "v"):
+        check_scale(name, p.in_layout(f"{name}_scale", x.extra))
     N = (lengths.clamp(max=p.N) - first).clamp(min=0)
     if table is not None:
         missing = (table < 0) | (table >= p.k.shape[0])
@@ -112,6 +114,12 @@ def check_cache_contents(p: Problem, x: Operands, masks: tuple[Mask, ...]) -> An
             own = slice(None) if index is None else index.long()
             _check_pages(table[own], missing[own], first + lo, first + hi, p)
     return N
+
+
+def check_scale(name: str, scale: Tensor | None) -> None:
+    """Raise ValueError for a scale that is not positive and finite."""
+    if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"{name}'s scale must be finite and > 0, got {scale.tolist()}; give zeros a scale of 1")
 
 
 def _seen(masks: tuple[Mask, ...], queries: Tensor, N: Tensor) -> tuple[Tensor, Tensor]:

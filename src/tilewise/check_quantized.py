@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .check_cache import unquantized
+from .check_cache import check_scale, unquantized
 from .layout import Cached, Layout, Varlen
 from .problem import Operands, Problem, Unsupported
 from .quantized import EightBits, Quantized
@@ -100,5 +100,4 @@ def check_scales(p: Problem, x: Operands) -> None:
             raise ValueError("EightBits: balance must hold powers of two, got others; use torch.exp2 of integers")
         return
     for name, scale in zip(("q", "k", "v"), x.extra[p.after_sink : p.after_sink + 3], strict=True):
-        if not bool(((scale > 0) & scale.isfinite()).all()):
-            raise ValueError(f"{name}'s scale must be finite and > 0, got {scale.tolist()}; give zeros a scale of 1")
+        check_scale(name, scale)

@@ -145,7 +145,7 @@ def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor |
 def _gathered(p: Problem, t: Tensor, width: int) -> Tensor | None:
     """Allocate what pages of `width` keys are gathered into; None without pages."""
     bits = torch.uint8 if t.itemsize == 1 else t.dtype
-    pages = width // t.shape[1] + 2
+    pages = width // max(1, t.shape[1]) + 2
     return t.new_empty(pages, *t.shape[1:], dtype=bits) if "table" in p.recipe.layout[1] else None
 
 

@@ -99,7 +99,7 @@ def look_ups(p: Problem, tiles: Tiles) -> int:
     if p.in_layout("table") is None:
         return 0
     page = p.k.shape[1]
-    return 1 if page % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, page)
+    return 1 if page % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, max(1, page))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
