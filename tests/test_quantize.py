@@ -392,6 +392,25 @@ def test_the_portable_kernel_multiplies_the_codes(name, score):
         torch.testing.assert_close(found, cpu, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize(("B", "M", "N"), [(0, 16, 16), (2, 0, 16), (2, 16, 0)])
+@BOTH
+def test_nothing_has_results_of_its_shape(precision, B, M, N, backend):
+    if backend and (os.environ.get("TRITON_INTERPRET") != "1" or not pytest.importorskip("triton")):
+        pytest.skip("runs in Triton's interpreter")
+    q, k = torch.randn(B, M, 4, 8).to(fp16), torch.randn(B, N, 2, 8).to(fp16)
+    learned = [t.requires_grad_() for t in (q, k, k.clone())]
+    o, lse = tw.attention(*learned, precision=precision, return_lse=True, backend=backend)
+    assert (o.shape, lse.shape) == (q.shape, (B, 4, M))
+    assert not o.any()
+    assert lse.isneginf().all()
+    for t, grad in zip(learned, torch.autograd.grad(o.sum(), learned), strict=True):
+        assert grad.shape == t.shape
+        assert not grad.any()
+    eight = [tw.Quantized(t.detach().to(torch.float8_e4m3fn), torch.ones(2)) for t in learned]
+    assert tw.attention(*eight, precision="fp8", backend=backend).shape == q.shape
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
 @BOTH
 def test_the_kernels_take_what_is_given(precision):

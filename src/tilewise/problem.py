@@ -16,6 +16,7 @@ from . import score as scores
 from .layout import Cached, Varlen
 from .mask import Mask, Value
 from .place import Origin
+from .quantized import EightBits, Quantized
 from .score import Bias, Score
 
 KINDS: dict[str, type[Value]] = {
@@ -26,7 +27,7 @@ KINDS: dict[str, type[Value]] = {
 """Every class of mask or score that a recipe can name: those in mask.py and score.py that name kernel functions."""
 
 torch.serialization.add_safe_globals(
-    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached]
+    [masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits]
 )  # for torch.load
 
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

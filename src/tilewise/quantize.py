@@ -172,7 +172,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
     for t in codes.present():
         t.view(torch.int8).zero_()
     for s in sequences(p, x):
-        of_q, of_k = (p.H, BLOCK_Q, s.first_q, s.q.shape[1]), (p.H_k, BLOCK_K, s.first_k, s.k.shape[1])
+        of_q, of_k = (0, s.first_q, s.q.shape[1]), (1, s.first_k, s.k.shape[1])
         parts = _copied(p, x, s) if p.recipe.quantized else _rounded(p, x, s)
         for name, to, part in zip(Codes._fields, codes, parts, strict=True):
             if to is None or part is None:
@@ -180,7 +180,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
             if name in ("mean", "balance"):
                 to[s.b] = part
             else:
-                _blocks(p, to, of_q if name.startswith("q") else of_k).copy_(part)
+                _blocks(p, to, *(of_q if name.startswith("q") else of_k)).copy_(part)
     return codes
 
 
@@ -278,7 +278,7 @@ def _sampled(x: Tensor, lo: Tensor, hi: Tensor | int) -> Tensor:
 
 def _total(x: Tensor) -> Tensor:
     """Sum (entries, heads, SAMPLES, size) over the samples: every 16th one after the other, then halves."""
-    parts = x.unflatten(2, (-1, 16))
+    parts = x.unflatten(2, (SAMPLES // 16, 16))
     total = parts[:, :, 0]
     for n in range(1, parts.shape[2]):
         total = total + parts[:, :, n]
@@ -365,11 +365,14 @@ def _cut(x: Tensor, rows: int) -> Tensor:
     return whole.unflatten(-2, (whole.shape[-2] // rows, rows))
 
 
-def _blocks(p: Problem, t: Tensor, own: tuple[int, int, int, int]) -> Tensor:
-    """View the blocks of a sequence's rows, (entries, heads, blocks, …). `own`: heads, rows of a block, the first, and
-    the sequence's length."""
-    heads, rows, first, length = own
-    return t.unflatten(0, (1 if p.recipe.varlen else p.B, heads, -1))[:, :, first : first + -(-length // rows)]
+def _blocks(p: Problem, t: Tensor, side: int, first: int, length: int) -> Tensor:
+    """View the blocks of a sequence's rows, (entries, heads, blocks, …), from its first one on.
+
+    `side` is 0 for queries, 1 for keys.
+    """
+    heads, rows = ((p.H, BLOCK_Q), (p.H_k, BLOCK_K))[side]
+    whole = t.unflatten(0, (1 if p.recipe.varlen else p.B, heads, blocks_of(p)[side]))
+    return whole[:, :, first : first + -(-length // rows)]
 
 
 def _per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:
