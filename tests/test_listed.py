@@ -1,11 +1,14 @@
 """Masks that carry lists of their tiles: the same results, and one launch of `attention_list_tiles` per list."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise.mask import Listed
+from tilewise.problem import KINDS
 
 B, M, N, H, D = 2, 40, 70, 2, 16
 IDS = torch.arange(N).expand(B, -1) // 25
@@ -105,6 +108,33 @@ def test_meta_tensors_tell_shapes_and_types():
     listed = tw.listed(mask, *[t.detach().to("meta") for t in x], backend="triton")
     assert [one.tiles.device.type for one in listed.lists] == ["cpu"] * len(listed.lists)
     agree(x, mask, listed, backend="triton")
+
+
+@dataclass(frozen=True, eq=False)
+class Below(tw.Mask):
+    """A mask without tensors, whose tiles are listed: what Causal shows."""
+
+    device = "causal"
+    interval = False
+    varlen = False
+
+    def keep(self, i, j, shift):
+        return j <= i
+
+
+def test_a_mask_without_tensors_is_listed_where_q_is_or_where_asked(monkeypatch):
+    interpreted()
+    monkeypatch.setitem(KINDS, "Below", Below)
+    x, mask = operands(), Below()
+    meta = [t.detach().to("meta") for t in x]
+    agree(x, mask, tw.listed(mask, *x, backend="triton"), backend="triton")
+    agree(x, mask, tw.listed(mask, *meta, device="cpu", backend="triton"), backend="triton")
+    assert tw.listed(mask, *meta, device="cpu") is mask
+    assert tw.listed(tw.Causal(), *meta) == tw.Causal()
+    with pytest.raises(ValueError, match="listed: device must be where the calls will be, got meta; pass"):
+        tw.listed(mask, *meta, backend="triton")
+    with pytest.raises(ValueError, match="listed: device must be the mask's cpu, got meta; pass"):
+        tw.listed(MASKS["documents"](), *x, device="meta")
 
 
 def test_a_mask_listed_for_another_call_is_refused():

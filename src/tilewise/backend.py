@@ -37,7 +37,7 @@ class Backend(Protocol):
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         """List the mask's tiles for the forward, with `gradients` also for the backward; () if these read no lists.
 
-        q, k and v of x may be on the meta device.
+        They are on q's device. k and v of x may be on the meta device.
         """
         ...
 

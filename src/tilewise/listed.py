@@ -17,7 +17,15 @@ from .options import Unmasked, spell_out
 from .problem import Operands, Recipe, Unsupported, target_of
 
 
-def listed(mask: Mask, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Unmasked]) -> Mask:
+def listed(
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    device: torch.device | str | int | None = None,
+    **options: Unpack[Unmasked],
+) -> Mask:
     """List the tiles of a mask once, for all layers of a model and their backward.
 
     On a GPU, Documents, Dense, Padding of bools, and every mask combined with one, have their tiles listed in each
@@ -30,7 +38,8 @@ def listed(mask: Mask, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Unmask
     Args:
         mask: any Mask. Combine masks before: `listed & other` has no lists.
         q, k, v, options: as for `attention`, as in the calls to come; their values are not read. They may be on the
-            meta device: then shapes and types count, the device is that of the mask, and strides are contiguous.
+            meta device: then shapes and types count, and strides are contiguous.
+        device: where the calls will be. None: where the mask's tensors are, and for a mask without any, where q is.
 
     Returns:
         A Mask. Without gradients (torch.no_grad), its lists are those of the forward alone. `attention` raises
@@ -44,11 +53,18 @@ def listed(mask: Mask, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Unmask
     chosen: dict[str, Any] = {**with_defaults("listed", options), "mask": mask}
     del chosen["seed"], chosen["return_lse"]
     x, recipe, longest = check_arguments(q, k, v, **chosen)
-    device = next((t.device for part in mask.parts for t in part.tensors), x.q.device)
-    on_cpu = device.type == "cpu" and recipe.backend not in ON_TRITON
-    if on_cpu or all([part.interval for part in mask.parts]):
+    if all([part.interval for part in mask.parts]):
         return mask
-    lists = _lists(x, recipe, longest, device)
+    of_mask = next((t.device for part in mask.parts for t in part.tensors), None)
+    asked = (of_mask or x.q.device) if device is None else torch.empty(0, device=device).device
+    if asked.type == "meta" or (of_mask is not None and asked != of_mask):
+        where = "where the calls will be" if of_mask in (None, asked) else f"the mask's {of_mask}"
+        raise ValueError(
+            f"listed: device must be {where}, got {asked}; pass device='cuda', or move the mask by .to(...)"
+        )
+    if asked.type == "cpu" and recipe.backend not in ON_TRITON:
+        return mask
+    lists = _lists(x, recipe, longest, asked)
     return Listed(mask, lists) if lists else mask
 
 
@@ -62,6 +78,7 @@ def _lists(x: Operands, recipe: Recipe, longest: tuple[int, int], device: torch.
     seen = x._replace(extra=tuple([t.to("meta") for t in x.extra])) if x.q.is_meta else x
     problem = problem_on(seen, recipe, longest, target_of(device))
     problem = problem._replace(q=problem.q._replace(device=device))  # on which tables and grids depend
+    x = x._replace(q=x.q.new_empty((), device=device).expand(x.q.shape))
     return select(problem).list_tiles(problem, x, torch.is_grad_enabled())
 
 

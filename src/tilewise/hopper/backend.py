@@ -86,7 +86,7 @@ class Hopper:
         _, planned = _launches(problem)
         back = sizes_of(problem).row if problem.dtype == torch.float32 else planned.backward
         of_backward = ((back, True),) if gradients else ()
-        with on_device(x.extra[0]):
+        with on_device(x.q):
             return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
 
     def codes(self, problem: Problem, x: Operands) -> quantize.Codes:

@@ -189,11 +189,12 @@ def made_for(made: Sequence[TileList], tiles: Any, by_key: bool) -> Tensor:
 
 
 def make_lists(p: Problem, pl: Any, x: Operands, kernels: Sequence[tuple[Any, bool]]) -> tuple[TileList, ...]:
-    """List the mask's tiles for every (tiles, by_key) of `kernels`, each kind once. q, k and v of x are not read."""
+    """List the mask's tiles for every (tiles, by_key) of `kernels`, each kind once, on q's device. q, k and v of x
+    are not read."""
     if not pl.listed:
         return ()
     parts, _, _ = device_values(p, x.extra)
-    device, made = x.extra[0].device, {}
+    device, made = x.q.device, {}
     for tiles, by_key in kernels:
         kind = by_key, tiles.B_r, tiles.B_c
         if kind not in made:

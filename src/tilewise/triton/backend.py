@@ -82,7 +82,7 @@ class Portable:
         wide = _widened(problem, x)[0] if problem.target == "cpu" else problem
         pl = launch.plan(wide)
         of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
-        with on_device(x.extra[0]):
+        with on_device(x.q):
             return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
 
     def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
