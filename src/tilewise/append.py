@@ -53,7 +53,8 @@ def append_(
 
     The m new keys of sequence b become its rows lengths[b] - m to lengths[b] - 1: the layout's lengths count them
     already, so one layout serves append_ and then attention. A key is turned by its row in the cache. Keys whose row is
-    outside [starts[b], capacity) are dropped. If sequences share an entry and write one row, either may win.
+    outside [starts[b], capacity) are dropped. So are those whose entry or page is not there, on a GPU; on a CPU that is
+    an error, as in attention. If sequences share an entry and write one row, either may win.
 
     Args:
         k, v: the cache, as `Cached` describes it, entries adjacent; changed in place. Where they are Quantized, they
