@@ -147,6 +147,8 @@ class Mask(Value):
 
     lists: tuple["TileList", ...] = ()
     """Lists of its tiles, which `tilewise.listed` has made."""
+    held: Any = None
+    """Its numbers on the host, where `tilewise.parallel.fixed` has read them."""
 
     @property
     def parts(self) -> tuple["Mask", ...]:

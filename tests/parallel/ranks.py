@@ -5,6 +5,7 @@ A case is a function of the rank. It raises on what is wrong, after its last mes
 python -m tests.parallel.ranks exact FOLDER    results of four ranks, each against the reference or one device
 python -m tests.parallel.ranks models FOLDER   models and DTensors on four ranks
 python -m tests.parallel.ranks six FOLDER      six ranks
+python -m tests.parallel.ranks pair FOLDER     two ranks: contents.py
 """
 
 import io
@@ -37,8 +38,10 @@ from tilewise.parallel.exchange import told
 RANKS = 4
 B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
-SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6}
+SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6, "pair": 2}
 """How many processes each spawn has."""
+ANSWER = {"pair": 6}
+"""Seconds after which a rank that waits gives up, so that a hang is a failure; else 60."""
 CASES: dict[str, dict[str, Callable[[int], None]]] = {spawn: {} for spawn in SPAWNS}
 """By spawn, and by name."""
 GROUPS: dict[int, object] = {}
@@ -598,7 +601,9 @@ def main(rank, spawn, folder):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank * len(cores) // ranks]})
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=ANSWER.get(spawn, 60))
+    )
     if ranks == RANKS:
         MESH.append(init_device_mesh("cpu", (2, 2)))
         GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3)})
@@ -618,7 +623,7 @@ def main(rank, spawn, folder):
 def fork(spawn, folder):
     """Run every rank in a process of its own that has imported all already; one waits for all."""
     torch.set_num_threads(1)  # a process that forks must have no threads
-    if spawn != "six":
+    if spawn in ("exact", "models"):
         torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # which imports the compiler, once for all
     children = []
     for rank in range(SPAWNS[spawn]):
@@ -637,4 +642,7 @@ def fork(spawn, folder):
 
 
 if __name__ == "__main__":
-    sys.exit(fork(sys.argv[1], sys.argv[2]))
+    from tests.parallel import contents, ranks  # which add their cases to the module of this name
+
+    assert contents
+    sys.exit(ranks.fork(sys.argv[1], sys.argv[2]))

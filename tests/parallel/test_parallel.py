@@ -15,7 +15,9 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from . import ranks
+from . import contents, ranks
+
+assert contents  # it adds its cases to those of ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240

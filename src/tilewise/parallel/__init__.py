@@ -10,6 +10,7 @@ from .api import Explanation, attention, explain
 from .context import using
 from .costs import Cluster, Cost, fit
 from .exchange import count_bytes
+from .held import fixed
 from .plans import Grid
 from .shardings import Balanced, Contiguous, Sharding, Striped, Zigzag
 
@@ -27,5 +28,6 @@ __all__ = [
     "count_bytes",
     "explain",
     "fit",
+    "fixed",
     "using",
 ]

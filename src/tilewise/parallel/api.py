@@ -39,7 +39,8 @@ def attention(
             the fastest chosen, by a model of costs.
         options: those of `tilewise.attention`, but layout, place and out_dtype. The mask is the whole's: Documents,
             Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
-            (..., m, N). A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors, once.
+            (..., m, N). A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors in each
+            call, unless it is `fixed`.
 
     Returns:
         o (B, m, H, D_v) of this rank's rows, as if one device had computed the whole; with return_lse, (o, lse).

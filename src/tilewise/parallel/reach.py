@@ -1,4 +1,4 @@
-"""What rows of the whole see, from a mask's own values: intervals of keys, read on the host once for each mask."""
+"""What rows of the whole see, from a mask's numbers: intervals of keys, found on the host once for equal numbers."""
 
 from functools import lru_cache, singledispatch
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from ..mask import (
     Spans,
     Window,
 )
+from .held import Numbers, held
 
 Ends = tuple[Tensor | None, Tensor | None]
 """First keys and ends, int64, broadcast to (B, N); None for no bound."""
@@ -70,14 +71,15 @@ class Reach(NamedTuple):
 
 
 def reach_of(mask: Mask, N: int) -> Reach:
-    """Return what rows of N see. Tensors of the mask are read, once for each mask: that synchronises with a GPU."""
-    return _read(mask, N, tuple([t._version for part in mask.parts for t in part.tensors]))
+    """Return what rows of N see. Tensors of the mask are read: that synchronises with a GPU."""
+    return reach(held(mask), N)
 
 
-@lru_cache(128)
-def _read(mask: Mask, N: int, versions: tuple[int, ...]) -> Reach:
+@lru_cache(8)
+def reach(numbers: Numbers, N: int) -> Reach:
+    """Return what rows of N see of a mask that was read."""
     lows, highs, bounds, exact = [], [], [], True
-    for part in mask.parts:
+    for part in [one.part for one in numbers]:
         lo, hi = _band(part)
         lows += [] if lo is None else [lo]
         highs += [] if hi is None else [hi]
@@ -115,7 +117,7 @@ def _ends(part: Any, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
 
 @_ends.register
 def _(part: Documents, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    rows, (ids, order) = part.q_ids.cpu().long(), part.k_ids.cpu().long().sort(dim=1, stable=True)
+    rows, (ids, order) = part.q_ids.long(), part.k_ids.long().sort(dim=1, stable=True)
     rows = rows.contiguous()
     low, high = torch.searchsorted(ids, rows), torch.searchsorted(ids, rows, right=True)
     starts = order.gather(1, low.clamp(max=N - 1))
@@ -125,26 +127,26 @@ def _(part: Documents, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
 
 @_ends.register
 def _(part: PaddingLengths, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return None, part.lengths.cpu().long()[:, None], True
+    return None, part.lengths.long()[:, None], True
 
 
 @_ends.register
 def _(part: PaddingRange, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return part.starts.cpu().long()[:, None], part.lengths.cpu().long()[:, None], True
+    return part.starts.long()[:, None], part.lengths.long()[:, None], True
 
 
 @_ends.register
 def _(part: PaddingKeys, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    real, j = part.real.cpu(), torch.arange(N)
+    real, j = part.real, torch.arange(N)
     starts = torch.where(real, j, N).amin(1, keepdim=True)
     return starts, torch.where(real, j + 1, 0).amax(1, keepdim=True), False
 
 
 @_ends.register
 def _(part: Prefix, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return None, torch.maximum(part.lengths.cpu().long()[:, None], torch.arange(1, N + 1)), True
+    return None, torch.maximum(part.lengths.long()[:, None], torch.arange(1, N + 1)), True
 
 
 @_ends.register
 def _(part: Spans, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return part.lo.cpu().long(), part.hi.cpu().long(), True
+    return part.lo.long(), part.hi.long(), True

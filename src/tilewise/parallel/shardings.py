@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -172,23 +172,26 @@ class Striped(Sharding):
 class Balanced(Sharding):
     """Runs of `chunk` rows, dealt out so that every rank has as much work under a mask: for packed documents.
 
-    mask: the whole's, as attention gets it. length: the sequence's. The solver is greedy: the chunk with the most work
-    goes first, to the rank with the least. Its tensors are read once, on the host.
+    mask: the whole's, as attention gets it; its tensors are read now, on the host. length: the sequence's. The solver
+    is greedy: the chunk with the most work goes first, to the rank with the least.
     """
 
-    mask: Mask
+    mask: InitVar[Mask]
     length: int
     chunk: int
+    work: tuple[float, ...] = field(init=False, repr=False)
+    """The entries of P in each chunk's rows, a batch entry and head."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, mask: Mask) -> None:
         for name in ("length", "chunk"):
             object.__setattr__(self, name, positive(f"Balanced: {name}", getattr(self, name)))
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"Balanced: mask must be a Mask, got {self.mask!r}; pass the one that attention gets")
+        if not isinstance(mask, Mask):
+            raise TypeError(f"Balanced: mask must be a Mask, got {mask!r}; pass the one that attention gets")
+        counts = reach_of(mask, self.length).counts()
+        object.__setattr__(self, "work", tuple([float(part.sum()) for part in counts.split(self.chunk)]))
 
     def cut(self, N: int, ranks: int) -> tuple[Pieces, ...]:
-        counts = reach_of(self.mask, N).counts()
-        return deal([float(part.sum()) for part in counts.split(self.chunk)], N, ranks, self.chunk)
+        return deal(self.work, N, ranks, self.chunk)
 
 
 def deal(work: Sequence[float], N: int, ranks: int, chunk: int) -> tuple[Pieces, ...]:

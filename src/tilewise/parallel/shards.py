@@ -12,8 +12,9 @@ from ..mask import Causal, Dense, Documents, Full, Mask, PaddingKeys, Spans, Win
 from ..merge import merge
 from ..place import Origin
 from ..score import Alibi, Bias, Score
+from .held import Numbers, held
 from .pieces import Box, Pieces, crop, index, join, length
-from .reach import Reach, reach_of
+from .reach import Reach, reach
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
@@ -201,19 +202,16 @@ def shards_of(
 ) -> Shards:  # fmt: skip
     """Return the problem in pieces. Only for "ring" are tensors of a mask read."""
     plain = tuple([part for part in mask.parts if not part.captures])
-    if plan == "ring":
-        reach = reach_of(mask, N)
-    else:
-        reach = reach_of(intersect(plain), N)._replace(exact=len(plain) == len(mask.parts))
-    s = Shards(pieces, own, reach, mask, score, options, head, heads, q.shape[0], q.device)
-    versions = tuple([t._version for part in mask.parts for t in part.tensors])
-    like = s.joins, bool(options.get("dropout")), s.batch, s.device
-    s.known = _known(pieces, mask, versions, plan, N, like)
+    numbers = held(mask if plan == "ring" else intersect(plain))
+    found = reach(numbers, N)
+    found = found._replace(exact=found.exact and len(numbers) == len(mask.parts))
+    s = Shards(pieces, own, found, mask, score, options, head, heads, q.shape[0], q.device)
+    s.known = _known(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device))
     return s
 
 
-@lru_cache(64)
-def _known(pieces: Any, mask: Mask, versions: Any, plan: str, N: int, options: Any) -> dict[Any, Any]:
+@lru_cache(16)
+def _known(pieces: Any, numbers: Numbers, plan: str, N: int, options: Any) -> dict[Any, Any]:
     """Return the calls of each pair of ranks, as far as they are known."""
     return {}
 

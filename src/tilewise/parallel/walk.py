@@ -141,7 +141,8 @@ class Walk(torch.autograd.Function):
     ) -> Any:
         o, lse = results(s, plan, axis, q, k, v, sink)
         ctx.given = s, plan, axis
-        ctx.save_for_backward(q, k, v, sink, o, lse, *biases)
+        read = [t for part in s.mask.parts for t in part.tensors if not t.is_inference()]  # autograd sees them written
+        ctx.save_for_backward(q, k, v, sink, o, lse, *biases, *read)
         ctx.set_materialize_grads(False)
         return o, lse
 

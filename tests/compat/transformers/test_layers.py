@@ -1,12 +1,16 @@
 """What a layer may ask, and what is refused with a sentence."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from compat.transformers.models import forward, inputs, make
 from test_messages import FORM, SHORT_FORM
 
 import tilewise as tw
+from tilewise.compat.transformers import layer
 from tilewise.compat.transformers.layer import attend
+from tilewise.compat.transformers.view import MaskView, Values
 
 Q, K = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
 SQUARE = torch.ones(2, 1, 5, 9, dtype=torch.bool).tril(4)
@@ -39,6 +43,34 @@ def test_tensors_serve_as_masks():
     torch.testing.assert_close(call(SQUARE.float().log()), wanted)
     torch.testing.assert_close(call(torch.nn.functional.pad(SQUARE, (0, 3))), wanted)
     torch.testing.assert_close(call(None), wanted)
+
+
+def packed(cu, view=None):
+    """Return the error of packed rows without their longest lengths, beside each sequence by itself."""
+    q, k = Q.transpose(0, 1).flatten(1, 2)[None], K.transpose(0, 1).flatten(1, 2)[None, :, :10]
+    o = attend(Layer(), q, k, k, view, cu_seq_lens_q=cu, cu_seq_lens_k=cu)[0]
+    ends = cu.tolist()
+    parts = [tuple(t[:, :, a:b].transpose(1, 2) for t in (q, k)) for a, b in pairwise(ends)]
+    alone = [tw.attention(a, b, b, mask=tw.Causal()) for a, b in parts]
+    return float((o - torch.cat(alone, 1)).abs().max())
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_offsets_of_packed_rows_may_be_written_by_what_autograd_does_not_count(mode):
+    with mode():
+        cu = torch.tensor([0, 4, 7, 10], dtype=torch.int32)
+        assert packed(cu) < 1e-5
+        cu.data[1:3] = torch.tensor([1, 2])  # the longest is longer now
+        assert packed(cu) < 1e-5
+
+
+def test_the_layers_of_a_forward_read_the_offsets_once(monkeypatch):
+    longest, read, cu = layer._longest, [], torch.tensor([0, 4, 7, 10], dtype=torch.int32)
+    monkeypatch.setattr(layer, "_longest", lambda cu, view: longest(cu, view) if view else read.append(cu) or (4, 4))
+    for forward_pass in range(2):
+        view = MaskView((1, 1, 10, 10), (), lambda _: Values(tw.Causal(), 10, tw.Causal()), lambda: SQUARE, "")
+        assert [packed(cu, view) < 1e-5 for _ in range(3)] == [True] * 3
+        assert len(read) == forward_pass + 1
 
 
 def test_types_may_be_mixed():

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...api import attention
 from ...layout import Cached, Varlen
@@ -89,7 +88,7 @@ def attend(
             "cu_seq_lens_q came with padding, chunks or several rows, and then its documents cannot be told apart; "
             "leave attention_mask out and pass one row, or leave cu_seq_lens_q and cu_seq_lens_k out"
         )
-    o = attention(q[0], k[0], v[0], mask=packed, score=scores, layout=_layout(cu, M, N), **options)
+    o = attention(q[0], k[0], v[0], mask=packed, score=scores, layout=_layout(cu, M, N, attention_mask), **options)
     return o[None], None
 
 
@@ -160,21 +159,19 @@ def _cu_seqlens(others: dict[str, Any]) -> CuSeqlens | None:
     )
 
 
-_longest: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""(version, longest length) of each tensor of offsets that was read; layers share such tensors."""
+def _layout(cu: CuSeqlens, M: int, N: int, view: Any) -> Varlen:
+    """Return the layout of packed rows. The first layer of a forward reads the device for all that have its view."""
+    lengths = tuple([given if isinstance(given, int) else None for given in cu[2:]])
+    if None in lengths:
+        found = (M, N) if torch.compiler.is_compiling() else _longest(cu, view)  # no sequence is longer than all rows
+        lengths = tuple([one if given is None else given for given, one in zip(lengths, found, strict=True)])
+    return Varlen(cu[0].to(torch.int32), cu[1].to(torch.int32), *lengths)
 
 
-def _layout(cu: CuSeqlens, M: int, N: int) -> Varlen:
-    """Return the layout of packed rows, with one read of the device for all layers that share the offsets."""
-    offsets = cu[0].to(torch.int32), cu[1].to(torch.int32)
-    return Varlen(*offsets, _longest_of(cu[0], cu[2], M), _longest_of(cu[1], cu[3], N))
-
-
-def _longest_of(cu: Tensor, given: Any, rows: int) -> int:
-    if isinstance(given, int):
-        return given
-    if torch.compiler.is_compiling():
-        return rows  # no sequence is longer
-    if cu not in _longest or _longest[cu][0] != cu._version:
-        _longest[cu] = cu._version, int(cu.diff().max())
-    return _longest[cu][1]
+def _longest(cu: CuSeqlens, view: Any) -> tuple[int, int]:
+    """Return the longest lengths of queries and keys: read, unless an earlier layer of the forward has read them."""
+    if not isinstance(view, MaskView):
+        return int(cu[0].diff().max()), int(cu[1].diff().max())
+    if view.longest is None:
+        view.longest = _longest(cu, None)
+    return view.longest

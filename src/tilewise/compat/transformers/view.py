@@ -67,6 +67,8 @@ class MaskView:
     """What computes the layer where rows are sharded; a checkpoint finds it here when it runs again."""
     cached: tuple[Mask, Cached] | None = None
     """For one step on a static cache: the mask within a sequence's keys, and which of the cache's rows those are."""
+    longest: tuple[int, int] | None = None
+    """The longest lengths of packed queries and keys, once a layer of the forward has read them."""
 
     def __init__(
         self,

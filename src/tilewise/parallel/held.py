@@ -1,0 +1,83 @@
+"""Masks as they were read: with tensors of their own on the host. What follows from a tensor is kept by its numbers."""
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask, intersect
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a mask as it was read. Equal numbers make equal values, in whatever tensors they came."""
+
+    told: tuple[Any, ...]
+    """The part's class and plain numbers, and a digest of each tensor."""
+    part: Mask = field(compare=False)
+    """The part itself, with its tensors on the host."""
+
+
+Numbers = tuple[Held, ...]
+"""A mask as it was read."""
+RECENT: deque[tuple[Tensor, str]] = deque(maxlen=8)
+"""Copies of the last tensors that were read, each with its digest: to compare takes less than to digest again."""
+
+
+def fixed(mask: Mask) -> Mask:
+    """Read a mask's tensors once, for every call with this mask: all layers of a model, and their backward.
+
+    Plans "ring" and Grid find from a mask's numbers which keys travel, and read them in each call. The result is the
+    same mask with copies of its tensors, so that what is written to the originals later does not reach it. Make it
+    again for the next batch. It may be combined: `fixed(a) & b` is not read again where `b` has no tensors.
+    """
+    return intersect(tuple([_copied(part) if part.captures else part for part in mask.parts]))
+
+
+def held(mask: Mask) -> Numbers:
+    """Return a mask's numbers, read now unless `fixed` has read them. Reading synchronises with a GPU."""
+    return tuple([part.held or _read(part) for part in mask.parts])
+
+
+def _copied(part: Mask) -> Mask:
+    if part.held is not None:
+        return part
+    with torch.inference_mode(False):
+        own = part.rebuild(part.plain[1:], tuple([t.clone() for t in part.tensors]))
+    object.__setattr__(own, "held", _read(own))
+    return own
+
+
+def _read(part: Mask) -> Held:
+    read: list[tuple[Tensor, str]] = []
+    for n, t in enumerate(part.tensors):  # the ids of queries are often those of keys
+        same = next((m for m in range(n) if part.tensors[m] is t), None)
+        read.append(_known(t) if same is None else read[same])
+    on_host = part.rebuild(part.plain[1:], tuple([t for t, _ in read])) if read else part
+    return Held((*part.plain, *[digest for _, digest in read]), on_host)
+
+
+def _known(t: Tensor) -> tuple[Tensor, str]:
+    """Return a copy of a tensor on the host, and its digest: those of an equal one that was read before, if any."""
+    now = t.detach().cpu()
+    for found in tuple(RECENT):
+        copy = found[0]
+        if copy.dtype == now.dtype and torch.equal(copy, now):
+            return found
+    with torch.inference_mode(False):  # whatever mode reads it next
+        copy = now.clone(memory_format=torch.contiguous_format)
+    found = copy, digest_of(copy)
+    RECENT.appendleft(found)
+    return found
+
+
+def digest_of(t: Tensor) -> str:
+    """Return a digest of a contiguous tensor's type, shape and numbers."""
+    whole = sha256(f"{t.dtype} {tuple(t.shape)}".encode())
+    if t.numel():
+        whole.update((ctypes.c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()))
+    return whole.hexdigest()[:32]
