@@ -5,7 +5,7 @@ A case is a function of the rank. It raises on what is wrong, after its last mes
 python -m tests.parallel.ranks exact FOLDER    results of four ranks, each against the reference or one device
 python -m tests.parallel.ranks models FOLDER   models and DTensors on four ranks
 python -m tests.parallel.ranks six FOLDER      six ranks
-python -m tests.parallel.ranks pair FOLDER     two ranks: contents.py
+python -m tests.parallel.ranks pair FOLDER     two ranks: contents.py, agreement.py
 """
 
 import io
@@ -612,7 +612,7 @@ def main(rank, spawn, folder):
         start, wrong = time.perf_counter(), ""
         try:
             run(rank)
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             wrong = traceback.format_exc()
         results[name] = {"wrong": wrong, "seconds": time.perf_counter() - start}
         Path(folder, f"{rank}.json").write_text(json.dumps(results))
@@ -642,7 +642,8 @@ def fork(spawn, folder):
 
 
 if __name__ == "__main__":
-    from tests.parallel import contents, ranks  # which add their cases to the module of this name
+    from tests.parallel import agreement, contents, ranks  # which add their cases to the module of this name
 
+    assert agreement
     assert contents
     sys.exit(ranks.fork(sys.argv[1], sys.argv[2]))

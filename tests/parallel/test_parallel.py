@@ -15,9 +15,10 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from . import contents, ranks
+from . import agreement, contents, ranks
 
-assert contents  # it adds its cases to those of ranks
+assert agreement  # these add their cases to those of ranks
+assert contents
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240

@@ -18,7 +18,7 @@ from .graph import described, in_graph
 from .pieces import Pieces
 from .reach import reach_of
 from .shardings import Sharding, positive
-from .shards import shards_of, together
+from .shards import rows_of, shards_of, together
 from .ulysses import Swap, of_heads, spread_keys
 from .walk import walk
 
@@ -64,12 +64,21 @@ def refusals(plan: Plan, w: Work, H: int) -> list[str]:
     if plan == "ulysses" or isinstance(plan, Grid):
         if H % U:
             against.append(f"{H} query heads do not divide by {U} ranks")
-        rows = [one for one in (*w.mask.parts, *w.score) if isinstance(one, (Dense, Bias)) and one.tensors[0].ndim > 1]
-        against += [
-            f"{type(one).__name__} has rows, of which each rank holds its own" for one in rows
-            if one.tensors[0].shape[-2] > 1
-        ]  # fmt: skip
+        against += [why for one in (*w.mask.parts, *w.score) if isinstance(one, (Dense, Bias)) for why in _rows(one, w)]
     return against
+
+
+def _rows(one: Dense | Bias, w: Work) -> list[str]:
+    """Return why a plan that brings all rows to each rank cannot have this mask or score; empty if it has no rows.
+
+    One row is for all rows of the whole where each rank holds several, or there is no other: elsewhere nobody can tell.
+    """
+    name, shape = type(one).__name__, one.tensors[0].shape
+    if len(shape) < 2 or (shape[-2] == 1 and (w.N == 1 or min(rows_of(w.pieces)) > 1)):
+        return []
+    if shape[-2] == 1:
+        return [f"{name} has one row, which is that of a rank or for all, and some rank holds no more than one"]
+    return [f"{name} has rows, of which each rank holds its own"]
 
 
 def candidates(w: Work) -> list[Plan]:
