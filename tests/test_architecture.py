@@ -167,3 +167,22 @@ def texts(node: ast.AST, given: dict[str, ast.expr]) -> Iterator[str]:
             yield part.value
         elif isinstance(part, ast.Name) and part.id in given:
             yield from texts(given[part.id], given)
+
+
+IDENTITY = re.compile(r"\._version\b|WeakId\w*|WeakTensor\w*|WeakKeyDictionary|\bid\(")
+TENSORS = {"Mask", "MaskView", "Score", "Tensor", "Value"}
+
+
+def test_nothing_is_kept_by_the_identity_of_a_tensor():
+    """Masks are equal where their tensors are the same ones, so they are no keys: what tensors hold may change."""
+    checked = 0
+    for name in files():
+        if name.partition("/")[0] not in ("parallel", "compat"):
+            continue
+        assert not IDENTITY.findall(files()[name].read_text()), name
+        for one in functions(name):
+            if any("cache" in ast.unparse(decorator) for decorator in one.decorator_list):
+                annotated = {node.id for node in ast.walk(one.args) if isinstance(node, ast.Name)}
+                assert not annotated & TENSORS, f"{name}.{one.name} keeps results by {annotated & TENSORS}"
+                checked += 1
+    assert checked > 5

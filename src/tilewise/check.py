@@ -452,13 +452,13 @@ def _check_extra(p: Problem) -> None:
         for n, whole in enumerate(kind.whole_shapes(p, tuple(numbers))):
             spec, name = next(specs), f"{kind.public_name()}: {kind.captures[n]}"
             _same_device(p, name, spec)
-            if _fits(kind, spec.shape, whole):
+            if fits(kind, spec.shape, whole):
                 continue
             if kind.broadcasts:
                 allowed = f"broadcast to ({', '.join(kind.shapes[n])}) = {whole}"
             else:
                 allowed = f"have shape {f'{whole[1:]} or {whole}' if kind.unbatched else whole}"
-            transposed = _fits(kind, spec.shape, kind.whole_shapes(_heads_first(p), tuple(numbers))[n])
+            transposed = fits(kind, spec.shape, kind.whole_shapes(_heads_first(p), tuple(numbers))[n])
             hint = TRANSPOSE if transposed else "expand or reshape it" if kind.broadcasts else "make it fit q and k"
             raise ValueError(f"{name} must {allowed}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
@@ -485,7 +485,7 @@ def _check_extra(p: Problem) -> None:
         _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
 
-def _fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Tell whether a captured tensor may have a shape, where `whole` is that with all dimensions."""
     if kind.broadcasts:
         return len(shape) <= len(whole) and all(s in (1, w) for s, w in zip(shape[::-1], whole[::-1], strict=False))

@@ -294,7 +294,7 @@ class _Gradient(ReverseMode):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_double_backward(ctx, *grads)
+        refuse_double_backward(ctx, *grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:
@@ -375,7 +375,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
     return dq, dk, dv, learned, None, None, None, None
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+def refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    """Raise RuntimeError, as the derivative of a gradient."""
     raise RuntimeError(
         "tilewise has no double backward: the gradients of attention cannot be differentiated again; "
         "use torch's math attention (SDPBackend.MATH) where second derivatives are needed"
@@ -383,7 +384,7 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
 
 
 attention_op.register_autograd(_differentiate, setup_context=_setup)
-attention_backward_op.register_autograd(_refuse_double_backward)
+attention_backward_op.register_autograd(refuse_double_backward)
 
 
 @attention_op.register_vmap

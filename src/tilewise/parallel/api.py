@@ -2,9 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from operator import index
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -12,9 +13,24 @@ from ..api import SIGNATURE, with_defaults
 from ..check import autocast_type, cast
 from ..options import Everything, spell_out
 from ..problem import Unsupported
-from .check import agree, check_call, same_seed
+from .agree import Facts, in_graph, together
+from .check import check_call, facts_of, same_seed
 from .costs import VARIABLE, Cluster, Cost, current
-from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, refusals, run, works_of
+from .held import checked
+from .plans import (
+    NAMES,
+    Grid,
+    Plan,
+    Work,
+    candidates,
+    choose,
+    costs_of,
+    memory_limit,
+    needs_numbers,
+    refusals,
+    run,
+    works_of,
+)
 from .shardings import Sharding
 
 
@@ -48,30 +64,21 @@ def attention(
         rows, gets a share of its gradient: the shares add up over the group.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `tilewise.attention`, before anything is sent, if one rank can see what
-            is wrong; ValueError on every rank if ranks disagree.
+        TypeError, ValueError, Unsupported: as `tilewise.attention`, before anything is sent. If only some ranks see
+            what is wrong, ValueError on the others; if ranks disagree, ValueError on every rank.
         RuntimeError: a rank does not answer within the group's time-out.
     """
-    w, own, sink = _prepared("tilewise.parallel.attention", q, k, v, sharding, options)
-    if plan is None:
-        plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
-    _refuse(plan, w, q.shape[2])
-    plain = [part.plain for part in (*w.mask.parts, *w.score)]
-    sizes = map(index, (*q.shape[::2], *k.shape[2:], v.shape[3]))  # numbers, in a graph too: it is of one size
-    fact = {
-        "the sizes of q, k and v": str((*sizes, q.dtype)),
-        "the length": w.N,
-        "the sharding": w.pieces,
-        "the plan": str(plan),
-        "the options": str((plain, w.options, sink is not None)),
-    }
-    agree(sharding, q.device, fact)
+    _refuse_sharding(sharding)
+    prepare = partial(_prepared, q, k, v, sharding, plan, options)
+    if torch.compiler.is_compiling():
+        facts, (chosen, w, (q, k, v), sink) = prepare()
+        k = in_graph(k, sharding.axes, facts, w.mask, w.N, needs_numbers(chosen))
+    else:
+        chosen, w, (q, k, v), sink = together(sharding.axes, q, prepare)
     if w.options["dropout"]:
         w.options["seed"] = same_seed(options.get("seed"), q.device, sharding)
-    if (kind := autocast_type(q)) is not None:
-        own = tuple(cast(t, kind) for t in own)
     wants_lse = bool(options.get("return_lse"))
-    o, lse = run(plan, w, *own, sink, wants_lse)  # type: ignore[arg-type]
+    o, lse = run(chosen, w, q, k, v, sink, wants_lse)
     return (o, lse) if wants_lse else o  # type: ignore[return-value]
 
 
@@ -127,24 +134,51 @@ def explain(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    w, *_ = _prepared("tilewise.parallel.explain", q, k, v, sharding, options)
+    _refuse_sharding(sharding)
+    w = _checked("tilewise.parallel.explain", q, k, v, sharding, options)
     source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
     return Explanation(choose(costs, memory_limit(q.device)), costs, against, works_of(w.mask, w.pieces, w.N), source)
 
 
+Ready = tuple[Plan, Work, tuple[Tensor, Tensor, Tensor], Tensor | None]
+"""What a rank has prepared: the plan, the call, q, k and v as they are sent, and the sink."""
+
+
 def _prepared(
-    function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Any
-) -> tuple[Work, tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, plan: Plan | None, options: Any
+) -> tuple[Facts, Ready]:
+    """Do all that may fail on one rank alone; return what it says to others, and what it has prepared."""
+    w = _checked("tilewise.parallel.attention", q, k, v, sharding, options)
+    kind = autocast_type(q)
+    x = (q, k, v) if kind is None else (cast(q, kind), cast(k, kind), cast(v, kind))
+    if plan is None:
+        plan = choose(costs_of(w, *x[:2], current()), memory_limit(q.device))
+    _refuse(plan, w, q.shape[2])
+    assert plan is not None
+    if not torch.compiler.is_compiling():  # a graph reads when it runs
+        w = w._replace(numbers=checked(w.mask, w.N, needs_numbers(plan), q))
+    sink = options.get("sink")
+    return facts_of(w, plan, x, sink, bool(options.get("return_lse"))), (plan, w, x, sink)
+
+
+def _checked(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Any) -> Work:
     """Check what this rank can see, and return the call."""
     chosen = with_defaults(function, options)
-    N = check_call(q, k, v, sharding, chosen)
+    N, pieces = check_call(q, k, v, sharding, chosen)
     names = ("scale", "dropout", "seed", "precision", "deterministic", "backend")
     given = {name: chosen[name] for name in names}
     score = chosen["score"] if isinstance(chosen["score"], (tuple, list)) else (chosen["score"],)
-    w = Work(sharding, N, sharding.pieces(N), chosen["mask"], tuple(score), given)
-    return w, (q, k, v), chosen["sink"]
+    return Work(sharding, N, pieces, chosen["mask"], tuple(score), given)
+
+
+def _refuse_sharding(sharding: Any) -> None:
+    """Raise for no sharding; without one there is nobody to tell."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding must be a sharding such as Contiguous(group), got {sharding!r}; write one of tilewise.parallel"
+        )
 
 
 def _refuse(plan: Any, w: Work, H: int) -> None:

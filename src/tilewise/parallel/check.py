@@ -1,21 +1,23 @@
-"""What a parallel call may be: errors that one rank can see, and those that only all ranks see together."""
+"""What a parallel call may be: errors that one rank can see, and what it says to the others."""
 
 from operator import index
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..check import check_arguments, describe_fake
-from ..import_hook import when_imported
+from ..backend import select
+from ..check import check_arguments, describe, describe_fake, dropout_seed, fits
 from ..mask import Dense, Full, Mask
+from ..operator import CHECK, intercepted
 from ..options import refuse_mask
 from ..problem import KINDS, Operands
 from ..quantized import EightBits
 from ..score import Bias
-from .exchange import alike, gather, told
-from .pieces import length
+from .agree import Facts, of_numbers
+from .exchange import gather
+from .pieces import Pieces, spelt
+from .plans import Plan, Work
 from .shardings import Sharding
 
 LEFT_OUT = {
@@ -23,16 +25,21 @@ LEFT_OUT = {
     "place": "leave it out: the sharding says where rows are",
     "out_dtype": "leave it out, and convert o",
 }
-AGREED: WeakKeyDictionary = WeakKeyDictionary()
-"""What the ranks of a group have agreed on already, by its first process group."""
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dict[str, Any]) -> int:
-    """Return the whole's length; raise TypeError or ValueError for what this rank can see."""
-    if not isinstance(sharding, Sharding):
-        raise TypeError(
-            f"sharding must be a sharding such as Contiguous(group), got {sharding!r}; write one of tilewise.parallel"
-        )
+class Sizes(NamedTuple):
+    """Of a whole, or of a rank's rows with the whole's keys."""
+
+    B: int
+    H: int
+    M: int
+    N: int
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dict[str, Any]
+) -> tuple[int, tuple[Pieces, ...]]:
+    """Return the whole's length and all pieces; raise TypeError or ValueError for what this rank can see."""
     for name, remedy in LEFT_OUT.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} must be None in a parallel call, got {options[name]!r}; {remedy}")
@@ -45,69 +52,81 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: dic
         refuse_mask(options["mask"])
     given = {name: options[name] for name in ("scale", "sink", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(q, k, v, mask=Full(), score=options["score"], layout=None, **given)
+    if options["seed"] is not None:
+        dropout_seed(options["seed"], q, 0.0)  # raises for no seed
     for name, t in (("k", k), ("v", v)):
         if t.ndim != 4 or q.ndim != 4 or t.shape[:2] != q.shape[:2]:
             raise ValueError(
                 f"{name} must have q's batch and rows, {tuple(q.shape[:2])}, got shape {tuple(t.shape)}; "
                 "pass all three sharded alike, and no caches of keys"
             )
-    if not torch.compiler.is_compiling():  # in a graph the operators' fake kernels do it
-        describe_fake(Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=()), longest)
-    N = index(sharding.whole(q.shape[1]))
-    own = length(sharding.pieces(N)[sharding.rank])
-    if q.shape[1] != own:
-        raise ValueError(
-            f"q must have the {own} rows that rank {sharding.rank} holds of {N}, got {q.shape[1]}; "
-            "pass what sharding.shard(...) returns"
-        )
-    _check_values(options["mask"], options["score"], own, N)
-    return N
+    own, recipe = Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=())
+    if torch.compiler.is_compiling():
+        pass  # the operators' fake kernels do it
+    elif q.numel() == 0 or intercepted(own[:3]):
+        describe_fake(own, recipe, longest)
+    else:
+        select(describe(own, recipe, longest))  # so that no part of the call is the first to be refused
+    N, pieces = sharding.cut_for("q", q.shape[1])
+    _check_values(options["mask"], options["score"], q, N)
+    return N, pieces
 
 
-def _check_values(mask: Mask, score: Any, own: int, N: int) -> None:
+def _check_values(mask: Mask, score: Any, q: Tensor, N: int) -> None:
     """Check that tensors of masks and scores are the whole's, and those of Dense and Bias the rank's rows."""
+    B, own, H = map(index, q.shape[:3])  # numbers, in a graph too: it is of one size
     for value in (*mask.parts, *(score if isinstance(score, (tuple, list)) else (score,))):
         kind = type(value)
         if KINDS.get(kind.__name__) is not kind:
             continue
-        for name, shape, t in zip(kind.captures, kind.shapes, value.tensors, strict=True):
-            if isinstance(value, (Dense, Bias)):
-                sizes = [size for size in t.shape[-2:] if size != 1]
-                fits = t.ndim < 2 or (t.shape[-2] in (1, own) and t.shape[-1] in (1, N))
-                wanted = f"the rank's {own} rows and the whole's {N} keys"
-                got = f"{sizes} in shape {tuple(t.shape)}"
-            else:
-                fits = shape[-1] not in "MN" or t.shape[-1] == N
-                wanted, got = f"the whole's length {N}", f"shape {tuple(t.shape)}"
-            if not fits:
-                raise ValueError(f"{kind.public_name()}: {name} must be of {wanted}, got {got}; pass it unsharded")
+        local = isinstance(value, (Dense, Bias))
+        shapes = kind.whole_shapes(Sizes(B, H, own if local else N, N))
+        for name, t, shape in zip(kind.captures, value.tensors, shapes, strict=True):
+            what = f"{kind.public_name()}: {name}"
+            if t.device != q.device:
+                raise ValueError(f"{what} must be on q's device {q.device}, got {t.device}; move it with .to(...)")
+            if fits(kind, t.shape, shape):
+                continue
+            if local:
+                raise ValueError(
+                    f"{what} must broadcast to {shape}, the rank's {own} rows and the whole's {N} keys, "
+                    f"got {tuple(t.shape)}; pass what sharding.shard(..., -2) returns"
+                )
+            raise ValueError(
+                f"{what} must have the whole's shape {shape}, got {tuple(t.shape)}; pass it unsharded, of q's batch"
+            )
 
 
-def agree(sharding: Sharding, device: torch.device, fact: dict[str, Any]) -> None:
-    """Compare what must be alike on every rank, once for each new fact. Raise ValueError on every rank if it is not."""
-    first = sharding.axes[0]
-    known = AGREED.setdefault(first, set()) if first is not None else _DEFAULT
-    key = sharding, tuple(fact.items())
-    if key in known:
-        return
-    words = {name: str(value) for name, value in fact.items()}
-    if not alike(str(words), device, sharding.axes):
-        heard = told(words, sharding.axes)
-        name = next(name for name in words if len({one[name] for one in heard}) > 1)
-        each = " and ".join(dict.fromkeys(one[name] for one in heard))
-        raise ValueError(f"{name} must be alike on every rank, got {each}; pass the same to all")
-    known.add(key)
+def facts_of(w: Work, plan: Plan, x: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, wants_lse: bool) -> Facts:
+    """Return a call as text, of q, k and v as they are sent: all that messages depend on, and the options."""
+    q, k, v = x
+    B, _, H, D = q.shape
+    biases = [one.bias for one in w.score if isinstance(one, Bias)]
+    learned = {"q": q, "k": k, "v": v, "the sink": sink} | {f"bias {n}": bias for n, bias in enumerate(biases)}
+    graded = torch.is_grad_enabled()
+    wanted = [name for name, t in learned.items() if graded and t is not None and t.requires_grad]
+    options = w.options | {"sink": sink is not None, "return_lse": wants_lse, "seed": _told(w.options["seed"])}
+    rows = [tuple(one.tensors[0].shape) for one in (*w.mask.parts, *w.score) if isinstance(one, (Dense, Bias))]
+    sizes = tuple(map(index, (B, H, k.shape[2], D, v.shape[3])))
+    return {
+        "a call": "attention",
+        "q, k and v": f"of sizes {sizes} in {q.dtype} on {q.device.type}",
+        "the length": str(w.N),
+        "the sharding": spelt(w.pieces),
+        "the plan": str(plan),
+        "mask and score": str([part.plain for part in (*w.mask.parts, *w.score)]),
+        "the sizes of Dense and Bias": str([(*shape[:-2], *shape[-1:], len(shape) > 1) for shape in rows]),
+        "the options": str(options),
+        "what requires a gradient": ", ".join(wanted) or "nothing",
+        **of_numbers(w.numbers),
+    }
 
 
-_DEFAULT: set[Any] = set()
-
-
-def _before_graphs(dynamo: Any) -> None:
-    """Have ranks compare what must be alike while a call is traced: its graph then holds no such message."""
-    dynamo.assume_constant_result(agree)
-
-
-when_imported("torch._dynamo", _before_graphs)
+def _told(seed: Any) -> Any:
+    """Return what ranks say of a seed: a tensor's number only where reading it waits for nothing."""
+    if not isinstance(seed, Tensor):
+        return seed
+    return "a tensor" if torch.compiler.is_compiling() or (seed.is_cuda and not CHECK) else int(seed)
 
 
 def same_seed(seed: Any, device: torch.device, sharding: Sharding) -> Any:

@@ -63,7 +63,7 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     U = x.ranks if plan == "ulysses" else inner
     R = x.ranks // U
     h, h_k = x.H // U, max(1, x.H_k // U)
-    rows = x.N // R
+    rows = max(1, x.N // R)  # no length is refused for its cost
     flops = 4.0 * x.seen * x.N * x.N * x.H * x.D / x.ranks
     swap, swapped = _swap(x, U, h_k, c) if U > 1 else (0.0, 0.0)
     held = rows * (3.0 * h + 2 * h_k) * x.D * x.itemsize if U > 1 else 0.0  # q, o and do, k and v by heads
@@ -101,7 +101,7 @@ def _swap(x: Sizes, U: int, h_k: int, c: Cluster) -> tuple[float, float]:
 
 def _rate(peak: float, rows: float) -> float:
     """Return FLOP/s for calls of so many rows."""
-    return peak * rows / (rows + 500.0)
+    return peak * max(1.0, rows) / (rows + 500.0)
 
 
 def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Cluster:  # noqa: B008, a value

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from hashlib import sha256
 from typing import Any
@@ -65,10 +65,12 @@ def rank_of(axes: Axes) -> int:
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Say in a sentence that a rank is gone, where torch's error ends a wait."""
+    """Say in a sentence that a rank is gone, where an error of torch.distributed ends a wait."""
     try:
         yield
     except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # which raises errors of no class
+            raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeError(
             f"a rank of the group does not answer any more ({first}); run again from the last checkpoint"
@@ -86,14 +88,29 @@ def told(fact: Any, axes: Axes) -> list[Any]:
     return facts
 
 
-def alike(fact: str, device: torch.device, axes: Axes) -> bool:
+def home_of(axes: Axes, near: Any) -> torch.device:
+    """Return where small messages of groups live: on the host where it can send, which then waits for no kernel.
+
+    near: a tensor, on whose GPU they live elsewhere; anything else means the current one.
+    """
+    kinds = [one.partition(":")[0] for one in dist.get_backend_config(axes[0]).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    own = isinstance(near, Tensor) and near.device.type in kinds
+    return near.device if own else torch.empty(0, device=kinds[0]).device
+
+
+def alike(fact: str, axes: Axes, home: torch.device) -> bool:
     """Tell on every rank whether all say the same, by one exchange of 16 bytes a dimension."""
     digest = int.from_bytes(sha256(fact.encode()).digest()[:7], "big")
-    largest = torch.tensor((digest, -digest), device=device)  # of digests, and of their opposites
-    for axis in axes:
-        with answered():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis)
-    return bool(largest[0] == -largest[1])
+    beside = torch.cuda.stream(torch.cuda.Stream(home)) if home.type == "cuda" else nullcontext()
+    with beside:  # the host waits for earlier messages, and not for kernels that wait for them
+        largest = torch.tensor((digest, -digest), device=home)  # of digests, and of their opposites
+        for axis in axes:
+            with answered():
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis)
+        first, opposite = largest.tolist()
+    return first == -opposite
 
 
 def gather(x: Tensor, axes: Axes) -> Tensor:

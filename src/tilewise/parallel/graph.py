@@ -1,22 +1,17 @@
 """Operators for graphs of torch.compile, which hold no messages between pairs of ranks: keys come to queries inside."""
 
-import ast
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ..check import check_arguments, describe_fake, dropout_seed
-from ..import_hook import when_imported
 from ..mask import Mask, intersect
 from ..operator import NAMESPACE, OPERATORS
 from ..problem import KINDS, Operands, Recipe
 from ..score import Score
-from .shardings import Sharding
+from .agree import literal, resolved
 from .shards import Shards, shards_of, wide
 from .walk import gradients, results
 
@@ -24,25 +19,11 @@ Kept = tuple[Shards, str, Any, Tensor | None]
 """The problem in pieces, the plan, its group, and the sink."""
 
 
-def described(plan: str, sharding: Sharding, *where: Any) -> str:
-    """Write as text what an operator cannot take: the plan, the group's name, and what `shards_of` wants of pieces."""
-    group: Any = dist.group.WORLD if sharding.axes[0] is None else sharding.axes[0]
-    return repr((plan, group.group_name, *where))
-
-
-def _before_graphs(dynamo: Any) -> None:
-    """Have a description written while a call is traced."""
-    dynamo.assume_constant_result(described)
-
-
-when_imported("torch._dynamo", _before_graphs)
-
-
 def in_graph(
     where: str, mask: Mask, score: Sequence[Score], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o and lse by the operator. `where` is what `described` wrote."""
+    """Return o and lse by the operator. `where` is what `written` wrote: the plan, and what `shards_of` wants."""
     given = {name: number for name, number in options.items() if name != "seed"}
     x, recipe, _ = check_arguments(q, k, v, mask=intersect(mask.parts), score=score, sink=sink, layout=None, **given)
     seed = dropout_seed(options["seed"], q, recipe.dropout)
@@ -53,7 +34,7 @@ def rebuilt(
     recipe: Recipe, q: Tensor, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
 ) -> Kept:
     """Return what the text and tensors of an operator describe. A bias that is `wanted` gets a gradient."""
-    plan, group, N, pieces, own, head, heads = _read(where)
+    (group,), plan, N, pieces, own, head, heads = literal(where)
     learned = [*wanted, *[False] * (len(extra) - len(wanted))]
     tensors = iter([t.detach().requires_grad_() if wants else t for t, wants in zip(extra, learned, strict=True)])
     built: list[Any] = [
@@ -64,11 +45,7 @@ def rebuilt(
     names = "scale", "dropout", "precision", "deterministic", "backend"
     options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
     s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, head, heads, q)
-    axis = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
-    return s, plan, axis, next(tensors) if recipe.sink else None
-
-
-_read: Any = lru_cache(256)(ast.literal_eval)
+    return s, plan, resolved(group), next(tensors) if recipe.sink else None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::parallel", mutates_args=())

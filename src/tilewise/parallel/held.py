@@ -3,13 +3,15 @@
 import ctypes
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mask import Mask, intersect
+from ..mask import Dense, Mask, intersect
+from ..operator import CHECK
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,30 @@ def fixed(mask: Mask) -> Mask:
 
 
 def held(mask: Mask) -> Numbers:
-    """Return a mask's numbers, read now unless `fixed` has read them. Reading synchronises with a GPU."""
-    return tuple([part.held or _read(part) for part in mask.parts])
+    """Return a mask's numbers, read now unless `fixed` has read them. Reading synchronises with a GPU.
+
+    Dense is left out: it holds rows of a rank alone, and says nothing of the whole.
+    """
+    return tuple([part.held or _read(part) for part in mask.parts if not isinstance(part, Dense)])
+
+
+def checked(mask: Mask, N: int, needed: bool, near: Tensor) -> Numbers | None:
+    """Return a mask's numbers where they are needed, once they are those of a mask of N keys; else None.
+
+    Those of a GPU's tensors are read only then, or where TILEWISE_CHECK=1 asks for it. near: a tensor of the call.
+    """
+    if near.is_cuda and not (needed or CHECK):
+        return None
+    numbers = held(mask)
+    _check(numbers, N)
+    return numbers
+
+
+@lru_cache(8)
+def _check(numbers: Numbers, N: int) -> None:
+    """Raise ValueError for numbers that are wrong, as the part says."""
+    for one in numbers:
+        one.part.check_contents(N)
 
 
 def _copied(part: Mask) -> Mask:
@@ -48,7 +72,8 @@ def _copied(part: Mask) -> Mask:
         return part
     with torch.inference_mode(False):
         own = part.rebuild(part.plain[1:], tuple([t.clone() for t in part.tensors]))
-    object.__setattr__(own, "held", _read(own))
+    if not isinstance(own, Dense):
+        object.__setattr__(own, "held", _read(own))
     return own
 
 

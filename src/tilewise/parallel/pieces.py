@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,12 @@ Box = tuple[int, int, int, int]
 def length(pieces: Pieces) -> int:
     """Return how many rows pieces hold."""
     return sum(end - start for start, end in pieces)
+
+
+@lru_cache(64)
+def spelt(pieces: tuple[Pieces, ...]) -> str:
+    """Return every rank's pieces as text."""
+    return str(pieces)
 
 
 def join(pieces: Iterable[Piece]) -> Pieces:

@@ -13,12 +13,14 @@ from ..import_hook import when_imported
 from ..mask import Dense, Mask, intersect
 from ..place import Origin
 from ..score import Bias, Score
+from .agree import written
 from .costs import Cluster, Cost, Sizes, cost
-from .graph import described, in_graph
+from .graph import in_graph
+from .held import Numbers, held
 from .pieces import Pieces
-from .reach import reach_of
+from .reach import Reach, reach, reach_of
 from .shardings import Sharding, positive
-from .shards import rows_of, shards_of, together
+from .shards import CUT, joined, rows_of, shards_of
 from .ulysses import Swap, of_heads, spread_keys
 from .walk import walk
 
@@ -40,7 +42,10 @@ NAMES = ("ulysses", "gather", "ring")
 
 
 class Work(NamedTuple):
-    """A checked call: the whole's length, every rank's pieces, and the options of attention but mask and score."""
+    """A checked call: the whole's length, every rank's pieces, and the options of attention but mask and score.
+
+    numbers: the mask's, where they were read.
+    """
 
     sharding: Sharding
     N: int
@@ -48,6 +53,7 @@ class Work(NamedTuple):
     mask: Mask
     score: tuple[Score, ...]
     options: dict[str, Any]
+    numbers: Numbers | None = None
 
 
 def refusals(plan: Plan, w: Work, H: int) -> list[str]:
@@ -60,6 +66,9 @@ def refusals(plan: Plan, w: Work, H: int) -> list[str]:
             against.append(f"it needs a mesh of ({plan.ring}, {plan.ulysses}) ranks, this one has {sizes}")
     elif len(axes) == 2:
         against.append("it needs a group or a mesh of one dimension; a mesh of two is for Grid")
+    if plan != "ulysses":
+        strange = [part.public_name() for part in w.mask.parts if not isinstance(part, CUT)]
+        against += [f"it knows no way to cut {name} to some rows and keys" for name in strange]
     U = plan.ulysses if isinstance(plan, Grid) else w.sharding.ranks
     if plan == "ulysses" or isinstance(plan, Grid):
         if H % U:
@@ -81,23 +90,33 @@ def _rows(one: Dense | Bias, w: Work) -> list[str]:
     return [f"{name} has rows, of which each rank holds its own"]
 
 
+def needs_numbers(plan: Plan) -> bool:
+    """Tell whether a plan reads the mask's tensors, to find what travels."""
+    return plan == "ring" or isinstance(plan, Grid)
+
+
 def candidates(w: Work) -> list[Plan]:
     """Return the plans to ask."""
     sizes = [dist.get_world_size(axis) for axis in w.sharding.axes]
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-@lru_cache(64)
 def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
     """Return the part of P that a mask without tensors shows, and the most work of `inner` ranks, of the mean."""
-    works = [sum(part) for part in zip(*[iter(works_of(band, sharding.pieces(N), N))] * inner, strict=True)]
+    return _even(held(band), sharding, N, inner)
+
+
+@lru_cache(64)
+def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
+    each = _works(reach(numbers, len(numbers), N), sharding.pieces(N))
+    works = [sum(part) for part in zip(*[iter(each)] * inner, strict=True)]
     total = sum(works)
     return total / max(1, N) ** 2, max(works) * len(works) / total if total else 1.0
 
 
 def _before_graphs(dynamo: Any) -> None:
     """Have numbers of a mask found while a call is traced."""
-    dynamo.assume_constant_result(even.__wrapped__)
+    dynamo.assume_constant_result(even)
 
 
 when_imported("torch._dynamo", _before_graphs)
@@ -148,7 +167,7 @@ def run(
     sink = None if sink is None else sink[heads]
     if isinstance(plan, Grid):
         own = w._replace(mask=mask, score=score)
-        o, lse = walked(own, "ring", together(w.pieces, U), r, q, k, v, sink, (heads.start, H))
+        o, lse = walked(own, "ring", joined(w.pieces, U), r, q, k, v, sink, (heads.start, H))
     else:
         place = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, place=place, return_lse=True, **w.options)
@@ -165,13 +184,17 @@ def walked(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o and lse of rows to which keys come, by an operator in a graph, else at once."""
     if torch.compiler.is_compiling():
-        where = described(plan, w.sharding, w.N, pieces, own, *heads)
+        where = written(w.sharding.axes[:1], plan, w.N, pieces, own, *heads)
         return in_graph(where, w.mask, w.score, w.options, q, k, v, sink)
-    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads, q)
+    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads, q, w.numbers)
     return walk(s, plan, w.sharding.axes[0], q, k, v, sink)
 
 
 def works_of(mask: Mask, pieces: tuple[Pieces, ...], N: int) -> list[float]:
-    """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read, once."""
-    counts = reach_of(mask, N).counts()
+    """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read."""
+    return _works(reach_of(mask, N), pieces)
+
+
+def _works(found: Reach, pieces: tuple[Pieces, ...]) -> list[float]:
+    counts = found.counts()
     return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]

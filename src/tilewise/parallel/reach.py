@@ -72,18 +72,19 @@ class Reach(NamedTuple):
 
 def reach_of(mask: Mask, N: int) -> Reach:
     """Return what rows of N see. Tensors of the mask are read: that synchronises with a GPU."""
-    return reach(held(mask), N)
+    return reach(held(mask), len(mask.parts), N)
 
 
 @lru_cache(8)
-def reach(numbers: Numbers, N: int) -> Reach:
-    """Return what rows of N see of a mask that was read."""
-    lows, highs, bounds, exact = [], [], [], True
+def reach(numbers: Numbers, parts: int, N: int) -> Reach:
+    """Return what rows of N see of a mask of so many parts, as far as it was read."""
+    lows, highs, bounds, exact = [], [], [], len(numbers) == parts
     for part in [one.part for one in numbers]:
-        lo, hi = _band(part)
-        lows += [] if lo is None else [lo]
-        highs += [] if hi is None else [hi]
-        if part.captures:
+        if isinstance(part, (Causal, Window)):
+            lo, hi = _band(part)
+            lows += [] if lo is None else [lo]
+            highs += [] if hi is None else [hi]
+        else:
             starts, ends, one_run = _ends(part, N)
             bounds.append((starts, ends))
             exact = exact and one_run
@@ -101,17 +102,15 @@ def reach(numbers: Numbers, N: int) -> Reach:
     return Reach(N, *band, low, high.cummax(0)[0], (starts, ends), exact)
 
 
-def _band(part: Mask) -> tuple[int | None, int | None]:
+def _band(part: Causal | Window) -> tuple[int | None, int | None]:
     if isinstance(part, Causal):
         return None, 0
-    if isinstance(part, Window):
-        return None if part.left is None else -part.left, part.right
-    return None, None
+    return None if part.left is None else -part.left, part.right
 
 
 @singledispatch
 def _ends(part: Any, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return first keys and ends of a mask with tensors, and whether all keys between are seen. By default, any may."""
+    """Return first keys and ends of a mask, and whether all keys between are seen. By default, any may be."""
     return None, None, False
 
 

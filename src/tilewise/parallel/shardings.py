@@ -3,15 +3,17 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import index as as_int
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..mask import Mask, integer
+from .agree import Facts, in_graph, together
 from .exchange import Axes, axes_of, gather, rank_of, scatter_sum, size_of
-from .pieces import Pieces, index, join, length
+from .pieces import Pieces, index, join, length, spelt
 from .reach import reach_of
 
 T = TypeVar("T")
@@ -69,12 +71,24 @@ class Sharding:
         """Return the length of the whole of which this rank holds m rows."""
         return m * self.ranks if self.known is None else self.known
 
+    def cut_for(self, name: str, m: int) -> tuple[int, tuple[Pieces, ...]]:
+        """Return the length of the whole, and all pieces; raise ValueError if m are not the rows of this rank."""
+        N = as_int(self.whole(m))  # a number in a graph, too: it is of one size
+        pieces = self.pieces(N)
+        own = length(pieces[self.rank])
+        if m != own:
+            raise ValueError(
+                f"{name} must have the {own} rows that rank {self.rank} holds of {N}, got {m}; "
+                "pass what sharding.shard(...) returns"
+            )
+        return N, pieces
+
     def shard(self, x: T, dim: int = 1) -> T:
         """Return this rank's rows of a whole tensor, or of each of several, in local order."""
         if not isinstance(x, Tensor):
             return type(x)(self.shard(t, dim) for t in x)  # type: ignore[call-arg, attr-defined]
         own = self.pieces(x.shape[dim])[self.rank]
-        parts = [x.narrow(dim, start, end - start) for start, end in own]
+        parts = [x.narrow(dim, start, end - start) for start, end in own or ((0, 0),)]
         return torch.cat(parts, dim) if len(parts) != 1 else parts[0].contiguous()  # type: ignore[return-value]
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
@@ -86,16 +100,33 @@ class Sharding:
 
         The gradient of a rank's rows is the sum, over the ranks, of what each one's copy gets.
         """
-        pieces = self.pieces(self.whole(x.shape[dim]))
-        return _Unshard.apply(x.movedim(dim, 0), self.axes, pieces).movedim(0, dim)
+        rows = x.movedim(dim, 0)
+        if torch.compiler.is_compiling():
+            facts, pieces = self._prepared(rows)
+            rows = in_graph(rows, self.axes, facts)
+        else:
+            pieces = together(self.axes, x, partial(self._prepared, rows))
+        return _Unshard.apply(rows, self.axes, pieces).movedim(0, dim)
+
+    def _prepared(self, x: Tensor) -> tuple[Facts, tuple[Pieces, ...]]:
+        """Return what `unshard` of rows says to other ranks, and all pieces."""
+        N, pieces = self.cut_for("x", x.shape[0])
+        facts = {
+            "a call": "unshard",
+            "x": f"{tuple(x.shape[1:])} {x.dtype} on {x.device.type}",
+            "the length": str(N),
+            "the sharding": spelt(pieces),
+            "whether x requires a gradient": str(torch.is_grad_enabled() and x.requires_grad),
+        }
+        return facts, pieces
 
 
 class _Unshard(torch.autograd.Function):
-    """All rows on every rank. Pieces are padded to the longest, as all ranks send alike."""
+    """All rows on every rank, from each rank's. Pieces are padded to the longest, as all ranks send alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...]) -> Tensor:
-        ctx.axes, ctx.pieces = axes, pieces
+        ctx.given = axes, pieces
         most = max(map(length, pieces))
         padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
         every = gather(padded, axes)
@@ -104,11 +135,24 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        most = max(map(length, ctx.pieces))
-        parts = grad.new_zeros((len(ctx.pieces), most, *grad.shape[1:]))
-        for part, own in zip(parts, ctx.pieces, strict=True):
-            part[: length(own)] = grad[index(own, grad.device)]
-        return scatter_sum(parts, ctx.axes)[: length(ctx.pieces[rank_of(ctx.axes)])], None, None
+        return _Summed.apply(grad, *ctx.given), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Each rank's rows of the sum over ranks, from all rows on every rank; each of the two is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...]) -> Tensor:
+        ctx.given = axes, pieces
+        most = max(map(length, pieces))
+        parts = x.new_zeros((len(pieces), most, *x.shape[1:]))
+        for part, own in zip(parts, pieces, strict=True):
+            part[: length(own)] = x[index(own, x.device)]
+        return scatter_sum(parts, axes)[: length(pieces[rank_of(axes)])]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _Unshard.apply(grad, *ctx.given), None, None
 
 
 @lru_cache(64)

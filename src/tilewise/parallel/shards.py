@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_backward
-from ..mask import Causal, Dense, Documents, Full, Mask, PaddingKeys, Spans, Window, intersect
+from ..mask import Causal, Dense, Documents, Full, Mask, Padding, PaddingKeys, Prefix, Spans, Window, intersect
 from ..merge import merge
 from ..place import Origin
 from ..score import Alibi, Bias, Score
@@ -18,6 +18,8 @@ from .reach import Reach, reach
 
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
+CUT = Causal, Window, Dense, Documents, Padding, Prefix, Spans
+"""Masks that `Shards` can cut to some rows and keys."""
 FEW = 3
 """So many calls of bands has a rank of Zigzag with its own keys; more become one call of Spans."""
 
@@ -198,15 +200,16 @@ class Shards:
 
 def shards_of(
     plan: str, N: int, pieces: tuple[Pieces, ...], own: int, mask: Mask, score: tuple[Score, ...],
-    options: dict[str, Any], head: int, heads: int | None, q: Tensor,
+    options: dict[str, Any], head: int, heads: int | None, q: Tensor, numbers: Numbers | None = None,
 ) -> Shards:  # fmt: skip
-    """Return the problem in pieces. Only for "ring" are tensors of a mask read."""
-    plain = tuple([part for part in mask.parts if not part.captures])
-    numbers = held(mask if plan == "ring" else intersect(plain))
-    found = reach(numbers, N)
-    found = found._replace(exact=found.exact and len(numbers) == len(mask.parts))
+    """Return the problem in pieces. "ring" needs the numbers of the mask, and reads them unless they are given."""
+    if plan != "ring":
+        numbers = held(intersect(tuple([part for part in mask.parts if not part.captures])))
+    elif numbers is None:
+        numbers = held(mask)
+    found = reach(numbers, len(mask.parts), N)
     s = Shards(pieces, own, found, mask, score, options, head, heads, q.shape[0], q.device)
-    s.known = _known(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device))
+    s.known = _known(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device, found.exact))
     return s
 
 
@@ -289,7 +292,7 @@ def backward_parts(
     return sums
 
 
-def together(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
+def joined(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
     """Return what every `inner` ranks in a row hold in common, sorted."""
     groups = (pieces[x : x + inner] for x in range(0, len(pieces), inner))
     return tuple(join(sorted(piece for own in group for piece in own)) for group in groups)

@@ -28,7 +28,7 @@ class Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, pieces, to_heads = ctx.given
-        return None, None, None, *(rows_of if to_heads else heads_of)(axis, pieces, grads)
+        return None, None, None, *Swap.apply(axis, pieces, not to_heads, *grads)
 
 
 def heads_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..merge import sink_gradient
+from ..operator import refuse_double_backward
 from ..score import Bias
 from .exchange import Arriving, Messages, gather, scatter_sum
 from .pieces import Pieces, index, length, places
@@ -148,9 +149,21 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        (s, plan, axis), (q, k, v, sink, o, lse, *_) = ctx.given, ctx.saved_tensors
+        q, k, v, sink, o, lse, *_ = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        return None, None, None, *gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
+        return None, None, None, *Back.apply(*ctx.given, q, k, v, sink, o, lse, do, dlse)
+
+
+class Back(torch.autograd.Function):
+    """The gradients of `Walk`, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        return gradients(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_double_backward(ctx, *grads)
 
 
 def results(

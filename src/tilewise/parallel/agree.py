@@ -1,0 +1,145 @@
+"""Agreement: ranks compare a call before any of them sends, so that an error of one is an error of all, at once."""
+
+import ast
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ..import_hook import when_imported
+from ..mask import Dense, Full, Mask, intersect
+from ..operator import NAMESPACE, OPERATORS
+from ..problem import KINDS
+from .exchange import Axes, alike, home_of, size_of, told
+from .held import Numbers, checked
+
+T = TypeVar("T")
+Facts = dict[str, str]
+"""A call as text: all that its messages depend on, forward and backward, by name."""
+ERROR = "error"
+"""What a rank says that has an error of its own."""
+SHOWN = 300
+"""Letters of a fact that an error shows."""
+
+
+def together(axes: Axes, near: Any, prepare: Callable[[], tuple[Facts, T]]) -> T:
+    """Return what `prepare` returns beside its facts, once every rank has said the same facts.
+
+    Every rank of the groups calls it in every call, before it sends anything else. If facts differ, ValueError is
+    raised on every rank. If one rank cannot prepare, it raises its own error and the others a ValueError. While a CUDA
+    graph is captured nothing can be read, and nothing is compared.
+
+    near: a tensor of the call.
+    """
+    if size_of(axes) == 1:
+        return prepare()[1]
+    home = home_of(axes, near)
+    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return prepare()[1]
+    try:
+        facts, found = prepare()
+    except Exception as error:
+        if not alike(ERROR, axes, home):
+            told(f"{type(error).__name__}: {error}", axes)
+        raise
+    if not alike(repr(facts), axes, home):
+        _disagree(told(facts, axes))
+    return found
+
+
+def _disagree(heard: list[Any]) -> None:
+    """Raise for what every rank has said, its facts or its error."""
+    for rank, said in enumerate(heard):
+        if isinstance(said, str):
+            raise ValueError(
+                f"a call must be possible on every rank, got {said} on rank {rank}; pass what fits there, too"
+            )
+    names = dict.fromkeys(name for one in heard for name in one)
+    name = next(name for name in names if len({one.get(name) for one in heard}) > 1)
+    each = " and ".join(dict.fromkeys(_short(str(one.get(name))) for one in heard))
+    raise ValueError(f"{name} must be alike on every rank, got {each}; pass the same to all")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+
+
+def of_numbers(numbers: Numbers | None) -> Facts:
+    """Return what ranks say of a mask's numbers, where they were read."""
+    return {} if numbers is None else {"the numbers of the mask": str([one.told for one in numbers])}
+
+
+FULL = Full()
+
+
+def in_graph(x: Tensor, axes: Axes, facts: Facts, mask: Mask = FULL, N: int = 0, needed: bool = False) -> Tensor:
+    """Return x, once every rank has said the same facts of a call. Graphs hold it as an operator, and so it runs in
+    every call of a compiled function.
+
+    mask, N, needed: whose numbers are facts, too, as `checked` wants them.
+    """
+    if size_of(axes) == 1:
+        return x
+    whole = [part for part in mask.parts if not isinstance(part, Dense)]
+    names = [(type(part).__name__, *part.plain[1:]) for part in whole]
+    return OPERATORS.agree(x, [t for part in whole for t in part.tensors], written(axes, facts, names, N, needed))
+
+
+def written(axes: Axes, *rest: Any) -> str:
+    """Write as text what the operator cannot take: the groups' names, and the rest."""
+    groups: list[Any] = [dist.group.WORLD if axis is None else axis for axis in axes]
+    return repr(([group.group_name for group in groups], *rest))
+
+
+def _before_graphs(dynamo: Any) -> None:
+    """Have the text written while a call is traced."""
+    dynamo.assume_constant_result(written)
+
+
+when_imported("torch._dynamo", _before_graphs)
+
+
+literal: Any = lru_cache(256)(ast.literal_eval)
+"""What `written` wrote, read."""
+
+
+def resolved(group: str) -> Any:
+    """Return the process group of a name."""
+    return distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::agree", mutates_args=())
+def agree_op(x: Tensor, captured: Sequence[Tensor], where: str) -> Tensor:
+    """Return x, once every rank of some groups says the same. `where` is encoded text."""
+    groups, facts, names, N, needed = literal(where)
+    tensors = iter(captured)
+    parts: list[Any] = [
+        KINDS[name].rebuild(tuple(numbers), tuple(next(tensors) for _ in KINDS[name].captures))
+        for name, *numbers in names
+    ]
+
+    def prepare() -> tuple[Facts, None]:
+        return facts | of_numbers(checked(intersect(tuple(parts)), N, needed, x)), None
+
+    together(tuple(map(resolved, groups)), x, prepare)
+    return x.clone()
+
+
+@agree_op.register_fake
+def _(x: Tensor, captured: Sequence[Tensor], where: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.count = len(inputs[1])
+
+
+def _pass(ctx: Any, grad: Tensor) -> Any:
+    return grad, [None] * ctx.count, None
+
+
+agree_op.register_autograd(_pass, setup_context=_setup)
