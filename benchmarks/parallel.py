@@ -100,7 +100,7 @@ def mask_of(name: str, tokens: int) -> tw.Mask:
     drawn = torch.randn(tokens // 512, generator=torch.Generator().manual_seed(0))
     ends = torch.exp(drawn * 1.5 + 8.0).long().clamp(64, tokens // 4).cumsum(0)
     ids = torch.bucketize(torch.arange(tokens), ends, right=True)[None].to(DEVICE)
-    return tw.Causal() & tw.Documents(ids, ids)
+    return tp.fixed(tw.Causal() & tw.Documents(ids, ids))
 
 
 def rows(deadline: float, backend: str | None, masks: tuple[str, ...]) -> Iterator[dict[str, Any]]:

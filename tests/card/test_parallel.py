@@ -59,6 +59,14 @@ def rank_main(rank, count, folder, backend):
         given = {"dropout": 0.2, "seed": 5, "backend": backend or "triton"}
         mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), **given)
         close(mine, s.shard(dropped), f"{plan} dropout")
+        ids = (torch.arange(N, device=device) // (700 + rank))[None]
+        for other in (tw.Window(300 + rank, 0), tw.Documents(ids, ids) if plan == "ring" else tw.Window(1, rank)):
+            with pytest.raises(ValueError, match="must be alike on every rank"):
+                tp.attention(*s.shard(x), sharding=s, plan=plan, mask=other)
+        with pytest.raises(TypeError if rank else ValueError, match=r"scale must be|possible on every rank"):
+            tp.attention(*s.shard(x), sharding=s, plan=plan, scale="large" if rank else None)
+        again = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), **given)
+        assert torch.equal(again, mine), f"{plan} after errors"
     dist.destroy_process_group()
 
 

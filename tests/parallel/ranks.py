@@ -40,7 +40,7 @@ B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
 SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6, "pair": 2}
 """How many processes each spawn has."""
-ANSWER = {"pair": 20}
+ANSWER = {"pair": 30}
 """Seconds after which a rank that waits gives up, so that a hang is a failure; else 60."""
 CASES: dict[str, dict[str, Callable[[int], None]]] = {spawn: {} for spawn in SPAWNS}
 """By spawn, and by name."""
@@ -341,6 +341,9 @@ WRONG = {
         lambda s, q: tp.attention(q, q, q, sharding=s, precision=tw.EightBits("int8")), "precision must be None or a n",
     ),
     "no sharding": (lambda s, q: tp.attention(q, q, q, sharding=None), "sharding must be"),
+    "a mask to cut by": (
+        lambda s, q: tp.Balanced(everyone(), tw.Documents(ids(32), ids(32)), N, 4), "Balanced: mask must be of 64 rows",
+    ),
     "a plan": (lambda s, q: tp.attention(q, q, q, sharding=s, plan="tree"), "plan must be"),
     "a grid": (lambda s, q: tp.attention(q, q, q, sharding=s, plan=tp.Grid(2, 2)), "needs a mesh"),
     "an option": (lambda s, q: tp.attention(q, q, q, sharding=s, causal=True), "did you mean mask"),

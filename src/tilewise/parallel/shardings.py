@@ -231,6 +231,13 @@ class Balanced(Sharding):
             object.__setattr__(self, name, positive(f"Balanced: {name}", getattr(self, name)))
         if not isinstance(mask, Mask):
             raise TypeError(f"Balanced: mask must be a Mask, got {mask!r}; pass the one that attention gets")
+        for part in [part for part in mask.parts if not part.broadcasts]:  # which would be a Dense, of a rank's rows
+            sizes = [t.shape[-1] for shape, t in zip(part.shapes, part.tensors, strict=True) if shape[-1] in "MN"]
+            if any([size != self.length for size in sizes]):
+                raise ValueError(
+                    f"Balanced: mask must be of {self.length} rows and keys, got {part.public_name()} of {sizes[0]}; "
+                    "pass that of the whole, and its length"
+                )
         counts = reach_of(mask, self.length).counts()
         object.__setattr__(self, "work", tuple([float(part.sum()) for part in counts.split(self.chunk)]))
 
