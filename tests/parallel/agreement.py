@@ -143,6 +143,8 @@ def an_error_of_one_rank_is_one_of_all(rank):
             if not rank:
                 told = rf"a call must be possible on every rank, got {kind.__name__}: .+ on rank 1; pass what fits"
                 assert re.match(told, str(caught.value)), caught.value
+        with pytest.raises(tw.Unsupported, match="no back end takes this call"):
+            tp.attention(q, q, q, sharding=s, plan=plan, backend="hopper", mask=tw.Window(0, 0))
     differ("a call", lambda: tp.attention(q, q, q, sharding=s) if rank else s.unshard(q))
     differ("x", lambda: s.unshard(q.float() if rank else q))
     differ("x", lambda: s.unshard(q[:, :, : 1 + rank]))

@@ -76,7 +76,7 @@ def of_numbers(numbers: Numbers | None) -> Facts:
 FULL = Full()
 
 
-def in_graph(x: Tensor, axes: Axes, facts: Facts, mask: Mask = FULL, N: int = 0, needed: bool = False) -> Tensor:
+def agreed(x: Tensor, axes: Axes, facts: Facts, mask: Mask = FULL, N: int = 0, needed: bool = False) -> Tensor:
     """Return x, once every rank has said the same facts of a call. Graphs hold it as an operator, and so it runs in
     every call of a compiled function.
 

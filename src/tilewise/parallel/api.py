@@ -13,7 +13,7 @@ from ..api import SIGNATURE, with_defaults
 from ..check import autocast_type, cast
 from ..options import Everything, spell_out
 from ..problem import Unsupported
-from .agree import Facts, in_graph, together
+from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
 from .costs import VARIABLE, Cluster, Cost, current
 from .held import checked
@@ -72,7 +72,7 @@ def attention(
     prepare = partial(_prepared, q, k, v, sharding, plan, options)
     if torch.compiler.is_compiling():
         facts, (chosen, w, (q, k, v), sink) = prepare()
-        k = in_graph(k, sharding.axes, facts, w.mask, w.N, needs_numbers(chosen))
+        k = agreed(k, sharding.axes, facts, w.mask, w.N, needs_numbers(chosen))
     else:
         chosen, w, (q, k, v), sink = together(sharding.axes, q, prepare)
     if w.options["dropout"]:

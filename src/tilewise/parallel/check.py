@@ -11,7 +11,7 @@ from ..check import check_arguments, describe, describe_fake, dropout_seed, fits
 from ..mask import Dense, Full, Mask
 from ..operator import CHECK, intercepted
 from ..options import refuse_mask
-from ..problem import KINDS, Operands
+from ..problem import KINDS, Operands, TensorSpec
 from ..quantized import EightBits
 from ..score import Bias
 from .agree import Facts, of_numbers
@@ -60,16 +60,23 @@ def check_call(
                 f"{name} must have q's batch and rows, {tuple(q.shape[:2])}, got shape {tuple(t.shape)}; "
                 "pass all three sharded alike, and no caches of keys"
             )
+    N, pieces = sharding.cut_for("q", q.shape[1])
     own, recipe = Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=())
     if torch.compiler.is_compiling():
         pass  # the operators' fake kernels do it
     elif q.numel() == 0 or intercepted(own[:3]):
         describe_fake(own, recipe, longest)
     else:
-        select(describe(own, recipe, longest))  # so that no part of the call is the first to be refused
-    N, pieces = sharding.cut_for("q", q.shape[1])
+        p = describe(own, recipe, longest)
+        select(p._replace(q=_whole(p.q, N), k=_whole(p.k, N), v=_whole(p.v, N)))  # no part is refused amid messages
     _check_values(options["mask"], options["score"], q, N)
     return N, pieces
+
+
+def _whole(spec: TensorSpec, N: int) -> TensorSpec:
+    """Return the spec of N rows, contiguous."""
+    B, _, H, D = spec.shape
+    return spec._replace(shape=(B, N, H, D), stride=(N * H * D, H * D, D, 1), aligned=True)
 
 
 def _check_values(mask: Mask, score: Any, q: Tensor, N: int) -> None:

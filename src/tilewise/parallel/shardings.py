@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask, integer
-from .agree import Facts, in_graph, together
+from .agree import Facts, agreed, together
 from .exchange import Axes, axes_of, gather, rank_of, scatter_sum, size_of
 from .pieces import Pieces, index, join, length, spelt
 from .reach import reach_of
@@ -103,7 +103,7 @@ class Sharding:
         rows = x.movedim(dim, 0)
         if torch.compiler.is_compiling():
             facts, pieces = self._prepared(rows)
-            rows = in_graph(rows, self.axes, facts)
+            rows = agreed(rows, self.axes, facts)
         else:
             pieces = together(self.axes, x, partial(self._prepared, rows))
         return _Unshard.apply(rows, self.axes, pieces).movedim(0, dim)

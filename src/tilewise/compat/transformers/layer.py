@@ -161,11 +161,11 @@ def _cu_seqlens(others: dict[str, Any]) -> CuSeqlens | None:
 
 def _layout(cu: CuSeqlens, M: int, N: int, view: Any) -> Varlen:
     """Return the layout of packed rows. The first layer of a forward reads the device for all that have its view."""
-    lengths = tuple([given if isinstance(given, int) else None for given in cu[2:]])
-    if None in lengths:
+    longest = cu[2:]
+    if not all([isinstance(given, int) for given in longest]):
         found = (M, N) if torch.compiler.is_compiling() else _longest(cu, view)  # no sequence is longer than all rows
-        lengths = tuple([one if given is None else given for given, one in zip(lengths, found, strict=True)])
-    return Varlen(cu[0].to(torch.int32), cu[1].to(torch.int32), *lengths)
+        longest = [given if isinstance(given, int) else one for given, one in zip(longest, found, strict=True)]
+    return Varlen(cu[0].to(torch.int32), cu[1].to(torch.int32), *longest)
 
 
 def _longest(cu: CuSeqlens, view: Any) -> tuple[int, int]:
