@@ -87,6 +87,11 @@ def installed_twice():
         sdpa.install(devices=("cpu",), always=True)
 
 
+def backward_through_pages():
+    q, table = X.clone().requires_grad_(), torch.zeros(2, 1, dtype=torch.int32)
+    cute.flash_attn_varlen_func(q, X, X, page_table=table)[0].sum().backward()
+
+
 X = torch.zeros(2, 5, 4, 8)
 CU = torch.tensor([0, 5], dtype=torch.int32)
 MORE = {
@@ -98,7 +103,9 @@ MORE = {
     "pages": lambda: flash_attn.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU, 5, 5, block_table=CU),
     "heads of a packed projection": lambda: flash_attn_interface.flash_attn_qkvpacked_func(X, num_heads_q=3),
     "a descale": lambda: flash_attn_interface.flash_attn_func(*[X.to(torch.float8_e4m3fn)] * 3, q_descale=CU.float()),
-    "lengths in use": lambda: cute.flash_attn_varlen_func(X, X, X, seqused_q=CU),
+    "lengths in use": lambda: cute.flash_attn_varlen_func(X, X, X, seqused_q=CU[:1]),
+    "a negative chunk": lambda: flash_attn_interface.flash_attn_func(X, X, X, attention_chunk=-4),
+    "a backward through pages": backward_through_pages,
     "a negative side": lambda: cute.flash_attn_func(X, X, X, window_size=(-1, 0)),
     "a layer's sizes": lambda: mha.MHA(12, 5),
     "a layer with ALiBi": lambda: mha.MHA(12, 4, use_alibi=True),

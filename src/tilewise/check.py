@@ -505,8 +505,8 @@ def check_contents(problem: Problem, x: Operands) -> None:
         check_scales(problem, x)
     if problem.recipe.varlen:
         cu_q, cu_k = x.extra[-2:]
-        _check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
-        _check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
+        check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
+        check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
         N = cu_k.diff()
     if problem.recipe.cached:
         N = check_cache_contents(problem, x, masks)
@@ -514,7 +514,8 @@ def check_contents(problem: Problem, x: Operands) -> None:
         value.check_contents(N)
 
 
-def _check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
+def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
+    """Raise ValueError unless `cu` cuts `total` rows, or some of them, into sequences of at most `longest` rows."""
     steps = cu.diff()
     if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
         raise ValueError(

@@ -170,9 +170,9 @@ def test_what_is_refused_says_why():
     q, cu = random(1, 5, H, D), starts((5,))
     with pytest.raises(tw.Unsupported, match="flash_attn_func: qv is not None, but no kernel here reads it"):
         flash_attn_func(q, q, q, qv=q)
-    for name in ("seqused_q",):
+    for name in ("seqused_q", "seqused_k"):
         with pytest.raises(tw.Unsupported, match=f"{name} is not None, but parts of sequences"):
-            flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 5, 5, **{name: cu[1:]})
+            interface._flash_attn_forward(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, **{name: cu[1:]})
     with pytest.raises(tw.Unsupported, match="page_table is not None, but this function takes no"):
         interface._flash_attn_forward(q, q, q, page_table=cu)
     with pytest.raises(tw.Unsupported, match="flash_attn_with_kvcache: qv is not None"):

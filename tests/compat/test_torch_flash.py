@@ -116,6 +116,14 @@ def test_only_used_keys_are_seen(active, window, compiled):
     assert calls.ran == {"cpu": 1}
 
 
+@needs_used
+def test_used_keys_end_with_their_sequence(active):
+    q, k, v = (t.detach() for t in operands())
+    whole = CU.diff()
+    expected = attend(q, k, v, (-1, 0), seqused_k=whole)
+    assert torch.equal(attend(q, k, v, (-1, 0), seqused_k=whole + 3), expected)
+
+
 @needs_pages
 @pytest.mark.parametrize("num_splits", [None, 1])
 @pytest.mark.parametrize("window", WINDOWS)

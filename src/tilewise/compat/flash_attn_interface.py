@@ -7,26 +7,29 @@ ALiBi. Tensors and arguments are otherwise those of `tilewise.compat.flash_attn`
                         that package's, it has gradients
     s_aux               (H,) logits added to the softmax's denominator: attention sinks; differentiable
     return_attn_probs   return (out, softmax_lse) instead of out
+    seqused_q, _k       (B,): how many of each sequence's first rows count. In other rows out is 0, softmax_lse -inf,
+                        and gradients are 0. A number above the sequence's length is cut to it
 
     q, k, v in e4m3     are `tilewise.Quantized` with q_descale, k_descale and v_descale, (B, H_k), and multiplied with
-                        precision="fp8"; out is bf16. They have no gradients. Caches in e4m3 are converted where they
-                        are read, and q to bf16 before
+                        precision="fp8"; out is bf16. They have no gradients. Caches in e4m3, and keys with
+                        seqused_k, are converted where they are read, and q to bf16 before
 
-num_splits, pack_gqa, sm_margin and scheduler_metadata are hints to that package's kernels, and ignored. Other arguments
-that are None by default raise Unsupported if they are given: qv, pages, lengths in use, and a cache.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints to that package's kernels, and ignored. qv raises
+Unsupported, and so do pages, lengths in use and a cache in _flash_attn_forward.
 Any head size up to 256 works, on the CPU up to 512; v may have another than q and k.
 """
 
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_qkvpacked
+from ..api import attention_qkvpacked
 from ..layout import Varlen
 from ..merge import merge
-from .flash_attn.cache import Angles, Cache, attend_cache, cached_parts
+from .flash_attn.cache import Angles, Cache, attend_cache
 from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse
 from .flash_attn.descale import of_a_cache, with_descales
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
+from .flash_attn.sequences import Sequences, attend_sequences
 
 __all__ = [
     "_flash_attn_backward",
@@ -94,19 +97,11 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
-    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv)
-    descales = q_descale, k_descale, v_descale
+    refuse("flash_attn_varlen_func", qv=qv)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
-    if seqused_k is not None:
-        refuse("flash_attn_varlen_func with seqused_k", attention_chunk=attention_chunk or None)
-        k, v, used = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), seqused_k)
-        cache = Cache(k, v, used.lengths, cu_q=cu_seqlens_q)
-        q, _, _, cache = of_a_cache(q, None, None, cache, Angles(None, None, False), descales)
-        o, lse = attention(q, cache.k, cache.v, **chosen._asdict(), layout=used, return_lse=True)
-        return (o, lse) if return_attn_probs else o
-    q, k, v = with_descales(q, k, v, descales)
-    layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
-    o, lse = attend_chunks(q, k, v, chosen, layout, attention_chunk)
+    longest = number(max_seqlen_q), number(max_seqlen_k)
+    at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k)
+    o, lse = attend_sequences(q, k, v, chosen, at, attention_chunk, (q_descale, k_descale, v_descale))
     return (o, lse) if return_attn_probs else o
 
 

@@ -109,7 +109,7 @@ def test_what_is_refused_says_why():
     for name in ("qv", "gather_kv_indices", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors"):
         with pytest.raises(tw.Unsupported, match=f"flash_attn_func: {name} is not None"):
             flash_attn_func(q, q, q, **{name: q})
-    for name in ("seqused_q", "mask_mod"):
+    for name in ("gather_kv_indices", "mask_mod"):
         with pytest.raises(tw.Unsupported, match=f"flash_attn_varlen_func: {name} is not None"):
             flash_attn_varlen_func(q, q, q, **{name: q})
     with pytest.raises(ValueError, match=r"window_size must be .*, got \(-1, -1\); pass None for an open side"):

@@ -11,7 +11,7 @@ from ...layout import Cached
 from ...mask import Full
 from ...quantized import Quantized
 from ...rotary import rotary
-from .call import Options
+from .call import Options, check_used
 
 
 class Cache(NamedTuple):
@@ -114,14 +114,27 @@ def turned(x: Tensor, angles: Angles, at: Tensor, cu: Tensor | None, at_once: bo
 
 
 def cached_parts(
-    k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Any, max_q: int, used: Tensor | None, table: Tensor | None = None,
-    leftpad: Tensor | None = None,
+    k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None, used: Tensor | None,
+    table: Tensor | None = None, leftpad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Cached]:  # fmt: skip
-    """Return k, v and the layout of packed sequences that use `used` rows of their own, or of pages. cu_k may be None
-    where `used` and `table` are given."""
-    lengths = cu_k.diff() if used is None else used
-    if table is not None:
-        return k, v, Cached(lengths, table, starts=leftpad, cu_q=cu_q, max_q=max_q)
+    """Return k, v and the layout of sequences that use their first `used` keys; None stands for all.
+
+    The keys are packed, padded where cu_k is None, or in the pages of `table`.
+    """
+    of_q: dict[str, Any] = {"cu_q": cu_q, "max_q": None if cu_q is None else max_q}
+    sequences = table if table is not None else k if cu_k is None else cu_k[1:]
+    if used is not None:
+        check_used("seqused_k", used, len(sequences))
+    if table is not None or cu_k is None:  # Cached cuts lengths to the capacity
+        lengths = used if used is not None else _capacities(k, table) if cu_k is None else cu_k.diff()
+        return k, v, Cached(lengths, table, starts=leftpad, **of_q)
+    lengths = cu_k.diff() if used is None else torch.minimum(used.to(torch.int32), cu_k.diff())
     starts = cu_k[:-1] if leftpad is None else cu_k[:-1] + leftpad
-    layout = Cached(cu_k[:-1] + lengths, starts=starts, cu_q=cu_q, max_q=max_q, index=torch.zeros_like(lengths))
+    layout = Cached(cu_k[:-1] + lengths, starts=starts, index=torch.zeros_like(lengths), **of_q)
     return k[None], v[None], layout
+
+
+def _capacities(k: Tensor, table: Tensor | None) -> Tensor:
+    """Return int32 (B,): how many keys sequences have in k, all of which count."""
+    B, N = k.shape[:2] if table is None else (table.shape[0], table.shape[-1] * k.shape[1])
+    return k.new_full((B,), N, dtype=torch.int32)

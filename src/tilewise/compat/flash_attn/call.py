@@ -1,6 +1,6 @@
 """What the functions of FlashAttention-2, -3 and -4 share: from their arguments to calls of tilewise and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor
 from ...api import attention, attention_qkvpacked
 from ...check import dropout_seed
 from ...dropout import dropout_keep
-from ...layout import Layout, Varlen
-from ...mask import Causal, Full, Mask, Window
+from ...layout import Cached, Layout, Varlen
+from ...mask import INTEGER_TYPES, Causal, Full, Mask, Window
+from ...operator import ReverseMode
 from ...problem import Unsupported
 from ...quantized import Quantized
 from ...score import Alibi, Score, SoftCap
@@ -88,10 +89,51 @@ def attend(
     return_attn_probs: bool = False,
 ) -> Result:
     """Run a function of FlashAttention-2 on q, k and v, or on qkv."""
+    if isinstance(layout, Cached):
+        found = without_gradients(lambda: tuple(forward(operands, chosen, layout, dropout)[:3]), *operands, chosen.sink)
+        return found if return_attn_probs else found[0]
     if return_attn_probs:
         return tuple(forward(operands, chosen, layout, dropout)[:3])
     run = attention_qkvpacked if len(operands) == 1 else attention
     return run(*operands, **chosen._asdict(), dropout=dropout, layout=layout)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Tell whether one of the tensors that are there learns."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def without_gradients(run: Callable[[], Any], *tensors: Tensor | None) -> Any:
+    """Return the tensors that `run` computes from `tensors`, for inference; a backward through them raises Unsupported.
+
+    So evaluation needs no torch.no_grad(), as in FlashAttention, and nothing learns from a gradient that is missing.
+    """
+    if not wants_gradients(*tensors):
+        return run()
+    with torch.no_grad():
+        found = run()
+    return _NoBackward.apply(len(found), *found, *[t for t in tensors if t is not None and t.requires_grad])
+
+
+class _NoBackward(ReverseMode):
+    """The identity of results that have no gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple([t.view_as(t) for t in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Unsupported(
+            "keys in pages and tensors in e4m3 are for inference and have no backward; gather the keys, or convert the "
+            "tensors to 16 bits"
+        )
 
 
 def forward(
@@ -126,12 +168,13 @@ def attend_chunks(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse where a row sees the keys of its own chunk alone, or all where chunk is 0."""
+    if chunk < 0:
+        raise ValueError(f"attention_chunk must be >= 0, got {chunk}; pass 0 for none")
     if isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
-        if chunk > 0:
-            raise Unsupported(
-                "attention_chunk is > 0, but q is in e4m3; convert q, k and v, or pass chunks as sequences"
-            )
-        return attention(q, k, v, **chosen._asdict(), layout=layout, precision="fp8", return_lse=True)
+        refuse_chunks_of_e4m3(chunk)
+        given = {**chosen._asdict(), "layout": layout, "precision": "fp8", "return_lse": True}
+        tensors = [t for one in (q, k, v) for t in ((one.x, one.scale) if isinstance(one, Quantized) else (one,))]
+        return without_gradients(lambda: attention(q, k, v, **given), *tensors, chosen.sink)
     if chunk > 0 and layout is not None:
         layout = chunked(layout, chunk, layout.cu_q is not layout.cu_k)
     elif chunk > 0:
@@ -141,6 +184,19 @@ def attend_chunks(
         o, lse = attention(*rows, **chosen._asdict(), layout=chunked(layout, chunk, M > N), return_lse=True)
         return o.unflatten(0, (B, M)), lse.unflatten(1, (B, M)).transpose(0, 1).contiguous()
     return attention(q, k, v, **chosen._asdict(), layout=layout, return_lse=True)
+
+
+def refuse_chunks_of_e4m3(chunk: int) -> None:
+    """Raise Unsupported if there are chunks."""
+    if chunk > 0:
+        raise Unsupported("attention_chunk is > 0, but q is in e4m3; convert q, k and v, or pass chunks as sequences")
+
+
+def check_used(name: str, used: Any, B: int) -> None:
+    """Raise ValueError unless an argument says of each of B sequences how many of its rows count."""
+    if not isinstance(used, Tensor) or used.dtype not in INTEGER_TYPES or tuple(used.shape) != (B,):
+        got = f"{used.dtype} {tuple(used.shape)}" if isinstance(used, Tensor) else type(used).__name__
+        raise ValueError(f"{name} must be int32 or int64 of shape ({B},), got {got}; give each sequence a number")
 
 
 def equal_starts(x: Tensor) -> Tensor:
