@@ -15,6 +15,7 @@ from tilewise.compat.flash_attn_interface import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,6 +165,14 @@ def test_the_functions_below(packed):
     assert softmax_d.shape == lse.shape
     for a, b in zip(written, wanted, strict=True):
         assert_near(a.view_as(b), b)
+
+
+def test_scheduler_metadata_is_a_hint_that_is_taken():
+    q, cache, used = random(2, 1, H, D), random(2, 20, H_K, D), torch.tensor([5, 9], dtype=torch.int32, device=DEVICE)
+    metadata = get_scheduler_metadata(2, 1, 20, H, H_K, D, used, qkv_dtype=q.dtype, causal=True)
+    assert (metadata.dtype, metadata.device) == (torch.int32, used.device)
+    out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, causal=True, scheduler_metadata=metadata)
+    assert torch.equal(out, flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, causal=True))
 
 
 def test_what_is_refused_says_why():

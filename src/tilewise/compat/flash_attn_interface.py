@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ..api import attention_qkvpacked
 from ..layout import Varlen
-from ..merge import merge
 from .flash_attn.cache import Angles, Cache, attend_cache
-from .flash_attn.call import Length, Result, Sides, attend_chunks, number, options, refuse
+from .flash_attn.call import Length, Result, Sides, attend_chunks, combine, number, options, refuse, sink_of, together
 from .flash_attn.descale import of_a_cache, with_descales
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
+from .flash_attn.layers.rotary import check_heads, split_heads
 from .flash_attn.sequences import Sequences, attend_sequences
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 
@@ -64,7 +65,7 @@ def flash_attn_func(
 ) -> Result:
     """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v)."""
     refuse("flash_attn_func", qv=qv)
-    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, s_aux))
     q, k, v = with_descales(q, k, v, (q_descale, k_descale, v_descale))
     o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
     return (o, lse) if return_attn_probs else o
@@ -98,7 +99,7 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
     refuse("flash_attn_varlen_func", qv=qv)
-    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, s_aux))
     longest = number(max_seqlen_q), number(max_seqlen_k)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k)
     o, lse = attend_sequences(q, k, v, chosen, at, attention_chunk, (q_descale, k_descale, v_descale))
@@ -121,11 +122,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D), or (B, N, H + 2 H_k, D) with num_heads_q."""
+    if qkv.ndim == 5:
+        check_heads(num_heads_q, qkv.shape[-2])
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
     if qkv.ndim != 4 and attention_chunk == 0 and qkv.dtype != torch.float8_e4m3fn:
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
-        q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else _split_heads(qkv, num_heads_q)
+        q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else split_heads(qkv, num_heads_q)
         parts = with_descales(q, k, v, (q_descale, k_descale, v_descale))
         o, lse = attend_chunks(*parts, chosen, None, attention_chunk)
     return (o, lse) if return_attn_probs else o
@@ -184,10 +187,34 @@ def flash_attn_combine(
 
     Returns out (B, M, H, D), written to `out` if it is given, in out_dtype or its own type, and lse (B, M, H).
     """
-    o, lse = merge([(o, lse.transpose(1, 2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
-    if out is None:
-        return o if out_dtype is None else o.to(out_dtype), lse.transpose(1, 2)
-    return out.copy_(o), lse.transpose(1, 2)
+    return combine(out_partial, lse_partial, out, out_dtype)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sides = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Return a tensor for scheduler_metadata, which is a hint and not read: int32 (1,), 0."""
+    return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
 @torch.no_grad()
@@ -230,7 +257,9 @@ def _flash_attn_forward(
     """Return out and softmax_lse, padded or packed, and two empty tensors. It is not differentiable."""
     refuse("_flash_attn_forward", k_new=k_new, v_new=v_new, qv=qv, page_table=page_table, leftpad_k=leftpad_k)
     refuse("_flash_attn_forward", seqused_q=seqused_q, seqused_k=seqused_k, kv_batch_idx=kv_batch_idx)
-    refuse("_flash_attn_forward", rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    refuse("_flash_attn_forward", rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary)
+    refuse("_flash_attn_forward", cu_seqlens_k_new=cu_seqlens_k_new)
+    together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     chosen = options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     layout = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -266,20 +295,10 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write dq, dk and dv, and return softmax_d, rowsum(dout * out), in softmax_lse's shape."""
     refuse("_flash_attn_backward", sequed_q=sequed_q, sequed_k=sequed_k)
+    together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
     rest = is_causal, window_size_left, window_size_right, softcap, deterministic
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return bwd(*tensors, None, 0.0, softmax_scale, *rest)[3]
     longest = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).longest()
     return varlen_bwd(*tensors, cu_seqlens_q, cu_seqlens_k, None, *longest, 0.0, softmax_scale, False, *rest)[3]
-
-
-def _split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """Return q, k and v of qkv (B, N, H + 2 H_k, D)."""
-    if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
-        raise ValueError(
-            f"num_heads_q must leave an even number of the {qkv.shape[2]} heads of qkv for k and v, got {num_heads_q}; "
-            "pass the number of q's heads"
-        )
-    H_k = (qkv.shape[2] - num_heads_q) // 2
-    return qkv.split([num_heads_q, H_k, H_k], 2)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.compat import flash_attn as two
+from tilewise.compat import flash_attn_interface as three
 from tilewise.compat.flash_attn import cute
-from tilewise.compat.flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+from tilewise.compat.flash_attn.cute import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, H_K, D, D_V = 4, 2, 16, 8
@@ -81,6 +83,48 @@ def test_masks_and_sinks_with_their_gradients(options, mask):
     for a, b in zip(got, wanted, strict=True):
         assert torch.equal(a, b)
     assert flash_attn_func(q, k, v, learnable_sink=sink, softcap=3.0, **options)[1] is None
+
+
+@pytest.mark.parametrize("of_sink", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_q", [torch.float16, torch.bfloat16, torch.float32])
+def test_sinks_may_have_another_type(of_q, of_sink):
+    q, k, v = (random(2, n, h, D).to(of_q) for n, h in ((7, H), (11, H_K), (11, H_K)))
+    sink = random(H).to(of_sink).requires_grad_()
+    same = sink.detach().float().requires_grad_()
+    rows = [t.flatten(0, 1) for t in (q, k, v)]
+    do = random(2, 7, H, D).to(of_q)
+    cu = {"cu_seqlens_q": starts(7, 7), "cu_seqlens_k": starts(11, 11), "max_seqlen_q": 7, "max_seqlen_k": 11}
+    for run in (
+        lambda s: flash_attn_func(q, k, v, learnable_sink=s)[0],
+        lambda s: flash_attn_varlen_func(*rows, **cu, learnable_sink=s)[0].view_as(q),
+        lambda s: three.flash_attn_func(q, k, v, s_aux=s),
+        lambda s: three.flash_attn_varlen_func(*rows, **cu, s_aux=s).view_as(q),
+        lambda s: two.flash_attn_func(q, k, v, s_aux=s),
+        lambda s: two.flash_attn_varlen_func(*rows, **cu, s_aux=s).view_as(q),
+    ):
+        assert torch.equal(run(sink), run(same))
+        (got,), (wanted,) = (torch.autograd.grad(run(s), s, do) for s in (sink, same))
+        assert got.dtype == of_sink
+        assert torch.equal(got, wanted.to(of_sink))
+
+
+def test_parts_of_the_keys_combine():
+    q, k, v = random(2, 5, H, D), random(2, 8, H, D), random(2, 8, H, D)
+    parts = [flash_attn_func(q, a, b, return_lse=True) for a, b in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True)]
+    o, lse = torch.stack([o for o, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    want, want_lse = flash_attn_func(q, k, v, return_lse=True)
+    for given in ((o, lse), (o.flatten(1, 2), lse.flatten(1, 2))):
+        out, whole = flash_attn_combine(*given)
+        assert_near(out.view_as(want), want)
+        assert_near(whole.reshape(2, 5, H), want_lse.transpose(1, 2))
+        place = torch.empty_like(given[0][0])
+        found, none = flash_attn_combine(*given, place, return_lse=False)
+        assert found is place
+        assert none is None
+        assert torch.equal(place, out)
+    assert flash_attn_combine(o, lse, out_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"out_dtype must be that of out, torch\.float32, got torch\.float16; leave"):
+        flash_attn_combine(o, lse, torch.empty_like(want), torch.float16)
 
 
 def test_either_side_may_be_packed():

@@ -1,5 +1,7 @@
 """flash_attn_with_kvcache of FlashAttention-2 and -3, and parts of sequences, against what they say, written out."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -96,6 +98,25 @@ def test_pages(function):
     near(out, want)
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+def test_pages_with_index_and_leftpad_of_flash_attention_3(rotary):
+    given, index = operands(5), torch.tensor([4, 0, 2], dtype=torch.int32)
+    leftpad = torch.tensor([2, 0, 7], dtype=torch.int32)
+    flat = [t.clone() for t in given[1:3]]
+    want = written_out((given[0], *flat, *given[3:]), LENGTHS, True, index, leftpad, rotary)
+    table = torch.randperm(5 * N // 8).view(5, -1).int()
+    pages = [t.new_empty(5 * N // 8, 8, H_K, D) for t in given[1:3]]
+    for page, t in zip(pages, given[1:3], strict=True):
+        page[table.long()] = t.unflatten(1, (-1, 8))
+    angles = {"rotary_cos": given[5], "rotary_sin": given[6]} if rotary else {}
+    options = {"cache_batch_idx": index, "cache_leftpad": leftpad, "causal": True}
+    call = partial(three.flash_attn_with_kvcache, given[0], *pages, page_table=table, **options)
+    near(call(*given[3:5], cache_seqlens=LENGTHS, **angles), want)
+    for page, t in zip(pages, flat, strict=True):  # the new keys and values are in the pages of their sequences
+        near(page[table.long()].flatten(1, 2), t)
+    near(call(cache_seqlens=12), three.flash_attn_with_kvcache(given[0], *flat, cache_seqlens=12, **options))
+
+
 def test_packed_queries_and_new_keys_of_flash_attention_3():
     for causal in (True, False):
         given = operands()
@@ -148,8 +169,10 @@ def test_varlen_with_pages_and_with_parts_in_use():
 
 
 WRONG = {
-    "k must be given with v": {"k": 3},
-    "rotary_cos must be given with rotary_sin and k": {"rotary_cos": 5, "rotary_sin": 6},
+    "k and v must be given together, got no v": {"k": 3},
+    "k and v must be given together, got no k": {"v": 3},
+    "rotary_cos and rotary_sin must be given together, got no rotary_cos": {"k": 3, "v": 4, "rotary_sin": 6},
+    "rotary_cos must be None without k": {"rotary_cos": 5, "rotary_sin": 6},
     "cache_seqlens must be given with k": {"k": 3, "v": 4, "cache_seqlens": None},
 }
 
@@ -162,8 +185,11 @@ def test_what_flash_attention_refuses_is_refused(text):
         flash_attn_with_kvcache(*given[:3], **{"cache_seqlens": LENGTHS, **options})
 
 
-def test_pages_go_with_neither_index_nor_leftpad():
+def test_pages_of_flash_attention_2_go_with_neither_index_nor_leftpad():
     q, k_cache, v_cache = operands()[:3]
+    given = LENGTHS, None, None, None, LENGTHS, LENGTHS[:, None], None, None, None, False, -1, -1, 0.0, True, 0
+    with pytest.raises(ValueError, match="leftpad_k must be None with block_table"):
+        flash_attn_gpu.fwd_kvcache(q, k_cache, v_cache, None, None, *given)
     for name in ("cache_batch_idx", "cache_leftpad"):
         with pytest.raises(ValueError, match=f"{name} must be None with block_table"):
             flash_attn_with_kvcache(q, k_cache, v_cache, block_table=LENGTHS[:, None], **{name: LENGTHS})

@@ -11,7 +11,7 @@ from ...layout import Cached
 from ...mask import Full
 from ...quantized import Quantized
 from ...rotary import rotary
-from .call import Options, check_used
+from .call import Options, check_used, together
 
 
 class Cache(NamedTuple):
@@ -75,19 +75,20 @@ def attend_cache(
 
 def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles) -> Tensor:
     """Return the cache's lengths before new keys, int32 (B,). Raise ValueError for what FlashAttention refuses."""
-    if (k is None) != (v is None):
-        raise ValueError("k must be given with v, got one without the other; pass both, or neither")
-    if angles.cos is not None and (angles.sin is None or k is None):
-        raise ValueError("rotary_cos must be given with rotary_sin and k, got it without; leave it out, or pass k")
+    together(k=k, v=v)
+    together(rotary_cos=angles.cos, rotary_sin=angles.sin)
+    if k is None:
+        for name, given in (("rotary_cos", angles.cos), ("cu_seqlens_k_new", cache.cu_new)):
+            if given is not None:
+                raise ValueError(f"{name} must be None without k, got a value; leave it out, or pass k")
+    if angles.positions is not None and angles.cos is None:
+        raise ValueError("rotary_seqlens must be None without rotary_cos, got a value; leave it out, or pass both")
     if k is not None and cache.lengths is None:
         raise ValueError("cache_seqlens must be given with k, got None; pass the lengths before the new keys")
-    for name, t in (("cache_batch_idx", cache.index), ("cache_leftpad", cache.leftpad)):
-        if t is not None and cache.table is not None:
-            raise ValueError(f"{name} must be None with block_table, got a tensor; leave one of them out")
     if isinstance(cache.lengths, Tensor):
         return cache.lengths
     keys = cache.k.x if isinstance(cache.k, Quantized) else cache.k
-    sequences = cache.table if cache.table is not None else cache.index if cache.index is not None else keys
+    sequences = cache.index if cache.index is not None else cache.table if cache.table is not None else keys
     full = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     length = full if cache.lengths is None else cache.lengths
     return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=keys.device)

@@ -11,6 +11,7 @@ from ...check import dropout_seed
 from ...dropout import dropout_keep
 from ...layout import Cached, Layout, Varlen
 from ...mask import INTEGER_TYPES, Causal, Full, Mask, Window
+from ...merge import merge
 from ...operator import ReverseMode
 from ...problem import Unsupported
 from ...quantized import Quantized
@@ -24,7 +25,12 @@ Result = Any
 PAGES = "this function takes no keys and values in pages", "call flash_attn_with_kvcache, or a varlen function"
 PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
 OTHERS = "no kernel here reads it", "use what tilewise.attention takes"
-REFUSED = {"block_table": PAGES, "page_table": PAGES, "seqused_q": PARTS, "seqused_k": PARTS, "leftpad_k": PARTS}
+GENERATOR = "dropout is drawn from torch's own generator", "call torch.manual_seed"
+REFUSED = {
+    **dict.fromkeys(("block_table", "page_table"), PAGES),
+    **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k"), PARTS),
+    "gen": GENERATOR,
+}
 """Why an argument is refused, and what to do instead."""
 
 
@@ -79,6 +85,41 @@ def refuse(function: str, **given: Any) -> None:
         if value is not None:
             why, instead = REFUSED.get(name, OTHERS)
             raise Unsupported(f"{function}: {name} is not None, but {why}; {instead}, and leave {name} out")
+
+
+def refuse_with_pages(block_table: Tensor | None, **given: Any) -> None:
+    """Raise ValueError if one of the arguments is given beside pages, as FlashAttention-2 does."""
+    for name, value in given.items():
+        if value is not None and block_table is not None:
+            raise ValueError(f"{name} must be None with block_table, got a value; leave one of them out")
+
+
+def together(**given: Any) -> None:
+    """Raise ValueError if some of the arguments are given, and others are not."""
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ValueError(f"{' and '.join(given)} must be given together, got no {missing[0]}; pass both, or neither")
+
+
+def sink_of(q: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Return sinks in fp32, unless they have q's type, because kernels read no third one."""
+    return sink.float() if isinstance(sink, Tensor) and sink.dtype != q.dtype else sink
+
+
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Merge results over parts of the keys, (parts, B, M, H, D) and (parts, B, M, H), or (parts, T, …).
+
+    Returns out, written to `out` if it is given, in out_dtype or its own type, and lse (B, M, H), or (T, H).
+    """
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype must be that of out, {out.dtype}, got {out_dtype}; leave one of them out")
+    o, lse = merge([(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
+    lse = lse.transpose(-1, -2)
+    if out is not None:
+        return out.copy_(o), lse
+    return o if out_dtype is None else o.to(out_dtype), lse
 
 
 def attend(

@@ -19,13 +19,14 @@ head size up to 256 works, on the CPU up to 512; v may have another than q and k
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...api import attention
-from .call import Length, Options, Sides, number, options, refuse
+from .call import Length, Options, Sides, combine, number, options, refuse, sink_of
 from .sequences import Sequences, attend_sequences
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
 Outputs = tuple[Tensor, Tensor | None]
 
@@ -60,7 +61,7 @@ def flash_attn_func(
     refuse("flash_attn_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
     refuse("flash_attn_func", block_sparse_tensors_bwd=block_sparse_tensors_bwd)
-    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
+    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, sink_of(q, learnable_sink))
     o, lse = attention(q, k, v, **chosen._asdict(), return_lse=True)
     return o, lse if return_lse else None
 
@@ -109,10 +110,29 @@ def flash_attn_varlen_func(
     refuse("flash_attn_varlen_func", qv=qv, gather_kv_indices=gather_kv_indices, aux_tensors=aux_tensors)
     refuse("flash_attn_varlen_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_varlen_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
-    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
+    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, sink_of(q, learnable_sink))
     longest = _maybe(max_seqlen_q), _maybe(max_seqlen_k)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k, page_table)
     o, lse = attend_sequences(q, k, v, chosen, at)
+    return o, lse if return_lse else None
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> Outputs:
+    """Merge results over parts of the keys: (parts, B, M, H, D) and (parts, B, M, H), or packed (parts, T, …).
+
+    Returns (out, lse or None): out in `out` if it is given, in out_dtype or its own type, and lse (B, M, H), or (T, H).
+    Rows are merged one by one, so what says of which sequence they are is not read.
+    """
+    o, lse = combine(out_partial, lse_partial, out, out_dtype)
     return o, lse if return_lse else None
 
 

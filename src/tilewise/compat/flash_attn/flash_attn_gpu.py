@@ -1,8 +1,8 @@
 """The functions of flash_attn's extension, flash_attn_2_cuda, which clients call by position.
 
 Layouts and meanings are those of `flash_attn_interface`; no function here is differentiable. A tensor that may be None
-and is to be written (out, dq, dk, dv) is made if it is None. `gen` and `zero_tensors` are ignored. rng_state is int64
-(2,), with dropout's seed first. softmax_d is rowsum(dout * out), in softmax_lse's type and shape.
+and is to be written (out, dq, dk, dv) is made if it is None. `gen` must be None. `zero_tensors` is ignored. rng_state
+is int64 (2,), with dropout's seed first. softmax_d is rowsum(dout * out), in softmax_lse's type and shape.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...api import attention_backward
 from ...layout import Layout, Varlen
 from .cache import Angles, Cache, attend_cache, cached_parts
-from .call import Length, Options, forward, number, options
+from .call import Length, Options, forward, number, options, refuse, refuse_with_pages
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -34,6 +34,7 @@ def fwd(
     gen: Any = None,
 ) -> list[Tensor]:
     """Return out, softmax_lse, S_dmask and rng_state of q (B, M, H, D), k and v (B, N, H_k, D)."""
+    refuse("fwd", gen=gen)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return _forward(q, k, v, out, chosen, None, p_dropout, return_softmax)
 
@@ -63,6 +64,7 @@ def varlen_fwd(
     num_splits: int = 0,
 ) -> list[Tensor]:
     """Return out, softmax_lse, S_dmask and rng_state of packed q (T, H, D), k and v (T', H_k, D)."""
+    refuse("varlen_fwd", gen=gen)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     layout: Layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     if any(t is not None for t in (seqused_k, leftpad_k, block_table)):
@@ -93,6 +95,7 @@ def bwd(
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
     """Return dq, dk, dv and softmax_d, from the results of `fwd`, or of several whose keys are parts of a whole."""
+    refuse("bwd", gen=gen)
     sides = window_size_left, window_size_right
     chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
     results = dout, q, k, v, out, softmax_lse
@@ -126,6 +129,7 @@ def varlen_bwd(
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
     """Return dq, dk, dv and softmax_d of packed sequences, from the results of `varlen_fwd`."""
+    refuse("varlen_bwd", gen=gen)
     sides = window_size_left, window_size_right
     chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
@@ -156,6 +160,7 @@ def fwd_kvcache(
     num_splits: int,
 ) -> list[Tensor]:
     """Append k and v to a cache, in place; return out and softmax_lse of q and all its keys."""
+    refuse_with_pages(block_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k)
     cache = Cache(kcache, vcache, seqlens_k, cache_batch_idx, leftpad_k, block_table)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, is_rotary_interleaved), chosen)

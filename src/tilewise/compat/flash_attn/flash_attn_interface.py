@@ -44,7 +44,7 @@ from torch import Tensor
 from ...layout import Varlen
 from . import flash_attn_gpu
 from .cache import Angles, Cache, attend_cache, cached_parts
-from .call import Length, Result, Sides, attend, number, options
+from .call import Length, Result, Sides, attend, number, options, refuse_with_pages, sink_of
 
 __all__ = [
     "_flash_attn_backward",
@@ -81,7 +81,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of q (B, M, H, D) over k and v (B, N, H_k, D). The module describes arguments and results."""
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
     return attend((q, k, v), chosen, None, dropout_p, return_attn_probs)
 
 
@@ -146,7 +146,7 @@ def flash_attn_varlen_func(
         k, v, layout = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), None, block_table)
     else:
         layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
     return attend((q, k, v), chosen, layout, dropout_p, return_attn_probs)
 
 
@@ -220,6 +220,7 @@ def flash_attn_with_kvcache(
     so is q if it is causal or has a window, else all of q is turned by the position of the first new key. num_splits is
     not read. Returns out, or (out, softmax_lse). There is no gradient.
     """
+    refuse_with_pages(block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, rotary_interleaved), chosen)

@@ -1,5 +1,7 @@
 """Rotary position embedding with the interface of the flash_attn package, implemented by `tilewise.rotary`."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -123,22 +125,34 @@ def apply_rotary_emb_kv_(
     return kv
 
 
-def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     """Return views of q and k in qkv."""
     if qkv.ndim == 5 and qkv.shape[2] == 3:
+        check_heads(num_heads_q, qkv.shape[3])
         return qkv[:, :, 0], qkv[:, :, 1]
     if qkv.ndim != 4:
         raise ValueError(
             f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}; "
             "stack q, k and v in front of the heads"
         )
+    return split_heads(qkv, num_heads_q)[:2]
+
+
+def check_heads(num_heads_q: int | None, H: int) -> None:
+    """Raise ValueError for another number than q has heads, where the shape tells it."""
+    if num_heads_q not in (None, H):
+        raise ValueError(f"num_heads_q must be None or q's number of heads, {H}, got {num_heads_q}; leave it out")
+
+
+def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Return views of q, k and v in qkv (B, S, H_q + 2 H_k, D)."""
     if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
         raise ValueError(
             f"num_heads_q must leave an even number of the {qkv.shape[2]} heads of qkv for k and v, got {num_heads_q}; "
             "pass the number of q's heads"
         )
-    H_k = (qkv.shape[2] - num_heads_q) // 2
-    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + H_k]
+    ends = 0, num_heads_q, (qkv.shape[2] + num_heads_q) // 2, qkv.shape[2]
+    return tuple([qkv[:, :, first:end] for first, end in pairwise(ends)])  # split's views may not be written to
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -191,6 +205,7 @@ class RotaryEmbedding(torch.nn.Module):
         if kv is None:
             own = (None, None) if self.scale_base is None else (cos_k, sin_k)
             return apply_rotary_emb_qkv_(qkv, cos, sin, *own, self.interleaved, seqlen_offset, num_heads_q)
+        check_heads(num_heads_q, qkv.shape[2])
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 

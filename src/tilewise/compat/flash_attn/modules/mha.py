@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ....api import attention
 from ....mask import Causal, Dense, Full, Mask, Padding
 from ....problem import Unsupported
-from ..call import Sides
+from ..call import Sides, together
 from ..flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -90,6 +90,7 @@ class FlashCrossAttention(_Flash):
         max_seqlen_k: int | None = None,
     ) -> Tensor:
         """Return (B, M, H, D) from q and kv (B, N, 2, H_k, D); with cu_seqlens, packed ones."""
+        together(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, **self.options(causal))
         longest = _length(max_seqlen), _length(max_seqlen_k)
@@ -247,6 +248,9 @@ class MHA(nn.Module):
             raise ValueError(
                 f"{stray[0]} must be None with use_flash_attn={self.use_flash_attn}, got a value; leave it out"
             )
+        for name, value in (("x_kv", x_kv), ("mixer_subset", mixer_subset)):
+            if value is not None and not self.cross_attn:
+                raise ValueError(f"{name} must be None without cross_attn, got a value; leave it out")
         if cu_seqlens is not None and (self.dwconv or self.rotary_emb_dim):
             raise ValueError("cu_seqlens must be None with dwconv or rotary_emb_dim, got a value; leave it out")
         kwargs = {name: given[name] for name in wanted} | kwargs
