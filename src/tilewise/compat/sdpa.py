@@ -194,7 +194,8 @@ def _route(
         kind = kind_of(of_call, CAUSAL if is_causal else FULL, (), None, False, dropout_p, scale)
     if kind is not None and (found := TAKEN.get((kind, enable_gqa))) is not None:
         x = _operands(of_call, is_causal)
-        return _as_given(query, run(x, dropout_seed(None, query, dropout_p), *found)[0])
+        o = run(x, dropout_seed(None, query, dropout_p), *found)[0]
+        return _as_given(of_call, None, dropout_p, enable_gqa, o)
     against = _against_call(of_call, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if against is None:
         mask, score = _options(query.ndim, attn_mask, is_causal)
@@ -211,7 +212,7 @@ def _route(
                 o = attend((*x[:3], *x.extra), seed, recipe, longest, problem)[0]
                 if kind is not None:
                     remember(TAKEN, (kind, enable_gqa), x, recipe, longest)
-                return _as_given(query, o)
+                return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     if COUNTING:
         count_handed_back(against)
     return SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[return-value]
@@ -283,9 +284,32 @@ def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tens
     return [q, k, v]
 
 
-def _as_given(query: Tensor, o: Tensor) -> Tensor:
-    """Return o with the dimensions of the query, in their order."""
-    return o.transpose(1, 2) if query.ndim == 4 else o[:, :, 0] if query.ndim == 3 else o[0, :, 0]
+def _as_given(
+    of_call: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout: float, grouped: bool, o: Tensor
+) -> Tensor:
+    """Return o with the dimensions of the query, in their order; on a CPU with the strides of PyTorch's own result.
+
+    There PyTorch's fused kernel keeps the query's order, so that views of one are views of the other, and what that
+    kernel does not take is contiguous. On a GPU o is as PyTorch's kernels write it.
+    """
+    q, k, v = of_call
+    o = o.transpose(1, 2) if q.ndim == 4 else o[:, :, 0] if q.ndim == 3 else o[0, :, 0]
+    if not q.is_cpu:
+        return o
+    fused = (
+        q.shape == o.shape
+        and q.ndim == 4
+        and k.shape == v.shape
+        and k.shape[0] == q.shape[0]
+        and (grouped or k.shape[1] == q.shape[1])
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        and not dropout
+        and (attn_mask is None or (attn_mask.ndim != 3 and not attn_mask.requires_grad))
+    )
+    if not fused:
+        return o.contiguous()
+    ordered = torch.empty_like(q)
+    return o if o.stride() == ordered.stride() else ordered.copy_(o)
 
 
 def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, tuple[Score, ...]]:
