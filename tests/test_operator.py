@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -625,6 +626,48 @@ def test_vmap_maps_what_masks_and_scores_carry():
 def test_vmap_of_one():
     x = [torch.stack([t]) for t in qkv()]
     torch.testing.assert_close(torch.vmap(tw.attention)(*x)[0], tw.attention(*(t[0] for t in x)))
+
+
+VALUES = {
+    "prefix": lambda: {"mask": tw.Prefix(torch.tensor([4, 9]))},
+    "padding": lambda: {"mask": tw.Padding(torch.tensor([4, 12]))},
+    "padding bool": lambda: {"mask": tw.Padding(torch.rand(2, 12) < 0.6)},
+    "documents": lambda: {"mask": tw.Documents(torch.randint(2, (2, 12)), torch.randint(2, (2, 12)))},
+    "dense": lambda: {"mask": tw.Dense(torch.rand(4, 12, 12) < 0.6)},
+    "alibi": lambda: {"score": tw.Alibi(torch.rand(4))},
+    "a bias that does not learn": lambda: {"score": tw.Bias(draw(4, 12, 12))},
+    "sink": lambda: {"sink": draw(4)},
+    "seed": lambda: {"dropout": 0.3, "seed": torch.tensor(5)},
+    "packed": lambda: {"layout": packed()[3]},
+}
+
+
+@pytest.mark.parametrize("road", ["eager", "transform", "operator", "checkpoint"])
+@pytest.mark.parametrize("name", VALUES)
+def test_what_was_made_in_inference_mode_can_be_trained_with(name, road):
+    x = packed()[0] if name == "packed" else draw(2, 12, 4, 8)
+    made = []
+    for mode in (torch.inference_mode, nullcontext):
+        torch.manual_seed(1)
+        with mode():
+            made.append(VALUES[name]())
+
+    def loss(q, options=made[0]):
+        return tw.attention(q, q, q, **options).square().sum()
+
+    def gradient(run):
+        q = x.clone().requires_grad_()
+        return torch.autograd.grad(run(q), q)[0]
+
+    expected = gradient(partial(loss, options=made[1]))
+    with FlopCounterMode(display=False) if road == "operator" else nullcontext():  # a mode sees operators
+        if road == "transform":
+            found = torch.func.grad(loss)(x)
+        elif road == "checkpoint":
+            found = gradient(lambda q: checkpoint(loss, q, use_reentrant=False))
+        else:
+            found = gradient(loss)
+    torch.testing.assert_close(found, expected)
 
 
 def test_per_sample_gradients():

@@ -232,6 +232,11 @@ def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:]]
 
 
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for a backward; autograd refuses those made in inference mode, such as a mask's, and gets clones."""
+    ctx.save_for_backward(*[t if t is None or not t.is_inference() else t.clone() for t in tensors])
+
+
 class _Eager(ReverseMode):
     """The eager path: it has no dispatcher between autograd and the back end."""
 
@@ -239,7 +244,7 @@ class _Eager(ReverseMode):
     def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
         o, lse, drawn, kept = _forward(tensors, seed, *call)
         ctx.call = call
-        ctx.save_for_backward(*(_needed(call[0], tensors) if kept else tensors), o, lse, drawn, *kept)
+        _save(ctx, *(_needed(call[0], tensors) if kept else tensors), o, lse, drawn, *kept)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -273,7 +278,7 @@ class _Transformed(_Eager):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, seed, *tensors = inputs
         ctx.call = call
-        ctx.save_for_backward(*tensors, *output, seed)
+        _save(ctx, *tensors, *output, seed)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -361,7 +366,7 @@ def _(
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, extra, seed, recipe, max_q, max_k = inputs
     ctx.call = Recipe.decode(recipe).of_gradients().encode(), max_q, max_k
-    ctx.save_for_backward(q, k, v, *extra, seed, *output)
+    _save(ctx, q, k, v, *extra, seed, *output)
     ctx.set_materialize_grads(False)
 
 
