@@ -694,6 +694,61 @@ def test_func_grad_and_vjp():
         torch.testing.assert_close(c, b)
 
 
+def of_attention(q):
+    return tw.attention(q, q, q, mask=tw.Causal()).square().sum()
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad(of_attention),
+    "grad of a part": lambda q: torch.func.grad(of_attention)(2 * q) * 3 + q,
+    "grad_and_value": lambda q: torch.stack([t.sum() for t in torch.func.grad_and_value(of_attention)(q)]),
+    "vjp": lambda q: torch.func.vjp(of_attention, q)[1](torch.ones(()))[0],
+    "jacrev": torch.func.jacrev(lambda q: tw.attention(q, q, q).sum((0, 1, 2))),
+    "vmap of grad": lambda q: torch.vmap(torch.func.grad(of_attention))(torch.stack([q, -q])),
+    "grad of vmap": torch.func.grad(lambda q: torch.vmap(of_attention)(torch.stack([q, -q])).sum()),
+    "vmap": lambda q: torch.vmap(of_attention)(torch.stack([q, -q])),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compile_of_transforms(transform):
+    q, run = draw(1, 12, 2, 8), TRANSFORMS[transform]
+    whole = transform == "vmap"  # Dynamo cannot differentiate an operator, so the others break the graph
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=whole)
+    torch.testing.assert_close(compiled(q), run(q))
+    torch.testing.assert_close(compiled(-q), run(-q))
+
+
+def test_compile_of_a_gradient_as_one_graph_is_refused_by_name():
+    compiled = torch.compile(TRANSFORMS["grad"], backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.func's gradients of attention are computed outside of graphs"):
+        compiled(draw(1, 12, 2, 8))
+
+
+def test_compile_of_a_mapped_training_is_one_graph():
+    x, run = draw(2, 1, 12, 2, 8), torch.vmap(of_attention)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found, expected = (x.clone().requires_grad_() for _ in range(2))
+    compiled(found).sum().backward()
+    run(expected).sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_dispatch_modes_see_operators_through_transforms(transform):
+    q, run = draw(1, 12, 2, 8), TRANSFORMS[transform]
+    expected = run(q)
+    with FlopCounterMode(display=False) as counter:
+        torch.testing.assert_close(run(q), expected)
+    counted = counter.get_flop_counts()["Global"]
+    graph = make_fx(run)(q)
+    torch.testing.assert_close(graph(q), expected)
+    seen = {node.target for node in graph.graph.nodes}
+    for one in (op, op_backward) if transform != "vmap" else (op,):
+        assert counted[one] > 0
+        assert one.default in seen
+
+
 # ---- subclasses of Tensor
 
 

@@ -43,14 +43,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
     refuse_forward_mode(*x)
+    if torch.compiler.is_compiling():
+        if differentiated():
+            return _outside_graphs(x, seed, recipe, longest)
+    elif transformed():
+        return _Transformed.apply((recipe, longest, None), seed, *x)
     tensors = [t for t in (*x, seed) if t is not None]
     if intercepted(tensors):
         for kind, by_rank in BY_RANK.items():
             if any(isinstance(t, kind) for t in tensors):
                 return by_rank(x, seed, recipe, longest)
         return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
-    if transformed():
-        return _Transformed.apply((recipe, longest, None), seed, *x)
     wants = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     return run(x, seed, (recipe, longest, problem), wants)
 
@@ -66,13 +69,9 @@ def attend_backward(
     """Return the gradients of `x` for a forward that returned `saved`, by the operator or at once."""
     refuse_forward_mode(*x, do, dlse)
     tensors = _present((*x, *saved[:3], do, dlse))
-    if intercepted(tensors):
-        o, lse, seed, _ = saved
-        grads = OPERATORS.attention_backward(
-            do, dlse, *x[:3], list(x[3:]), seed, o, lse, recipe.encode(), *longest, list(wanted)
-        )
-        return _spread(grads, False, wanted)
     call = recipe, longest, tuple(wanted)
+    if intercepted(tensors) and (torch.compiler.is_compiling() or not transformed()):
+        return _spread(_by_operator(x, saved, do, dlse, call), False, wanted)
     if CHECK or not x[0].is_cuda:
         check_contents(describe(_operands(x), recipe, longest), _operands(x))
     if transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
@@ -97,6 +96,16 @@ def intercepted(tensors: Sequence[Tensor]) -> bool:
 def transformed() -> bool:
     """Tell whether one of torch.func's transforms is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+def differentiated() -> bool:
+    """Tell whether one of torch.func's transforms takes a gradient."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()  # type: ignore[attr-defined]
+    return any([level.key() == torch._C._functorch.TransformType.Grad for level in levels])  # type: ignore[attr-defined]
+
+
+differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result: while a graph is traced, its transforms are active."""
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -224,6 +233,13 @@ def _spread(grads: Sequence[Tensor], packed: bool, wanted: Sequence[bool]) -> Te
     return [next(found) if there else None for there in (True, not packed, not packed, *wanted)]
 
 
+def _by_operator(x: Tensors, saved: Saved, do: Tensor | None, dlse: Tensor | None, call: Any) -> list[Tensor]:
+    """Return the gradients that there are, by the operator."""
+    (recipe, longest, wanted), (o, lse, seed, _) = call, saved
+    text = recipe.encode()
+    return OPERATORS.attention_backward(do, dlse, *x[:3], list(x[3:]), seed, o, lse, text, *longest, list(wanted))
+
+
 def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return what a backward reads of a call's tensors: after 8-bit products, only the shapes of what has codes."""
     if recipe.precision not in EIGHT_BITS or (recipe.precision == "int8" and recipe.packed):
@@ -272,7 +288,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def forward(call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return _forward(tensors, seed, *call)[:2]
+        return attend(tensors, seed, *call)  # no transform is left, but a dispatch mode may want the operator
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -286,12 +302,30 @@ class _Transformed(_Eager):
         return _vmap(info.batch_size, in_dims[2:], in_dims[1], tensors, seed, *call[:2])
 
 
+_outside_graphs = attend
+"""What `attend` calls while a graph is traced in which torch.func takes gradients; see `_leave_graphs`."""
+
+
+def _leave_graphs(dynamo: Any) -> None:
+    """Break such graphs, and let no part of the eager path into others: Dynamo cannot differentiate our operator."""
+    global _outside_graphs  # noqa: PLW0603, nothing else names it in a graph
+    reason = "torch.func's gradients of attention are computed outside of graphs; leave fullgraph out"
+    _outside_graphs = dynamo.disable(attend, reason=reason)
+    _Transformed.backward = staticmethod(dynamo.disable(_Eager.backward, reason=reason))
+
+
+when_imported("torch._dynamo", _leave_graphs)
+
+
 class _Gradient(ReverseMode):
     """The backward as a function that transforms can see; differentiating it again is an error."""
 
     @staticmethod
     def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return tuple(_present(_backward(tensors, Saved(o, lse, seed), do, dlse, call)))
+        given = tensors, Saved(o, lse, seed), do, dlse, call
+        if intercepted(_present((*tensors, o, lse, seed, do, dlse))):
+            return tuple(_by_operator(*given))
+        return tuple(_present(_backward(*given)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
