@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ..api import attention_qkvpacked
 from ..layout import Varlen
+from .flash_attn.arguments import Length, Sides, number, options, refuse, sink_of, together
 from .flash_attn.cache import Angles, Cache, attend_cache
-from .flash_attn.call import Length, Result, Sides, attend_chunks, combine, number, options, refuse, sink_of, together
+from .flash_attn.call import Result, attend_chunks, combine
 from .flash_attn.descale import of_a_cache, with_descales
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
 from .flash_attn.layers.rotary import check_heads, split_heads

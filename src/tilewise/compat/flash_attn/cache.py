@@ -11,7 +11,7 @@ from ...layout import Cached
 from ...mask import Full
 from ...quantized import Quantized
 from ...rotary import rotary
-from .call import Options, check_used, together
+from .arguments import Options, check_used, together
 
 
 class Cache(NamedTuple):
@@ -125,7 +125,7 @@ def cached_parts(
     of_q: dict[str, Any] = {"cu_q": cu_q, "max_q": None if cu_q is None else max_q}
     sequences = table if table is not None else k if cu_k is None else cu_k[1:]
     if used is not None:
-        check_used("seqused_k", used, len(sequences))
+        check_used("seqused_k", used, sequences.shape[0])
     if table is not None or cu_k is None:  # Cached cuts lengths to the capacity
         lengths = used if used is not None else _capacities(k, table) if cu_k is None else cu_k.diff()
         return k, v, Cached(lengths, table, starts=leftpad, **of_q)

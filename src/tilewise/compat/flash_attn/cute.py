@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ...api import attention
-from .call import Length, Options, Sides, combine, number, options, refuse, sink_of
+from .arguments import Length, Options, Sides, number, options, refuse, sink_of
+from .call import combine
 from .sequences import Sequences, attend_sequences
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]

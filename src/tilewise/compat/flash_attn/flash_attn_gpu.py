@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...api import attention_backward
 from ...layout import Layout, Varlen
+from .arguments import Length, Options, number, options, refuse, refuse_with_pages
 from .cache import Angles, Cache, attend_cache, cached_parts
-from .call import Length, Options, forward, number, options, refuse, refuse_with_pages
+from .call import forward
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 

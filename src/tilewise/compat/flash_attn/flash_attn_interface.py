@@ -43,8 +43,9 @@ from torch import Tensor
 
 from ...layout import Varlen
 from . import flash_attn_gpu
+from .arguments import Length, Sides, number, options, refuse_with_pages, sink_of
 from .cache import Angles, Cache, attend_cache, cached_parts
-from .call import Length, Result, Sides, attend, number, options, refuse_with_pages, sink_of
+from .call import Result, attend
 
 __all__ = [
     "_flash_attn_backward",

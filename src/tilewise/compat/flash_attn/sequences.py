@@ -10,16 +10,9 @@ from ...api import attention
 from ...check import check_offsets
 from ...layout import Varlen
 from ...operator import CHECK, intercepted
+from .arguments import Options, check_used
 from .cache import Angles, Cache, cached_parts
-from .call import (
-    Options,
-    attend_chunks,
-    check_used,
-    equal_starts,
-    refuse_chunks_of_e4m3,
-    wants_gradients,
-    without_gradients,
-)
+from .call import attend_chunks, equal_starts, refuse_chunks_of_e4m3, wants_gradients, without_gradients
 from .descale import Descales, of_a_cache, with_descales
 
 NO_DESCALES = None, None, None

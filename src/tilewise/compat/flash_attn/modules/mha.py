@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ....api import attention
 from ....mask import Causal, Dense, Full, Mask, Padding
 from ....problem import Unsupported
-from ..call import Sides, together
+from ..arguments import Sides, together
 from ..flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -1,0 +1,94 @@
+"""Arguments of FlashAttention-2, -3 and -4: as options of `tilewise.attention`, or refused by name."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...mask import INTEGER_TYPES, Causal, Full, Mask, Window
+from ...problem import Unsupported
+from ...score import Alibi, Score, SoftCap
+
+Sides = Sequence[int | Tensor | None]
+Length = int | Tensor
+
+PAGES = "this function takes no keys and values in pages", "call flash_attn_with_kvcache, or a varlen function"
+PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
+OTHERS = "no kernel here reads it", "use what tilewise.attention takes"
+GENERATOR = "dropout is drawn from torch's own generator", "call torch.manual_seed"
+REFUSED = {
+    **dict.fromkeys(("block_table", "page_table"), PAGES),
+    **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k"), PARTS),
+    "gen": GENERATOR,
+}
+"""Why an argument is refused, and what to do instead."""
+
+
+class Options(NamedTuple):
+    """The arguments of a flash_attn function as options of `tilewise.attention`."""
+
+    mask: Mask
+    score: list[Score]
+    scale: float | None
+    deterministic: bool
+    sink: Tensor | None
+
+
+def options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: float,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    sink: Tensor | None = None,
+) -> Options:
+    """Translate arguments; a side of the window that is None or negative is open."""
+    left, right = (None if side is None or side < 0 else number(side) for side in window_size)
+    if causal:
+        mask = Causal() if left is None else Window(left, 0)
+    else:
+        mask = Full() if left is None and right is None else Window(left, right)
+    score: list[Score] = [] if softcap == 0.0 else [SoftCap(softcap)]
+    if alibi_slopes is not None:
+        score.append(Alibi(alibi_slopes))
+    return Options(mask, score, softmax_scale, deterministic, sink)
+
+
+def number(length: Length) -> int:
+    """Return an int; a tensor is read, which synchronises with a GPU."""
+    return int(length) if isinstance(length, Tensor) else length
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Raise Unsupported if one of the arguments, None by default, is given."""
+    for name, value in given.items():
+        if value is not None:
+            why, instead = REFUSED.get(name, OTHERS)
+            raise Unsupported(f"{function}: {name} is not None, but {why}; {instead}, and leave {name} out")
+
+
+def refuse_with_pages(block_table: Tensor | None, **given: Any) -> None:
+    """Raise ValueError if one of the arguments is given beside pages, as FlashAttention-2 does."""
+    for name, value in given.items():
+        if value is not None and block_table is not None:
+            raise ValueError(f"{name} must be None with block_table, got a value; leave one of them out")
+
+
+def together(**given: Any) -> None:
+    """Raise ValueError if some of the arguments are given, and others are not."""
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ValueError(f"{' and '.join(given)} must be given together, got no {missing[0]}; pass both, or neither")
+
+
+def sink_of(q: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Return sinks in fp32, unless they have q's type, because kernels read no third one."""
+    return sink.float() if isinstance(sink, Tensor) and sink.dtype != q.dtype else sink
+
+
+def check_used(name: str, used: Any, B: int) -> None:
+    """Raise ValueError unless an argument says of each of B sequences how many of its rows count."""
+    if not isinstance(used, Tensor) or used.dtype not in INTEGER_TYPES or tuple(used.shape) != (B,):
+        got = f"{used.dtype} {tuple(used.shape)}" if isinstance(used, Tensor) else type(used).__name__
+        raise ValueError(f"{name} must be int32 or int64 of shape ({B},), got {got}; give each sequence a number")
