@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.compat import diffusers, sdpa, torch_flash
 from tilewise.compat import flash_attn_interface as three
-from tilewise.compat import sdpa, torch_flash
 from tilewise.compat.flash_attn import bert_padding, cute, flash_attn_gpu, flash_attn_interface
 from tilewise.compat.flash_attn.layers import rotary
 from tilewise.compat.flash_attn.modules import mha
+from tilewise.compat.transformers import layer as transformers
 
 MODULES = bert_padding, cute, flash_attn_gpu, flash_attn_interface, three, mha, rotary
 B, M, N, H, H_K, D, NEW, EMBED = 2, 5, 8, 4, 2, 8, 2, 16
@@ -36,6 +37,7 @@ HINTS = {
     ),
     **dict.fromkeys(("gather_bwd_recompute_p", "gather_bwd_token_chunk", "seqlen_k_per_split", "sm_margin"), KERNELS),
     **dict.fromkeys(("max_k", "max_q", "max_seqlen", "max_seqlen_k", "max_seqlen_q"), BOUND),
+    "attend.enable_gqa": "heads are shared wherever k and v have fewer",
     "checkpointing": "it computes the same again in the backward",
     "deterministic": "it orders sums of gradients, which a CPU always does",
     "fused_bias_fc": KERNELS,
@@ -104,6 +106,8 @@ for operands, layout in ((PADDED, None), (PACKED, tw.Varlen(PACKED["cu_seqlens_q
 CUM = "cum_seq_q", "cum_seq_k"
 BASES: dict[str, dict[str, Any]] = {
     "MHA.forward": {"x": draw(B, N, EMBED)},
+    "diffusers.attend": {"query": PADDED["q"], "key": PADDED["k"], "value": PADDED["v"]},
+    "transformers.layer.attend": {"module": torch.nn.Identity(), "attention_mask": None, "is_causal": False},
     "flash_attn.bert_padding.pad_input": {"hidden_states": draw(3, D)},
     "flash_attn_interface.get_scheduler_metadata": {
         **dict.fromkeys(("batch_size", "headdim", "max_seqlen_k", "max_seqlen_q", "num_heads_kv", "num_heads_q"), 2),
@@ -239,6 +243,9 @@ def callees() -> Iterator[Callee]:
             elif inspect.isfunction(one) and (name != "rearrange" or find_spec("einops")):
                 path = module.__name__.partition("compat.")[2]
                 yield Callee(f"{path}.{name}", lambda given, one=one: one(**given), parameters_of(one))
+    for module in (diffusers, transformers):
+        run = lambda given, one=module.attend: one(**given)  # noqa: E731
+        yield Callee(f"{module.__name__.partition('compat.')[2]}.attend", run, parameters_of(module.attend))
     yield Callee("sdpa", of_sdpa, parameters_of(sdpa._route))
     yield Callee("sdpa.use", while_used, parameters_of(sdpa.use))
     yield Callee("sdpa.install", while_installed, parameters_of(sdpa.install))
@@ -310,11 +317,12 @@ TURNED = ADDED | {"rotary_cos": draw(2 * N, D // 2), "rotary_sin": OTHER}
 ADDED_ROWS = ADDED | {name: ADDED[name].flatten(0, 1) for name in "kv"}
 JOINT = draw(B, N, H + 2 * H_K, D)
 LISTED: dict[str, list[Any]] = {
+    "_parallel_config": [object()],
     "alibi_slopes": [draw(H).abs()],
     "always": [beside(True, devices=("cpu",))],
     "attention_chunk": [3, -4],
     "attention_dropout dropout": [0.5],
-    "attn_mask": [torch.eye(M, N, dtype=torch.bool)],
+    "attention_mask attn_mask": [torch.eye(M, N, dtype=torch.bool)],
     "aux_scalars aux_tensors block_sparse_tensors block_sparse_tensors_bwd": [[draw(2)]],
     "base": [100.0],
     "block_table page_table": [paged(TABLE), paged(TABLE, seqused_k=ints(3, 6))],
@@ -350,6 +358,7 @@ LISTED: dict[str, list[Any]] = {
     "num_heads_q": [2, beside(6, qkv=JOINT, num_heads_q=H), beside(2, qkv=PADDED["q"], kv=PADDED["kv"])],
     "out_dtype": [torch.bfloat16, beside(torch.bfloat16, out=torch.zeros(B, M, H, D))],
     "out_proj_bias qkv_proj_bias": [False],
+    "position_bias": [draw(H, M, N)],
     "return_attn_probs return_residual return_softmax_lse": [True],
     "return_lse": [True, False],
     "return_softmax": [beside(True, dropout_p=0.5, p_dropout=0.5)],
@@ -361,12 +370,13 @@ LISTED: dict[str, list[Any]] = {
     "rotary_emb_scale_base": [beside(16.0, rotary_emb_dim=8)],
     "rotary_interleaved": [beside(False, **TURNED)],
     "rotary_seqlens": [ints(0, 1), beside(ints(0, 1), **TURNED)],
-    "scale softmax_scale": [0.3],
+    "scale scaling softmax_scale": [0.3],
     "scale_base": [16.0],
     "seqlen_offset seqlen_offsets": [2],
     "seqlens_rotary": [ints(0, 1)],
     "sequed_k seqused_k": [ints(3, 6), packed(ints(3, 6))],
     "sequed_q seqused_q": [ints(2, 4), packed(ints(2, 4)), paged(ints(2, 4))],
+    "sliding_window": [2],
     "softcap": [3.0],
     "unused_mask": [(torch.arange(M) == 4).expand(B, M)],
     "use_alibi": [True, beside(True, use_flash_attn=True)],
