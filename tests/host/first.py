@@ -5,6 +5,7 @@ succeed and do nothing. That needs a C compiler. Run it in a process of its own,
 
     python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched
     python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
+    python tests/host/first.py ones              with every count 1: the kernels, and what fails to build
 """
 
 import ctypes
@@ -44,6 +45,11 @@ SIZES = [(M, N) for M in LENGTHS for N in (M, M + 16)]
 BATCHES = (1, 2, 3, 16)
 RATIOS = ((1, 1), (4, 4), (8, 2), (16, 1))
 """Heads of queries and of keys."""
+BUILT = (
+    "causal 64", "padding", "spans", "varlen", "alibi", "bias", "dense", "dropout", "sink", "deterministic",
+    "int8", "fp8", "bf16x6", "fp16x3",
+)  # fmt: skip
+"""Calls of Hopper's kernels that are built for counts of 1, besides all of the portable ones."""
 ALL = ("full 128", "causal 128")
 """Calls that are counted in every batch and ratio; the others take turns, size by size."""
 
@@ -253,6 +259,117 @@ def launches(name: str, B: int, M: int, N: int, H: int, H_k: int) -> Any:
         return []
 
 
+def ones() -> Iterator[dict[str, Any]]:
+    """Build the IR of every kernel for counts of 1, and tell which were built and what failed.
+
+    A count that Triton has made a constant has no type there. No machine code is made.
+    """
+    from tilewise.host.cross_compile import use_target
+
+    use_target("sm_90")
+    names = [name for name in calls(1, 1, 1, 1) if name in BUILT or name.endswith("triton")]
+    named = [(name, lambda name=name: launches(name, 1, *least(name), 1, 1)) for name in names]
+    for name, given in [*named, *of_caches(), *of_others()]:
+        for launch in given():
+            kernel = launch.kernel
+            row = {"call": name, "kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}"}
+            kernel.compile = build_ir
+            try:
+                launch.compile()
+            except Exception as error:
+                row["error"] = str(error)[-400:]
+            yield row
+
+
+def least(name: str) -> tuple[int, int]:
+    """Return the least lengths that a call's kernels take: Hopper's take two, which are one tile."""
+    return (1, 1) if name.endswith("triton") else (2, 2)
+
+
+def build_ir(src: Any, target: Any, options: dict[str, Any]) -> Any:
+    """Build a kernel's IR, in place of triton.compile."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend, context = make_backend(target), ir.context()
+    parsed = backend.parse_options({**options, **src.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parts = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    return src.make_ir(target, parsed, *parts, context)
+
+
+def of_caches() -> Iterator[tuple[str, Any]]:
+    """Yield calls with a cache of one page, and functions that return their launches: one query of one head."""
+    import torch
+
+    import tilewise as tw
+    from tilewise.host.precompile import launches as recorded
+    from tilewise.warm import Call
+
+    def of(*shape: int, dtype: Any = torch.int32) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def found(page: int, **options: Any) -> Any:
+        q, k = of(*options.pop("q", (1, 1)), 1, 64, dtype=torch.bfloat16), of(1, page, 1, 64, dtype=torch.bfloat16)
+        p, _ = problem_of(q, k, k, mask=tw.Causal(), **options)
+        return recorded(Call(p, None))
+
+    ends = of(2)
+    for backend, page in (("triton", 1), ("triton", 4096), ("hopper", 4096)):
+        for name, cached in (
+            ("lengths", tw.Cached(of(1))),
+            ("pages", tw.Cached(of(1), of(1, 1))),
+            ("packed", tw.Cached(of(1), of(1, 1), cu_q=ends, max_q=1)),
+        ):
+            q = {"q": (1,)} if name == "packed" else {}
+            yield (
+                f"{name} of {page} {backend}",
+                lambda page=page, layout=cached, backend=backend, q=q: found(page, layout=layout, backend=backend, **q),
+            )
+
+
+def of_others() -> Iterator[tuple[str, Any]]:
+    """Yield the other operations: appending to a cache, merging parts, and rotating one head of one token."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from tilewise.host import append, merge, rotary
+    from tilewise.host.launch import Launch
+
+    def of(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, table, lse = of(1, 1, 1, 64), of(1, 32), of(1, 1, 1, dtype=torch.float32)
+    for name, layout in (("row", {}), ("page", {"table": of(1, 1, dtype=torch.int32)})):
+        layout["lengths"] = of(1, dtype=torch.int32)
+        for cos in (None, table):
+            call = SimpleNamespace(cos=cos, sin=cos, interleaved=False, layout=layout, capacity=1)
+            yield f"append a {name}", lambda call=call: append.launches(x, x, x, x, x, torch.empty_like(x), call, {})
+    yield "merge", lambda: [merge.merge_launch(x, lse, [(x, lse)], {})]
+
+    def rotated(shape: tuple[int, ...], **places: Any) -> list[Any]:
+        found: list[Any] = []
+        kernel = rotary.rotary_embedding
+
+        class Noted:
+            def __getitem__(self, grid: Any) -> Any:
+                """Note the arguments of a launch."""
+                return lambda *arguments, enable_fp_fusion, **constants: found.append(
+                    Launch(kernel, 1, arguments, constants, {})
+                )
+
+        rotary.rotary_embedding = Noted()  # type: ignore[assignment]
+        given = {"offsets": None, "cu_seqlens": None, "offset": 0, "inverse": False, "interleaved": False}
+        rotary.launch([of(*shape)], [of(*shape)], SimpleNamespace(cos=table, sin=table, **{**given, **places}))
+        rotary.rotary_embedding = kernel
+        return found
+
+    yield "rotary", lambda: rotated((1, 1, 1, 64))
+    yield "rotary, packed", lambda: rotated((1, 1, 64), cu_seqlens=of(2, dtype=torch.int32))
+
+
 def alignments(given: Any) -> Iterator[Any]:
     """Yield what Triton notes of the numbers that masks and scores hold: strides, and sizes of windows."""
     if hasattr(given, "captured"):
@@ -269,5 +386,5 @@ def since(begin: float) -> float:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    for line in {"step": step, "count": count}[command](*rest):
+    for line in {"step": step, "count": count, "ones": ones}[command](*rest):
         print(json.dumps(line), flush=True)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ SHORT_OF_REGISTERS = ("attention_backward_fp32",)
 """Their counts are keys: ptxas spills in their loops where they first decode them from 2 n + 1."""
 
 
+KERNEL = re.compile(
+    r"^@(?:triton|gluon)\.jit(?:\(.*\))?\ndef (attention_\w+|cache_append|rotary_embedding)\(", re.MULTILINE
+)
+
+
 def first(*arguments: str, cache: Path | None = None) -> list[dict]:
     """What first.py prints in a process of its own."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -57,6 +63,20 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
             assert compiled == rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows of tiles"
     causal = next(line["kernels"] for line in counted if line["call"] == "causal 128")
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}
+
+
+def test_every_kernel_is_built_for_counts_of_1():
+    built = first("ones")
+    failed = [line for line in built if "error" in line]
+    assert not failed
+    kernels = {line["kernel"].removeprefix("tilewise.") for line in built}
+    assert {kernel.rpartition(".")[2] for kernel in kernels} == {
+        name for file in (ROOT / "src" / "tilewise").rglob("*.py") for name in KERNEL.findall(file.read_text())
+    }
+    assert kernels >= {f"{folder}.attention_{name}" for folder, name in (
+        ("triton.forward", "forward"), ("hopper.forward.kernel", "forward"),
+        ("triton.decode", "decode"), ("hopper.forward.decode", "decode"),
+    )}  # fmt: skip
 
 
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="a GPU's own driver is there: see tests/card")

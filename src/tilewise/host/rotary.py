@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..tile.rotary import Heads, Places, Tables, rotary_embedding
-from .launch import power_of_2
+from .launch import odd, power_of_2
 
 
 def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
@@ -22,9 +22,10 @@ def launch(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Any) -> None:
     tokens, P, D = x.shape[:-2].numel(), cos.shape[1], x.shape[-1]
     B_T, B_H, B_P, B_REST = tiles(max(x.shape[-2] for x in xs), P, D)
     heads = [
-        Heads(x, y, x.shape[-2], 0 if packed else x.stride(0), *x.stride()[-3:]) for x, y in zip(xs, ys, strict=True)
+        Heads(x, y, odd(x.shape[-2]), 0 if packed else x.stride(0), *x.stride()[-3:])
+        for x, y in zip(xs, ys, strict=True)
     ]
-    grid = triton.cdiv(tokens, B_T), sum(triton.cdiv(x.H, B_H) for x in heads)
+    grid = triton.cdiv(tokens, B_T), sum(triton.cdiv(x.shape[-2], B_H) for x in xs)
     with torch.cuda.device_of(x) if x.is_cuda else nullcontext():
         rotary_embedding[grid](
             tuple(heads),

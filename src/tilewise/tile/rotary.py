@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Heads(NamedTuple):
-    """Hold one operand: X, any strides, and Y, where its rotation goes, contiguous (tokens, H, D)."""
+    """Hold one operand: X, any strides, and Y, where its rotation goes, contiguous (tokens, H, D). H is 2 n + 1."""
 
     X: Any
     Y: Any
@@ -103,11 +103,11 @@ def rotate_heads(
     x, first, t, i, b, c, s, inside, p, P, D, INTERLEAVED: tl.constexpr, B_H: tl.constexpr, B_REST: tl.constexpr
 ):
     """Rotate the heads from `first` on of a block of tokens, and copy the dimensions that have no angle."""
-    h = first + tl.arange(0, B_H).to(tl.int64)
-    seen = (inside[:, None] & (h < x.H)[None, :])[:, :, None]  # (B_T, B_H, 1)
+    H, h = x.H // 2, first + tl.arange(0, B_H).to(tl.int64)
+    seen = (inside[:, None] & (h < H)[None, :])[:, :, None]  # (B_T, B_H, 1)
     rows = b * x.stride_b + i * x.stride_s
     X = x.X + (rows[:, None] + h[None, :] * x.stride_h)[:, :, None]
-    Y = x.Y + ((t[:, None] * x.H + h[None, :]) * D)[:, :, None]
+    Y = x.Y + ((t[:, None] * H + h[None, :]) * D)[:, :, None]
     x_0, x_1 = load_pairs(X, p, P, x.stride_d, seen, INTERLEAVED)  # (B_T, B_H, B_P)
     x_0, x_1 = x_0.to(c.dtype), x_1.to(c.dtype)
     y_0 = (x_0 * c - x_1 * s).to(Y.dtype.element_ty)
@@ -140,7 +140,7 @@ def rotary_embedding(
     s = (s.to(ACC) * direction)[:, None, :]
     block = tl.program_id(1)
     for n in tl.static_range(len(xs)):
-        blocks = tl.cdiv(xs[n].H, B_H)
+        blocks = tl.cdiv(xs[n].H // 2, B_H)
         if (block >= 0) & (block < blocks):
             rotate_heads(xs[n], block * B_H, t, i, b, c, s, inside, p, P, D, INTERLEAVED, B_H, B_REST)
         block -= blocks
