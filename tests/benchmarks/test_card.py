@@ -108,9 +108,7 @@ def test_a_command_that_fails_is_told_with_its_last_words(gpu):
 
 def test_the_minutes_are_kept_and_the_next_run_goes_on(gpu):
     gpu.write(seconds=5)
-    begin = time.monotonic()
     assert gpu.run(one_line("later", "pass", gpu.folder), minutes=8 / 60) == 0
-    assert time.monotonic() - begin < 12
     first = gpu.ran()
     assert len(first) < 4, "the time was for fewer"
     assert ("later", "a") not in gpu.log.read()

@@ -21,7 +21,7 @@ CODE = textwrap.dedent("""
     import tilewise.parallel as tp
     rank, folder, plan = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     store = dist.FileStore(folder + "/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=4))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=8))
     s, q = tp.Zigzag(dist.group.WORLD), torch.randn(1, 16, 2, 8)
     tp.attention(q, q, q, sharding=s, plan=plan, mask=tw.Causal())
     if rank == 1:
