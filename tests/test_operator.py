@@ -432,6 +432,22 @@ def test_double_backward_is_refused_by_name(road):
         torch.autograd.grad(grads[0].sum(), x)
 
 
+def explicit(q, k, v):
+    o, lse = tw.attention(q, k, v, mask=tw.Causal(), return_lse=True)
+    return tw.attention_backward(torch.ones_like(o), q, k, v, o.detach(), lse.detach(), mask=tw.Causal())
+
+
+def test_vmap_maps_an_explicit_backward_and_checks_what_tensors_hold():
+    x = [torch.stack([-t, t]) for t in qkv()]
+    for mine, theirs in zip(torch.vmap(explicit)(*x), explicit(*(t[1] for t in x)), strict=True):
+        assert torch.equal(mine[1], theirs)
+    ends, T = torch.tensor([0, 20], dtype=torch.int32), [t[:, 0] for t in x]
+    given = {"layout": tw.Varlen(ends, ends, 20, 20)}
+    o, lse = torch.zeros(2, 12, 4, 8), torch.zeros(2, 4, 12)
+    with pytest.raises(ValueError, match="cu_q must start at 0"):
+        torch.vmap(lambda *x: tw.attention_backward(x[3], *x, **given))(*T, o, lse)
+
+
 def test_create_graph_gives_the_same_gradients():
     x = [t.requires_grad_() for t in qkv()]
     plain = torch.autograd.grad(tw.attention(*x).sum(), x)

@@ -72,11 +72,16 @@ def attend_backward(
     call = recipe, longest, tuple(wanted)
     if intercepted(tensors) and (torch.compiler.is_compiling() or not transformed()):
         return _spread(_by_operator(x, saved, do, dlse, call), False, wanted)
-    if CHECK or not x[0].is_cuda:
-        check_contents(describe(_operands(x), recipe, longest), _operands(x))
     if transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return _spread(_Gradient.apply(call, do, dlse, *saved[:3], *x), False, wanted)  # type: ignore[arg-type]
+    _check_contents(x, recipe, longest)
     return _backward(x, saved, do, dlse, call)
+
+
+def _check_contents(x: Tensors, recipe: Recipe, longest: Longest) -> None:
+    """Check what tensors hold, on a CPU; none of them may be one of a transform's, which hold no numbers."""
+    if CHECK or not x[0].is_cuda:
+        check_contents(describe(_operands(x), recipe, longest), _operands(x))
 
 
 def intercepted(tensors: Sequence[Tensor]) -> bool:
@@ -325,6 +330,7 @@ class _Gradient(ReverseMode):
         given = tensors, Saved(o, lse, seed), do, dlse, call
         if intercepted(_present((*tensors, o, lse, seed, do, dlse))):
             return tuple(_by_operator(*given))
+        _check_contents(tensors, *call[:2])
         return tuple(_present(_backward(*given)))
 
     @staticmethod
