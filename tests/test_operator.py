@@ -437,6 +437,14 @@ def explicit(q, k, v):
     return tw.attention_backward(torch.ones_like(o), q, k, v, o.detach(), lse.detach(), mask=tw.Causal())
 
 
+def test_an_explicit_backward_of_leaves_compiles_and_is_not_differentiated_again():
+    x = [t.requires_grad_() for t in qkv()]
+    grads = torch.compile(explicit, backend="aot_eager", fullgraph=True)(*x)
+    assert all(map(torch.equal, grads, explicit(*x)))
+    with pytest.raises(RuntimeError, match="no double backward"):
+        grads[0].sum().backward()
+
+
 def test_vmap_maps_an_explicit_backward_and_checks_what_tensors_hold():
     x = [torch.stack([-t, t]) for t in qkv()]
     for mine, theirs in zip(torch.vmap(explicit)(*x), explicit(*(t[1] for t in x)), strict=True):

@@ -428,8 +428,32 @@ def refuse_double_backward(ctx: Any, *grads: Any) -> Any:
     )
 
 
+@torch.library.custom_op(f"{NAMESPACE}::differentiate_again", mutates_args=())
+def differentiate_again_op(x: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Raise RuntimeError where a gradient is differentiated: not when a graph with its derivative is made."""
+    refuse_double_backward(None)
+    return []
+
+
+@differentiate_again_op.register_fake
+def _(x: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in x]
+
+
+def _setup_again(ctx: Any, inputs: Any, output: Any) -> None:
+    do, dlse, q, k, v, extra, _, o, lse, *_ = inputs
+    _save(ctx, do, dlse, q, k, v, *extra, o, lse)
+
+
+def _differentiate_again(ctx: Any, grads: Sequence[Tensor]) -> Any:
+    given = ctx.saved_tensors
+    found = iter(OPERATORS.differentiate_again(_present(given), _present(grads)))
+    do, dlse, q, k, v, *extra, o, lse = [None if t is None else next(found) for t in given]
+    return do, dlse, q, k, v, extra, None, o, lse, None, None, None, None if extra else []
+
+
 attention_op.register_autograd(_differentiate, setup_context=_setup)
-attention_backward_op.register_autograd(refuse_double_backward)
+attention_backward_op.register_autograd(_differentiate_again, setup_context=_setup_again)
 
 
 @attention_op.register_vmap
