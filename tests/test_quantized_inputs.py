@@ -34,6 +34,22 @@ def error(found, true):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("precision", [None, "int8", "fp8"])
+def test_rows_without_any_sequence_are_zeros(precision, backend):
+    quantized = drawn((7, 4, 16), (9, 2, 16), (9, 2, 16), scales=())
+    cu = torch.zeros(1, dtype=torch.int32)
+    given = {"layout": tw.Varlen(cu, cu), "precision": precision, "backend": backend}
+    plain = [t.x.to(bf16).requires_grad_() for t in quantized]
+    for x in ([plain] if precision else []) + ([quantized] if precision != "int8" else []):
+        o, lse = tw.attention(*x, return_lse=True, **given)
+        assert (o == 0.0).all()
+        assert (lse == -torch.inf).all()
+    if precision:
+        o, lse = tw.attention(*plain, return_lse=True, **given)
+        assert all((g == 0.0).all() for g in torch.autograd.grad((o, lse), plain, (o, torch.zeros_like(lse))))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scales", [(), (2,), (2, 2)], ids=str)
 @pytest.mark.parametrize(("precision", "most"), [(None, 5e-3), ("fp8", 3e-2)])
 def test_a_batch_is_what_it_stands_for(backend, scales, precision, most):

@@ -73,6 +73,8 @@ def of_rows(scale: Tensor, heads: int, rows: int, cu: Tensor | None) -> Tensor:
     each = scale.repeat_interleave(max(1, heads // max(1, scale.shape[1])), 1)[..., None]
     if cu is None:
         return each[:, None]
+    if len(scale) == 0:  # all rows are of no sequence
+        return each.new_zeros(rows, *each.shape[1:])
     at = torch.arange(rows, device=scale.device)
     return each[(torch.searchsorted(cu, at, right=True) - 1).clamp(0, scale.shape[0] - 1)]
 

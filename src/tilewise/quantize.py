@@ -435,6 +435,8 @@ def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
     if not p.recipe.varlen:
         count = -(-length // rows)
         return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
+    if p.B == 0:  # all rows are of no sequence
+        return t.new_zeros((x.q, x.k)[side].shape[0], heads, t.shape[-1])
     at, stride = _places(p, rows, x, side)
     return t.reshape(heads, stride * rows, t.shape[-1])[:, at].transpose(0, 1)
 
@@ -452,6 +454,8 @@ def _of_rows(p: Problem, t: Tensor, x: Operands, side: int) -> Tensor:
     """Return numbers of each head (B, H_k, size) for each row: (B, 1, H_k, size), packed (T, H_k, size)."""
     if not p.recipe.varlen:
         return t[:, None]
+    if p.B == 0:
+        return t.new_zeros((x.q, x.k)[side].shape[0], *t.shape[1:])
     return t[_sequence_of(p, torch.arange((x.q, x.k)[side].shape[0], device=t.device), x.extra[side - 2].long())]
 
 
