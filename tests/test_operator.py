@@ -596,6 +596,16 @@ def test_autocast_leaves_fp64():
         assert tw.attention(*qkv(dtype=torch.float64)).dtype == torch.float64
 
 
+@pytest.mark.parametrize("call", [tw.attention, lambda q, k, v, **options: tw.attention_qkvpacked(
+    torch.stack([q, k, v], 2), **options)], ids=["apart", "as qkv"])  # fmt: skip
+def test_a_precision_of_fp32_under_autocast_is_refused_by_both_names(call):
+    x = qkv(N=12, H_k=4)
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"precision must be .* 'ieee' .* autocast is on; "):
+        call(*x, precision="ieee")
+    with pytest.raises(ValueError, match=r"'ieee' with torch.bfloat16; leave it out, or convert q, k and v to fp32"):
+        call(*(t.bfloat16() for t in x), precision="ieee")
+
+
 def test_autocast_when_compiled():
     compiled = torch.compile(tw.attention, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):

@@ -413,9 +413,11 @@ def _check_recipe(p: Problem) -> None:
             "convert q, k and v to fp16 or bf16 for 8-bit products"
         )
     if r.precision in PRECISIONS and p.dtype != torch.float32:
+        cast = torch._C._is_any_autocast_enabled()  # type: ignore[attr-defined]
         raise ValueError(
-            f"precision must be None, int8 or fp8 for any type but fp32, got {r.precision!r} with {p.dtype}; "
-            "leave it out, or convert q, k and v to fp32"
+            f"precision must be None, int8 or fp8 for any type but fp32, got {r.precision!r} with {p.dtype}"
+            f"{', autocast is on' if cast else ''}; leave it out, or "
+            f"{'turn autocast off for this call' if cast else 'convert q, k and v to fp32'}"
         )
     if r.varlen:
         for kind in p.kinds:
