@@ -104,6 +104,8 @@ def steps(seen: Path) -> Iterator[Step]:
     cases = "tests/conformance"
     yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=HOPPER, minutes=6, files=f"{cases}/*.py")
     yield of_tests("conformance triton", cases, "-k", "triton", kernels=TRITON, minutes=6, files=f"{cases}/*.py")
+    meet = "tests/features"
+    yield of_tests("pairs of features", meet, "-k", "hopper or triton", kernels=every, minutes=6, files=f"{meet}/*.*")
     flash = "tests/compat/flash_attn"
     yield of_tests("flash_attn", flash, kernels=every, minutes=1.5, files=f"{flash}/**/*.py")
     rest = "not hopper and not triton and not cpu"

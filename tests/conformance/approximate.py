@@ -29,7 +29,8 @@ def on_a_line(P: Tensor) -> Tensor:
 
 def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tensor]:
     """o, lse and all gradients of a padded call with 8-bit products; with `lines`, half of P is `on_a_line`."""
-    given = call.mask, call.score, case.scale, call.sink, case.dropout, None, case.precision, False, None
+    precision = call.told or case.precision
+    given = call.mask, call.score, case.scale, call.sink, case.dropout, None, precision, False, None
     x, recipe, longest = check_arguments(call.q, call.k, call.v, *given)
     p = describe(x, recipe, longest)
     codes = quantize.quantize(p, x)

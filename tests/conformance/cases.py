@@ -69,6 +69,8 @@ class Call(NamedTuple):
     seed: Tensor | None
     do: Tensor | None
     dlse: Tensor | None
+    told: tw.EightBits | None = None
+    """What 8-bit products are told beforehand."""
 
 
 class Draw:

@@ -309,13 +309,21 @@ def _sequences(call: Call) -> Iterator[tuple[int, Call]]:
                 q=call.q[rows].expand(b + 1, -1, -1, -1),
                 k=call.k[columns].expand(b + 1, -1, -1, -1),
                 v=call.v[columns].expand(b + 1, -1, -1, -1),
-                mask=intersect(tuple(part.at(b) for part in call.mask.parts)),
-                score=tuple(change.at(b) for change in call.score),
+                mask=intersect(tuple(_repeated(part, b) for part in call.mask.parts)),
+                score=tuple(_repeated(change, b) for change in call.score),
                 do=do,
                 dlse=dlse,
                 layout=None,
             ),
         )
+
+
+def _repeated(value: Any, b: int) -> Any:
+    """A mask or score of sequence b, for b entries before it, too."""
+    value = value.at(b)
+    pairs = zip(value.tensors, value.shapes, strict=True)
+    tensors = [t.expand(b + 1, *t.shape[1:]) if t.ndim == len(whole) else t for t, whole in pairs]
+    return value.rebuild(value.plain[1:], tuple(tensors)) if tensors else value
 
 
 def _unowned(call: Call) -> Results:
