@@ -19,7 +19,7 @@ def pairs(table: Table) -> list[Pair]:
 
 def filled(
     chosen: Set[Value], order: Sequence[str], table: Table, barred: Set[Pair], gains: Mapping[Value, set[Value]]
-):
+) -> set[Value] | None:
     """Give every other feature the value that is in most of the pairs left, and in no barred one; None if none is."""
     case = set(chosen)
     for feature in order:

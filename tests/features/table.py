@@ -102,19 +102,14 @@ def of_class(builders: dict[type, dict[str, Any]], kind: type) -> Iterator[tuple
             yield name, build, one
 
 
-def told(kind: type) -> str:
-    """Return the words of an error about a mask or score."""
-    return kind.__name__
-
-
 def masks() -> dict[str, Value]:
-    found = {name: Value({"mask": build}, told(kind)) for name, build, kind in of_class(MASKS, tw.Mask)}
+    found = {name: Value({"mask": build}, kind.__name__) for name, build, kind in of_class(MASKS, tw.Mask)}
     first = {"full": found.pop("full")}
     return {**first, **found, "causal & padding": Value({"mask": both(causal, padding)}, "Causal|Padding")}
 
 
 def scores() -> dict[str, Value]:
-    found = {name: Value({"score": (build,)}, told(kind)) for name, build, kind in of_class(SCORES, tw.Score)}
+    found = {name: Value({"score": (build,)}, kind.__name__) for name, build, kind in of_class(SCORES, tw.Score)}
     three = softcap(3.0), bias("HMN"), alibi()
     return {"none": Value({}), **found, "softcap, bias, alibi": Value({"score": three}, "SoftCap|Bias|Alibi")}
 
