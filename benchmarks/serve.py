@@ -344,7 +344,10 @@ def main() -> None:
     if given.results:
         device = torch.cuda.get_device_name() if gpu else "cpu"
         path = given.results / f"serve-{device.lower().replace(' ', '-')}.json"
-        path.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+        env = results.environment(torch.device("cuda" if gpu else "cpu"))
+        content = {"device": device, "environment": env, "rows": found}
+        results.keep_states(content, [env])
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
