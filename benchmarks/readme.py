@@ -3,17 +3,20 @@
 Every number stands between two comments that name it, <!-- name --> and <!-- /name -->; `numbers` says what each is.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import independent
+
 from studies.accuracy import measure as study
 from studies.accuracy.page import findings_of
+from studies.bench import state
 from studies.bench.results import OURS, load, repeated, rows_of
 from studies.bench.suites import BACKWARD, FORWARD
 from studies.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 from studies.pages import field
 from studies.pages.marked import filled
+from studies.pages.report import ACCURACY, Origin, kernels_of_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "README.zh-CN.md")
@@ -27,7 +30,30 @@ FP32 = {
 """Rows of the table of fp32."""
 MEMORY = {STANDARD: "standard attention", CUDNN: "SDPA (cuDNN)", OURS: "**tilewise**"}
 """Rows of the table of memory."""
-TABLES = ("hopper", "fp32", "memory")
+STAMPS = {
+    "of-paper": ("fastest-forward", "fastest-backward", "fastest-shapes", "fastest-lowest", "chart", "chart-lengths"),
+    "of-llmc": ("bf16x6-forward",),
+    "of-errors": ("bf16x6-error",),
+    "of-classic": ("less-memory", "less-memory-at"),
+    "of-host": ("host", "host-sdpa"),
+    "of-cpu": ("cpu-fp32", "cpu-bf16"),
+    "of-amx": ("cpu-amx",),
+    "of-serve": ("decode-lowest",),
+    "of-independent": (
+        "independent-forward", "independent-backward", "independent-shapes",
+        "independent-forward-lowest", "independent-backward-lowest", "step-gpt2", "step-llama",
+    ),
+    "of-first": ("first-empty", "first-full"),
+}  # fmt: skip
+"""What says the version and the date of which numbers, on the line of each; empty where their kernels are shipped."""
+AMX = "independent-amx.json"
+DECODED = ("1 x 32k", "64 x 8k")
+"""Sequences x keys of the README's shares of reading."""
+STAMPED = (
+    "Numbers whose kernels have changed since say their version, commit and date. The independent run "
+    "([file](benchmarks/seen/independent-h100.json)) gave each contender its own clock. "
+    "[Performance](docs/results/performance.md) has more, and every table."
+)
 CHART_LENGTHS = (4096, 16384)
 """Of the bar chart: docs/pictures/bars.py."""
 LONGEST = 4096
@@ -43,20 +69,26 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
     return pages
 
 
-def numbers(results: Path) -> dict[str, str]:
+def numbers(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
     """By name, what the README says; its tables stand together."""
-    gpu, cpu = loaded(results)
-    found = measured(results)
-    tables = [found.pop(name) for name in TABLES]
+    found = measured(results, seen)
     reference = (ROOT / "src" / "tilewise" / "reference.py").read_text()
-    found["numbers"] = "\n" + "\n\n".join([*tables, _measured(gpu, cpu)]) + "\n"
+    tables = found["hopper"], _asked(results, seen, found)
+    found["numbers"] = "\n" + "\n\n".join((*tables, STAMPED)) + "\n"
     return found | {"reference-lines": str(len(reference.splitlines()))}
 
 
-def measured(results: Path) -> dict[str, str]:
-    """By name, what the README and the pages of results say: numbers, and whole tables."""
+def measured(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
+    """By name, what the README and the pages of results say: numbers, whole tables, and stamps."""
     gpu, cpu = loaded(results)
-    return _hopper(results / "nvidia-h200.json", gpu) | _fp32(gpu) | _memory(gpu) | _host(gpu) | _cpu(cpu)
+    told = stamps(results, seen)
+    found = _fp32(gpu, told) | _memory(gpu, told) | _host(gpu) | _cpu(cpu) | told
+    found |= (
+        independent.grid(seen) | independent.decoding(seen) | independent.many_gpus(seen) | _steps(seen) | _first(seen)
+    )
+    least, most = independent.read(AMX, seen)["bf16 over SDPA"]
+    found["cpu-amx"] = f"{least} to {most}"
+    return found | _hopper(results / "nvidia-h200.json", gpu, found)
 
 
 def loaded(results: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,7 +96,71 @@ def loaded(results: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
 
 
-def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:
+def stamps(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
+    """By name, version and date of numbers whose kernels are not those of today."""
+    gpu, cpu = loaded(results)
+    carried = state.carried(results)
+
+    def of(content: dict[str, Any], *suites: str) -> str:
+        runs = [content["suites"][name] for name in suites]
+        found = [Origin(content, carried, kernels_of_run(content, name)).stamp(run["environment"])
+                 for name, run in zip(suites, runs, strict=True)]  # fmt: skip
+        return "".join(dict.fromkeys(found))
+
+    def alone(name: str, *kernels: str) -> str:
+        content = independent.read(name, seen)
+        return Origin(content, carried, kernels).stamp(content["environment"])
+
+    served = dict.fromkeys(alone(name, "hopper split keys") for name in independent.SERVED.values())
+    return {
+        "of-paper": of(gpu, "paper"),
+        "of-llmc": of(gpu, "llmc"),
+        "of-errors": Origin(gpu, carried, ACCURACY).stamp(gpu[study.PART]["length"]["environment"]),
+        "of-classic": of(gpu, "classic"),
+        "of-host": of(gpu, "host"),
+        "of-cpu": of(cpu, "cpu"),
+        "of-amx": alone(AMX, "cpu"),
+        "of-serve": "".join(served),
+        "of-independent": alone(independent.RUN, "hopper"),
+        "of-first": alone(independent.FIRST, "hopper forward D128", "hopper backward D128"),
+    }
+
+
+def _steps(seen: Path) -> dict[str, str]:
+    """Speed of whole training steps over PyTorch's fastest attention."""
+    (_, gpt2, of_gpt2), (_, llama, of_llama) = independent.steps(seen)
+    return {"step-gpt2": f"{of_gpt2 / gpt2:.2f}", "step-llama": f"{of_llama / llama:.2f}"}
+
+
+def _first(seen: Path) -> dict[str, str]:
+    """Seconds of a first forward and backward."""
+    return {f"first-{state}": f"{seconds:.0f}" for state, seconds in independent.first(seen).items()}
+
+
+def _asked(results: Path, seen: Path, told: dict[str, str]) -> str:
+    """Return the table of what visitors ask: a step, decoding, the first call, fp32 and memory."""
+    gpu, _ = loaded(results)
+    times, peaks = _times(gpu), _peaks(gpu)
+    longest = max(length for _, length in peaks)
+    lines = [[title, f"{a:.1f}", f"{b:.1f}", "of-independent"] for title, a, b in independent.steps(seen)]
+    for label in DECODED:
+        shares = [independent.shares(card, seen)[label] for card in independent.SERVED]
+        both = (", ".join(f"{100 * x:.0f}%" for x in of) for of in zip(*shares, strict=True))
+        cards = ", ".join(independent.SERVED)
+        lines.append([f"decoding, {label} keys: speed over only reading them, {cards}", *both, "of-serve"])
+    cold, warm = independent.first(seen).items()
+    title = f"first forward and backward: {cold[0]} kernel cache, {warm[0]} one, s"
+    lines.append([title, f"{cold[1]:.1f}, {warm[1]:.1f}", "-", "of-first"])
+    both = (", ".join(f"{times[name, pass_]:.2f}" for pass_ in PASSES) for name in (f"{OURS} bf16x6", EFFICIENT))
+    lines.append([f"fp32 forward, backward: GPT-2's heads, {length_label(LONGEST)} tokens, ms", *both, "of-llmc"])
+    both = (f"{peaks[name, longest] / 1e6:.0f}" for name in (OURS, CUDNN))
+    title = f"peak memory, forward and backward, fp16, {length_label(longest)} tokens, MB"
+    lines.append([title, *both, "of-classic"])
+    shown = [[*cells, told[name].strip(" ()") or "shipped kernels"] for *cells, name in lines]
+    return markdown(["on an H100 or H200", "tilewise", "PyTorch's fastest", "measured"], shown)
+
+
+def _hopper(file: Path, content: dict[str, Any], others: dict[str, str]) -> dict[str, str]:
     """Speeds in 16-bit types: over cuDNN, over the fastest of all, and of the Triton kernels."""
     rows = rows_of(content, "paper")
     runs, peers = repeated(file, content, "paper"), field.peers_of(file)
@@ -78,13 +174,17 @@ def _hopper(file: Path, content: dict[str, Any]) -> dict[str, str]:
         return {pass_: [x for row, x in at.items() if row.pass_ == pass_] for pass_ in PASSES}
 
     cudnn, portable, flex = (over(*pair) for pair in ((CUDNN, OURS), (CUDNN, TRITON), ("flex", TRITON)))
+    own = [f"{others[f'independent-{pass_}{suffix}']}x" for pass_ in PASSES for suffix in ("", "-lowest")]
     lines = [
         _line("**tilewise** over the fastest of cuDNN, FA2, FA3, FA4", field_of),
+        [f"the same on an H100, of cuDNN and FA2, in an independent run{others['of-independent']}", *own],
         _line("**tilewise** over cuDNN", cudnn),
         _line("its Triton kernels over cuDNN", portable),
         _line("its Triton kernels over FlexAttention", flex),
     ]
-    table = markdown(["speed on an H200, bf16", "shapes", "forward", "lowest", "backward", "lowest"], lines)
+    shapes, stamp = len(field_of[FORWARD]), others["of-paper"]
+    head = f"speed on an H200, bf16, {shapes} shapes{stamp}"
+    table = markdown([head, "forward", "lowest", "backward", "lowest"], lines)
     return {
         "hopper": table,
         "fastest-forward": f"{geometric_mean(field_of[FORWARD]):.2f}",
@@ -113,24 +213,29 @@ def _chart(peers: dict[str, Any]) -> str:
 
 
 def _line(title: str, of: dict[str, list[float]]) -> list[str]:
-    """A row of the table: how many shapes, and for each pass the mean and the lowest."""
+    """A row of the table: for each pass the mean and the lowest."""
     cells = [f"{x:.2f}x" for pass_ in PASSES for x in (geometric_mean(of[pass_]), min(of[pass_]))]
-    return [title, str(len(of[FORWARD])), *cells]
+    return [title, *cells]
 
 
-def _fp32(content: dict[str, Any]) -> dict[str, str]:
-    """Times of GPT-2's attention in fp32, and errors over those of standard attention."""
-    times = {
+def _times(content: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Milliseconds of GPT-2's attention in fp32, by implementation and pass."""
+    return {
         (row.implementation, row.pass_): row.milliseconds
         for row in rows_of(content, "llmc")
         if row.of.length == LONGEST and row.of.head_size == 64 and row.milliseconds
     }
+
+
+def _fp32(content: dict[str, Any], told: dict[str, str]) -> dict[str, str]:
+    """Times of GPT-2's attention in fp32, and errors over those of standard attention."""
+    times = _times(content)
     errors = _errors(content)
     lines = [
         [title, *(f"{times[name, pass_]:.2f}" for pass_ in PASSES), f"{errors[name]:.2f}"]
         for name, title in FP32.items()
     ]
-    where = f"fp32 on an H200: GPT-2's heads, {length_label(LONGEST)} tokens, causal"
+    where = f"fp32 on an H200: GPT-2's heads, {length_label(LONGEST)} tokens, causal{told['of-llmc']}"
     table = markdown([where, "forward, ms", "backward, ms", "error / standard attention's"], lines)
     faster = times[EFFICIENT, FORWARD] / times[f"{OURS} bf16x6", FORWARD]
     error = errors[f"{OURS} bf16x6"] / errors[EFFICIENT]
@@ -146,15 +251,20 @@ def _errors(content: dict[str, Any]) -> dict[str, float]:
     return {name: geometric_mean(x / at[STANDARD][point] for point, x in of.items()) for name, of in at.items()}
 
 
-def _memory(content: dict[str, Any]) -> dict[str, str]:
-    """Peak memory of a forward and a backward, above the inputs."""
+def _peaks(content: dict[str, Any]) -> dict[tuple[str, int], int]:
+    """Bytes of a forward and a backward above the inputs, by implementation and length."""
     rows = [
         row for row in rows_of(content, "classic") if row.peak_bytes and row.of.length >= 1024 and not row.of.causal
     ]
-    at = {(row.implementation, row.of.length): row.peak_bytes or 0 for row in rows}
+    return {(row.implementation, row.of.length): row.peak_bytes or 0 for row in rows}
+
+
+def _memory(content: dict[str, Any], told: dict[str, str]) -> dict[str, str]:
+    """Peak memory of a forward and a backward, above the inputs."""
+    at = _peaks(content)
     lengths = sorted({length for _, length in at})
     lines = [[title, *(f"{at[name, n] / 1e6:.0f}" for n in lengths)] for name, title in MEMORY.items()]
-    where = "peak memory on an H200, MB: fp16, batch 8, 12 heads of 64, both passes"
+    where = f"peak memory on an H200, MB: fp16, batch 8, 12 heads of 64, both passes{told['of-classic']}"
     less = at[STANDARD, max(lengths)] / at[OURS, max(lengths)]
     table = markdown([where, *map(length_label, lengths)], lines)
     return {"memory": table, "less-memory": f"{less:.0f}", "less-memory-at": length_label(max(lengths))}
@@ -175,17 +285,3 @@ def _cpu(content: dict[str, Any]) -> dict[str, str]:
         f"cpu-{dtype}": f"{geometric_mean(x for row, x in found.items() if row.of.dtype == dtype):.2f}"
         for dtype in ("fp32", "bf16")
     }
-
-
-def _measured(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """Where the numbers come from."""
-    commits = [_commits(gpu, [gpu["suites"][name] for name in ("paper", "classic", "llmc", "host")])]
-    commits += [_commits(gpu, [gpu[study.PART]["length"]]), _commits(cpu, [cpu["suites"]["cpu"]])]
-    return (
-        f"Measured on an H200 at commit {commits[0]} (errors: {commits[1]}), and on the CPU at {commits[2]}. "
-        "[Performance](docs/results/performance.md) has every table, and marks the rows whose kernels changed since."
-    )
-
-
-def _commits(content: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
-    return ", ".join(dict.fromkeys(f"`{run['environment']['commit'][:7]}`" for run in runs))

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
+
+sys.path.append(str(Path(__file__).parents[1]))
+from studies.bench import results
 
 H, H_K, D = 32, 8, 128
 ROUNDS, REPEATS = 9, 10

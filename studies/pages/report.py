@@ -76,13 +76,25 @@ class Origin(NamedTuple):
         text = f"Measured {env['when'][:10]} at commit {commit}, kernels {env['kernels']}; {versions}."
         if partial:
             text += " Not the whole suite."
-        known = self.content.get("kernels", {}).get(env["kernels"])
-        if known is None:
+        old = self.changed_since(env)
+        if old is None:
             return f"{text} **Which kernels these were is not known.**"
-        if old := changed(known, self.names, self.carried):
+        if old:
             have, their = ("have", "their") if len(old) > 1 else ("has", "its")
             text += f" **{', '.join(old)} {have} changed since: {their} rows are of older kernels.**"
         return text
+
+    def changed_since(self, env: dict[str, Any]) -> list[str] | None:
+        """Return which kernels are others today; None if what they were is not known."""
+        known = self.content.get("kernels", {}).get(env["kernels"])
+        return None if known is None else changed(known, self.names, self.carried)
+
+    def stamp(self, env: dict[str, Any]) -> str:
+        """Say the version, commit and date of results whose kernels are not those of today; nothing of others."""
+        if self.changed_since(env) == []:
+            return ""
+        parts = f"v{env['versions']['tilewise']}", (env["commit"] or "")[:7], env["when"][:10]
+        return f" ({', '.join(filter(None, parts))})"
 
 
 def write(results: Path, docs: Path) -> Path:
