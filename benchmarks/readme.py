@@ -87,7 +87,7 @@ def measured(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
         independent.grid(seen) | independent.decoding(seen) | independent.many_gpus(seen) | _steps(seen) | _first(seen)
     )
     least, most = independent.read(AMX, seen)["bf16 over SDPA"]
-    found["cpu-amx"] = f"{least} to {most}"
+    found["cpu-amx"] = f"{least}-{most}"
     return found | _hopper(results / "nvidia-h200.json", gpu, found)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import independent
 import readme
 
 from studies.accumulation import measure as accumulation
@@ -20,6 +21,8 @@ from studies.training.contests import Trial, name_of
 
 ROOT = readme.ROOT
 PAGES = ("performance", "fp32", "accuracy", "accumulation")
+MORE = ("results/eight-bits", "use/many-gpus", "use/faq", "use/support")
+"""Other pages with numbers and sentences that they share."""
 MODEL = {"batch": 4, "context": 4096, "matmul": "highest"}
 """The training whose steps fp32.md quotes."""
 LENGTHS = (1024, 65536)
@@ -29,14 +32,21 @@ LENGTHS = (1024, 65536)
 def write(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "docs") -> list[Path]:
     """Rewrite what stands between the comments."""
     found = numbers(results)
-    return [fill(docs / "results" / f"{name}.md", found) for name in PAGES]
+    return [fill(docs / f"{name}.md", found) for name in (*(f"results/{name}" for name in PAGES), *MORE)]
 
 
 def numbers(results: Path) -> dict[str, str]:
     """Return by name what the pages say."""
     gpu, _ = readme.loaded(results)
-    found = readme.measured(results) | _training(gpu) | _accuracy(gpu) | _accumulation(gpu)
+    found = readme.measured(results) | _training(gpu) | _accuracy(gpu) | _accumulation(gpu) | _seen()
     return {name: f"\n\n{text}\n\n" if "\n" in text else text for name, text in (found | {"ways": WAYS_TABLE}).items()}
+
+
+def _seen() -> dict[str, str]:
+    """Return the tables of benchmarks/seen."""
+    found = {"independent-grid": independent.grid_table(), "slower": independent.slower_table()}
+    found |= {"decoding": independent.shares_table(), "four-gpus": independent.four_table()}
+    return found | independent.eight_bits_tables()
 
 
 def _training(content: dict[str, Any]) -> dict[str, str]:

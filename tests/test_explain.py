@@ -12,6 +12,9 @@ from tilewise.explain import problem_on
 on_triton = pytest.mark.skipif(isinstance(load("triton"), Missing), reason="there is no Triton for its kernels")
 
 
+ON_GPUS = ("hopper", "triton")
+
+
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -40,6 +43,25 @@ def test_it_tells_the_fused_path_from_the_tiled_one():
     q = torch.zeros(1, 16, 2, 8)
     assert "fused" in tw.explain(q, q, q, mask=tw.Causal()).tiles
     assert "tiled" in tw.explain(q, q, q, mask=tw.Window(3, 0)).tiles
+
+
+@on_triton
+def test_one_query_says_which_back_end_runs_which_pass():
+    q, k = meta(1, 1, 32, 128), meta(1, 8192, 8, 128)
+    found = tw.explain(q, k, k, device="sm_90")
+    assert (found.backend, found.backward) == ("triton", "hopper")
+    hopper, triton = (next(line for line in str(found).splitlines() if line.startswith(name)) for name in ON_GPUS)
+    assert "runs the backward: backward" in hopper
+    assert "forward" not in hopper
+    assert "runs the forward: forward splits keys" in triton
+    assert "dkdv" not in triton
+
+
+@on_triton
+def test_a_back_end_that_is_able_says_why_it_does_not_run():
+    long, short = meta(2, 4096, 8, 128), meta(64, 32, 8, 128)
+    assert "triton    also able, asked later" in str(tw.explain(long, long, long, device="sm_90"))
+    assert "hopper    also able, slower here by measurement" in str(tw.explain(short, short, short, device="sm_90"))
 
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100", "gfx942"])

@@ -1,5 +1,6 @@
 """Explain which back end would run a call, with which tiles, and why others refuse."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,8 @@ from .problem import Operands, Problem, Recipe, matmul_setting, target_of
 from .quantize import eight_bits, empty_codes
 from .quantized import Quantized
 
-SHORT = 2048
-"""Keys below which quantizing costs about what 8-bit products save."""
+FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
+"""Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,26 @@ class Explanation:
     backward_tiles: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{'back end':<10}{'verdict'}"]
+        lines, first = [f"{'back end':<10}{'verdict'}"], True
         for name, reasons in self.refusals.items():
             if name == self.backend == self.backward:
                 lines.append(f"{name:<10}runs this: {self.tiles}")
             elif name == self.backend:
-                lines.append(f"{name:<10}runs the forward: {self.tiles}")
+                lines.append(f"{name:<10}runs the forward: {of_pass(self.tiles, backward=False)}")
             elif name == self.backward:
-                lines.append(f"{name:<10}runs the backward: {self.backward_tiles}")
+                lines.append(f"{name:<10}runs the backward: {of_pass(self.backward_tiles, backward=True)}")
             elif reasons:
                 lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
             else:
-                lines.append(f"{name:<10}also able, lower priority")
+                lines.append(f"{name:<10}also able, {'slower here by measurement' if first else 'asked later'}")
+            first = first and name != self.backend
         return "\n".join(lines)
+
+
+def of_pass(tiles: str, backward: bool) -> str:
+    """Return what a text of tiles says of one pass, for a call whose passes run on two back ends."""
+    parts = tiles.split("; ")
+    return "; ".join(part for part in parts if part.startswith(("backward ", "dkdv ", "dq ")) == backward) or tiles
 
 
 def explain(
@@ -91,7 +99,9 @@ def approximate(p: Problem) -> str:
     if not eight_bits(p):
         return ""
     of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
-    short = f"; not faster than 16 bits with {p.N} keys" if p.N < SHORT else ""
+    size = next((size for size in (64, 128, 256) if max(p.D, p.D_v) <= size), 256)
+    faster = p.N >= FASTER.get((str(p.recipe.precision), size), math.inf)
+    short = "" if faster else f"; with {p.N} keys not faster than 16 bits in every measurement"
     of_qk = "e4m3" if p.recipe.quantized else "int8"
     turned = "; the pass that writes codes turns q and k by rotary" if p.recipe.rotary else ""
     count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())

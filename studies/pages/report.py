@@ -18,13 +18,10 @@ from ..bench import state
 from ..bench.results import OK, OURS, changed, kernels_of, load, rows_of
 from ..bench.suites import SUITES
 from ..bench.tables import (
-    COST,
     MEMORY,
     METRICS,
     OF_MATMUL,
     Grid,
-    Metric,
-    folded,
     grids,
     headlines,
     in_its_unit,
@@ -134,7 +131,7 @@ def write(results: Path, docs: Path) -> Path:
         "fp32": [*fp32_page.absent(contents.values()), *fp32],
         "accuracy": studied,
         "accumulation": summed,
-        "performance": [*sections[False], *tiles, *sections[True]],
+        "tables": [*sections[False], *tiles, *sections[True]],
     }
     return [_fill(docs / "results" / f"{name}.md", lines) for name, lines in parts.items() if lines][-1]
 
@@ -172,16 +169,17 @@ def _section(content: dict[str, Any], suite: str, stem: Path, origin: Origin) ->
     lines += pictures
     if changes := worth(rows):
         lines.append(f"[Hopper]({ABLATION}) says what each row changes.\n")
-        lines.append(markdown(*_table(changes, slowdown(rows))) + "\n")
+        lines.append(f"{slowdown(rows).title}:\n\n{_tables(changes)}\n")
     if found := prices(rows):
         packed = ", ".join(map(str, replace(rows[0].of, variant="varlen").lengths))
-        lines += [PRICES.format(lengths=packed), markdown(*_table(found, COST)) + "\n"]
+        lines += [PRICES.format(lengths=packed), _tables(found) + "\n"]
     if said := headlines(suite, rows):
         lines += ["<details><summary>In sentences</summary>\n", *(f"- {line}" for line in said), "\n</details>\n"]
     first = [METRICS[name] for name in SUITES[suite].tables]
     for metric in dict.fromkeys((*(in_its_unit(metric, rows) for metric in first), *DETAILS)):
         if found := grids(rows, metric):
-            lines.append(folded(metric.title[0].upper() + metric.title[1:], *_table(found, metric)))
+            title = metric.title[0].upper() + metric.title[1:]
+            lines.append(f"<details><summary>{title}</summary>\n\n{_tables(found)}\n\n</details>\n")
     if notes := reasons(rows):
         lines += ["Not measured:\n", *(f"- {note}" for note in notes), ""]
     return lines
@@ -214,16 +212,13 @@ def kernels_of_run(content: dict[str, Any], suite: str) -> set[str]:
     return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, known)}
 
 
-def _table(found: Sequence[Grid], metric: Metric) -> tuple[list[str], list[list[str]]]:
-    """Return all grids of one metric as a head and lines; ours in bold."""
-    columns = list(dict.fromkeys(column for grid in found for column in grid.columns))
-    lines = []
+def _tables(found: Sequence[Grid]) -> str:
+    """Return all grids of one metric, each a table no wider than a phone under its title; ours in bold."""
+    parts = []
     for grid in found:
-        title = grid.title
+        lines = []
         for name, cells in grid.lines.items():
-            at = dict(zip(grid.columns, cells, strict=True))
-            shown = [at.get(column, "") for column in columns]
             bold = "**" if name == OURS or (OURS not in grid.lines and is_ours(name)) else ""
-            lines.append([title, *(f"{bold}{cell}{bold}" if cell else "" for cell in (name, *shown))])
-            title = ""
-    return [metric.title, "implementation", *columns], lines
+            lines.append([f"{bold}{cell}{bold}" if cell else "" for cell in (name, *cells)])
+        parts += [f"{grid.title}:", markdown(["implementation", *grid.columns], lines)]
+    return "\n\n".join(parts)

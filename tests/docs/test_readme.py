@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import bars
 import readme
 
+from studies.bench import state
+from studies.pages import report
 from studies.pages.marked import MARKED
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +67,57 @@ def test_the_numbers_are_those_of_the_results(name, found):
 
 
 def test_every_number_is_used(found):
-    used = {marked[1] for name in readme.PAGES for marked in MARKED.findall(page(name))}
-    assert used == set(found)
+    pages = [*readme.PAGES, "docs/results/performance.md", "docs/results/fp32.md"]
+    used = {marked[1] for name in pages for marked in MARKED.findall(page(name))}
+    assert set(found) <= used
+
+
+STAMPED = {number: stamp for stamp, numbers in readme.STAMPS.items() for number in numbers}
+BY_THEMSELVES = {"numbers", "hopper", "fp32", "memory", "reference-lines", "many-gpus", "many-gpus-zh", "gpus-tried"}
+"""Tables that hold their stamps, and what no kernel changes."""
+
+
+@pytest.mark.parametrize("name", [*readme.PAGES, "docs/results/performance.md"])
+def test_a_number_and_its_version_stand_on_one_line(name):
+    for paragraph in re.split(
+        r"\n(?=[-|*\n])", re.sub(r"<!-- numbers -->.*?<!-- /numbers -->", "", page(name), flags=re.DOTALL)
+    ):
+        names = {marked[1] for marked in MARKED.findall(paragraph)}
+        for number in names & STAMPED.keys():
+            assert STAMPED[number] in names, f"{name}: {number} says neither version nor date if its kernels change"
+
+
+def test_every_number_has_a_version(found):
+    assert set(found) == STAMPED.keys() | BY_THEMSELVES | readme.STAMPS.keys()
+
+
+@pytest.mark.parametrize(("old", "said"), [([], False), (["hopper forward D128"], True), (None, True)])
+def test_numbers_of_other_kernels_say_their_version_and_date(monkeypatch, old, said):
+    monkeypatch.setattr(report.Origin, "changed_since", lambda self, env: old)
+    found = readme.numbers(RESULTS)
+    for stamp in readme.STAMPS:
+        assert bool(re.fullmatch(r" \(v\d+\.\d+\.\d+, (\w+, )?20\d\d-\d\d-\d\d\)", found[stamp])) == said, stamp
+    rows = found["numbers"].partition("measured |")[2].strip().splitlines()[1:]
+    measured = [row.split("|")[-2].strip() for row in rows if row.startswith("| ")]
+    assert len(measured) >= 7
+    assert all((of == "shipped kernels") != said for of in measured)
+    for table in ("hopper", "fp32", "memory"):
+        assert ("(v0." in found[table]) == said, table
+
+
+def test_kernels_are_compared_by_their_states():
+    now = state.states(chips=("hopper",))
+    env = {
+        "when": "2026-11-27T00:00:00",
+        "commit": "abcdef012345",
+        "kernels": "told",
+        "versions": {"tilewise": "0.2.0"},
+    }
+    names = ["hopper forward"]
+    assert report.Origin({"kernels": {"told": now}}, {}, names).stamp(env) == ""
+    other = now | {"hopper forward D64": "another"}
+    assert report.Origin({"kernels": {"told": other}}, {}, names).stamp(env) == " (v0.2.0, abcdef0, 2026-11-27)"
+    assert report.Origin({"kernels": {"told": other}}, {}, ["triton"]).stamp(env) == ""
 
 
 def test_an_unknown_name_is_told(found):

@@ -1,7 +1,7 @@
 """Tabulate the tile sizes of the Hopper kernels: one row per head size in shared memory.
 
 `python -m studies tune` measures the rows of FORWARD and BACKWARD against their neighbours;
-docs/results/performance.md plots its times.
+docs/results/tables.md plots its times.
 """
 
 from typing import Any, NamedTuple
