@@ -251,3 +251,31 @@ def test_nothing_is_cut_off(site, browse, width):
         page.goto(f"{site.out.as_uri()}/{address}")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
         assert page.evaluate(TOO_WIDE) == [], address
+
+
+PHONE = {"width": 390, "height": 844}
+WIDE = """() => {
+  document.querySelectorAll("details").forEach((folded) => folded.open = true);
+  return [...document.querySelectorAll("article table")]
+    .filter((table) => table.getBoundingClientRect().right > innerWidth)
+    .map((table) => table.innerText.slice(0, 200));
+}"""
+OPENING = """() => {
+  const [title, first] = document.querySelector("article").querySelectorAll(":scope > h1, :scope > h1 ~ *");
+  return [title.tagName, first.tagName, first.querySelectorAll("li strong").length, first.getBoundingClientRect().top];
+}"""
+
+
+@pytest.mark.parametrize("name", ["performance", "tables", "eight-bits"])
+def test_no_table_is_wider_than_a_phone(site, browse, name):
+    page = browse((site.out / "results" / f"{name}.html").as_uri(), viewport=PHONE)
+    assert page.evaluate("document.querySelectorAll('article table').length") >= 3
+    assert page.evaluate(WIDE) == []
+
+
+def test_performance_begins_with_its_summary(site, browse):
+    page = browse((site.out / "results" / "performance.html").as_uri(), viewport=PHONE)
+    title, first, answers, top = page.evaluate(OPENING)
+    assert (title, first) == ("H1", "UL")
+    assert answers >= 8
+    assert top < PHONE["height"] / 3
