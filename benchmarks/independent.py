@@ -200,7 +200,9 @@ def eight_bits_tables(seen: Path = SEEN) -> dict[str, str]:
             line += [f"{length_label(from_)} tokens", f"{min(there):.2f}x"] if from_ else ["no length", ""]
         advice.append(line)
     head = ["head size", *(x for name in PRECISIONS for x in (f'"{name}" from', "at least"))]
-    return {"eight-bits-advice": markdown(head, advice)} | {
+    both = [of for of in found.values() if {"H100", "independent"} <= of.keys()]
+    apart = max(abs(of["H100"] - of["independent"]) for of in both)
+    return {"eight-bits-advice": markdown(head, advice), "eight-bits-apart": f"{apart:.2f}"} | {
         f"eight-bits-{name}": _measurements(found, name) for name in PRECISIONS
     }
 

@@ -12,14 +12,17 @@ from studies.accumulation.plots import ratios_of
 from studies.accumulation.speed import Time
 from studies.accuracy import measure as accuracy
 from studies.accuracy.page import findings_of
+from studies.bench import state
 from studies.bench.accuracy import NAMES
-from studies.bench.results import OURS
+from studies.bench.results import OURS, load
 from studies.bench.tables import EFFICIENT, STANDARD, geometric_mean, is_ours, markdown
 from studies.pages.fp32 import WAYS_TABLE
 from studies.pages.marked import write as fill
+from studies.pages.report import Origin
 from studies.training.contests import Trial, name_of
 
 ROOT = readme.ROOT
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("performance", "fp32", "accuracy", "accumulation")
 MORE = ("results/eight-bits", "use/many-gpus", "use/faq", "use/support")
 """Other pages with numbers and sentences that they share."""
@@ -29,7 +32,7 @@ LENGTHS = (1024, 65536)
 """Keys at which accumulation.md quotes errors."""
 
 
-def write(results: Path = ROOT / "benchmarks" / "results", docs: Path = ROOT / "docs") -> list[Path]:
+def write(results: Path = RESULTS, docs: Path = ROOT / "docs") -> list[Path]:
     """Rewrite what stands between the comments."""
     found = numbers(results)
     return [fill(docs / f"{name}.md", found) for name in (*(f"results/{name}" for name in PAGES), *MORE)]
@@ -45,6 +48,10 @@ def numbers(results: Path) -> dict[str, str]:
 def _seen() -> dict[str, str]:
     """Return the tables of benchmarks/seen."""
     found = {"independent-grid": independent.grid_table(), "slower": independent.slower_table()}
+    for card, file in independent.EIGHT_BITS.items():
+        content = load(independent.SEEN / "results" / file)
+        of = Origin(content, state.carried(RESULTS), ("hopper 8-bit forward", "hopper forward", "quantize"))
+        found[f"of-eight-bits-{card.lower()}"] = of.stamp(content["suites"]["eight-bits"]["environment"])
     found |= {"decoding": independent.shares_table(), "four-gpus": independent.four_table()}
     return found | independent.eight_bits_tables()
 

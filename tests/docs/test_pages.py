@@ -39,6 +39,9 @@ def test_explain_gives_the_advice_of_the_page_on_eight_bits():
     pairs = [(name, size) for name in independent.PRECISIONS for size in independent.SIZES]
     advice = {at: from_ for at in pairs if (from_ := independent.faster_from(found, *at))}
     assert advice == FASTER
+    assert ("int8", 128) not in advice
+    said = f'"fp8" from {advice["fp8", 128] >> 10}k tokens on, and for "int8" nowhere'
+    assert said in " ".join(page("docs/use/guide.md").split())
 
 
 def test_the_advice_follows_the_worst_measurement():
