@@ -220,5 +220,5 @@ def _tables(found: Sequence[Grid]) -> str:
         for name, cells in grid.lines.items():
             bold = "**" if name == OURS or (OURS not in grid.lines and is_ours(name)) else ""
             lines.append([f"{bold}{cell}{bold}" if cell else "" for cell in (name, *cells)])
-        parts += [f"{grid.title}:", markdown(["implementation", *grid.columns], lines)]
+        parts += [f"{grid.title}:", markdown(["name", *grid.columns], lines)]
     return "\n\n".join(parts)

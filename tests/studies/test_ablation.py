@@ -240,6 +240,6 @@ def test_the_report_shows_table_and_picture(tmp_path):
     rows = measured({"without overlap": 1.25, "triton, keys outside": 7.0})
     results.merge(tmp_path / "results/card.json", "ablation", rows, results.environment(CPU), partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
-    assert "|  | without overlap | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 |" in page
+    assert "| without overlap | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 |" in page
     assert "### ablation: what each technique of the forward is worth" in page
     assert (tmp_path / "docs/images/card-ablation-worth.png").stat().st_size > 5000

@@ -334,7 +334,7 @@ def test_the_llmc_suite_is_told_as_its_source_tells_it(tmp_path):
     page = (tmp_path / "docs/results/fp32.md").read_text()
     assert "times of attention alone yet" not in page
     assert "No results file holds a training yet." in page
-    assert "| times as fast as standard attention | implementation | 256 | 1k | 2k | 4k |" in page
+    assert "| name | 256 | 1k | 2k | 4k |" in page
     assert "**tilewise fp16x3** | **4.00**" in page
     assert (tmp_path / "docs/images/card-llmc-speedup.png").stat().st_size > 5000
 

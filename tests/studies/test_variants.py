@@ -179,7 +179,7 @@ def test_the_report_shows_table_and_picture(tmp_path):
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "### variants: what each variant of a call costs" in page
     assert "packed as sequences of 3000, 100, 5092, 808, 7384." in page
-    assert "|  | softcap | 4.29 | 0.70 |  |  | 0.65 |" in page
+    assert "| softcap | 4.29 | 0.70 |  |  | 0.65 |" in page
     assert (tmp_path / "docs/images/card-variants-cost.png").stat().st_size > 5000
 
 
