@@ -140,8 +140,8 @@ def many_gpus(seen: Path = SEEN) -> dict[str, str]:
     right, all_ = over_nccl["right"], over_nccl["combinations"]
     (english, chinese), (two, er) = NUMERALS[most], NUMERALS[2]
     return {
-        "many-gpus": f"It is tested on CPUs; {two} H100s ran {right} of {all_} combinations of plan and sharding right "
-        f"over NCCL, and {english} H100s ran the benchmark.",
+        "many-gpus": f"Context parallelism is tested on CPUs; {two} H100s ran {right} of {all_} combinations "
+        f"of plan and sharding right over NCCL, and {english} H100s ran the benchmark.",
         "many-gpus-zh": f"在 CPU 上测试; {er}块 H100 通过 NCCL 运行了 {all_} 种组合, {right} 种结果正确; "
         f"{chinese}块 H100 运行过基准测试。",
         "gpus-tried": f"up to {english} H100s",
