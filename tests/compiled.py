@@ -7,7 +7,7 @@ import ast
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ ELSEWHERE = (
 """Files from which no kernel of attention is made: the scripts call `check.py`, `explain.py` and the back ends."""
 ONLY_HOPPER = "hopper/"
 """Files from which the portable kernels, which tests/triton compiles, are not made."""
-SCRIPTS = ("offline.py", "offline_fp32_backward.py", "calls.py")
-"""What the tests run to compile."""
 
 
-def key(test: Path) -> str:
-    """Hash what a test of compiled kernels reads: the package's kernels and launches, the test, the scripts and the
-    record in its folder, and the versions of Triton."""
+def key(test: Path, reads: Sequence[str]) -> str:
+    """Hash what a test of compiled kernels reads: the package's kernels and launches, the test, files and folders named
+    relative to it, and the versions of Triton."""
     without = (*ELSEWHERE, ONLY_HOPPER) if test.parent.name == "triton" else ELSEWHERE
     files = [f for f in sorted(PACKAGE.rglob("*.py")) if not f.relative_to(PACKAGE).as_posix().startswith(without)]
-    scripts = [file for name in SCRIPTS if (file := test.parent / name).exists()]
-    texts = [*_code([*files, test, *scripts]), (test.parent / "spills.json").read_text()]
-    return hashlib.sha256("\n".join([*_tritons(), *texts]).encode()).hexdigest()[:12]
+    for path in (test.parent / name for name in reads):
+        files += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return hashlib.sha256("\n".join([*_tritons(), *_code([*files, test])]).encode()).hexdigest()[:12]
 
 
 def read() -> dict[str, str]:
@@ -54,8 +52,11 @@ def _tritons() -> Iterator[str]:
 
 
 def _code(files: list[Path]) -> Iterator[str]:
-    """Yield syntax trees without docstrings, so that neither they nor comments count."""
+    """Yield syntax trees without docstrings, so that neither they nor comments count; of other files the text."""
     for file in files:
+        if file.suffix != ".py":
+            yield file.read_text()
+            continue
         tree: Any = ast.parse(file.read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)

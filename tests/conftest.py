@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ def pytest_configure(config):
         "ignore::DeprecationWarning:triton",
     ):
         config.addinivalue_line("filterwarnings", line)
+    config.addinivalue_line(
+        "markers",
+        "compiled_once(*reads): it compiles for chips, and reads these files and folders beside its own (compiled.py)",
+    )
     if config.option.durations is None:
         config.option.durations = 10
     torch.set_num_threads(1)  # the tensors are small, and pytest's workers share the cores
@@ -52,25 +57,27 @@ def pytest_configure(config):
     quicken()
 
 
-def pytest_collection_modifyitems(items):
-    """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end."""
-    items.sort(key=lambda item: item.path.name not in ("test_compile.py", "test_ablation_compiled.py"))
+def pytest_collection_modifyitems(config, items):
+    """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end; and not
+    at all if they passed with the same kernels, launches and Tritons (see compiled.py)."""
+    items.sort(key=lambda item: item.get_closest_marker("compiled_once") is None)
+    if not items or not items[0].get_closest_marker("compiled_once"):
+        return
+    import compiled  # where tests that need it are
+
+    passed, key = compiled.read(), cache(compiled.key)
+    skip = pytest.mark.skip(reason="it passed with the same kernels, launches and Tritons; --compile runs it again")
+    for item in items:
+        if mark := item.get_closest_marker("compiled_once"):
+            known = key(item.path, mark.args)
+            if passed.get(item.nodeid) == known and not config.getoption("--compile"):
+                item.add_marker(skip)
+            item.user_properties.append(("compiled", known))
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def compiled_once(request, record_property):
-    """Skips a test that passed with the same kernels, launches and Tritons (see compiled.py)."""
-    import compiled  # where tests that need it are
-
-    known, name = compiled.key(request.path), request.node.nodeid
-    if not request.config.getoption("--compile") and compiled.read().get(name) == known:
-        pytest.skip("it passed with the same kernels, launches and Tritons; --compile runs it again")
-    record_property("compiled", known)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """When a test of compiled kernels is repeated: when code that it reads has changed, and not for a comment."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import compiled
 import pytest
 
 TESTS = Path(__file__).parent / "triton"
+MARK = re.compile(r"mark\.compiled_once\((.+?)\)")
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def key(folder):
-    return compiled.key(folder / "triton" / "test_compile.py")
+    return compiled.key(folder / "triton" / "test_compile.py", ("offline.py", "spills.json"))
 
 
 @pytest.mark.parametrize("file", ["tilewise/tile/softmax.py", "tilewise/problem.py", "triton/offline.py"])
@@ -50,9 +52,24 @@ def test_commands_ranks_and_other_kernels_do_not_count(copy, file):
 
 def test_hopper_kernels_count_where_they_are_compiled(copy):
     shutil.copytree(TESTS.parent / "hopper", copy / "hopper", ignore=shutil.ignore_patterns("__pycache__"))
-    before = compiled.key(copy / "hopper" / "test_compile.py")
+    before = compiled.key(copy / "hopper" / "test_compile.py", ())
     (copy / "tilewise" / "hopper" / "tiles.py").write_text("")
-    assert compiled.key(copy / "hopper" / "test_compile.py") != before
+    assert compiled.key(copy / "hopper" / "test_compile.py", ()) != before
+
+
+def test_files_of_a_folder_count(copy):
+    before = compiled.key(copy / "triton" / "test_compile.py", ("../other",))
+    (copy / "other").mkdir()
+    (copy / "other" / "new.py").write_text("NEW = 1\n")
+    assert compiled.key(copy / "triton" / "test_compile.py", ("../other",)) != before
+
+
+def test_what_tests_read_exists():
+    found = [(file, reads) for file in TESTS.parent.rglob("test_*.py") for reads in MARK.findall(file.read_text())]
+    assert len(found) >= 8
+    for file, reads in found:
+        for name in re.findall(r'"(.+?)"', reads):
+            assert (file.parent / name).exists(), (file, name)
 
 
 def test_another_triton_counts(copy, monkeypatch, tmp_path):

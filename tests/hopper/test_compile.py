@@ -77,8 +77,9 @@ def faults(row, record):
     return found
 
 
+@pytest.mark.compiled_once("offline.py", "../triton/offline.py", "spills.json")
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_kernel_compiles_well(release, compiled_once):
+def test_every_kernel_compiles_well(release):
     variable = RELEASES[release]
     if variable and not os.environ.get(variable):
         pytest.skip(f"{variable} does not say where the newest Triton lies")
@@ -97,8 +98,9 @@ def test_every_kernel_compiles_well(release, compiled_once):
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
 
+@pytest.mark.compiled_once("offline_fp32_backward.py", "calls.py", "../triton/offline.py", "spills.json")
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_fp32_backward_compiles_well(release, compiled_once):
+def test_the_fp32_backward_compiles_well(release):
     variable = RELEASES[release]
     if variable and not os.environ.get(variable):
         pytest.skip(f"{variable} does not say where the newest Triton lies")

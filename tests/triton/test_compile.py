@@ -131,11 +131,15 @@ def faults(target, row, record):
 
 
 @pytest.mark.parametrize(
-    ("target", "release"), [(t, r) for t in MATRIX for r in RELEASES if r == "oldest" or t in NEWEST]
+    ("target", "release"),
+    [
+        pytest.param(t, r, marks=[] if (t, r) == ALWAYS else pytest.mark.compiled_once("offline.py", "spills.json"))
+        for t in MATRIX
+        for r in RELEASES
+        if r == "oldest" or t in NEWEST
+    ],
 )
-def test_every_kernel_compiles_well(target, release, request):
-    if (target, release) != ALWAYS:
-        request.getfixturevalue("compiled_once")
+def test_every_kernel_compiles_well(target, release):
     rows = offline(folder_of(release), "compile", target)
     version = rows[0]["triton"]
     if "refused" in rows[0]:

@@ -14,6 +14,9 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory of a block."""
 
 
+pytestmark = pytest.mark.compiled_once("decode_compiled.py", "../../studies/accumulation/compiled.py")
+
+
 @pytest.fixture(scope="module", params=SHARED)
 def compiled(request):
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "tests")])
