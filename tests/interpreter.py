@@ -106,7 +106,8 @@ def meet_at_once(interpreter: Any) -> None:
     def meet(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
         one, other = (getattr(getattr(side, "dtype", None), "name", None) for side in (lhs, rhs))
         kind = one or other
-        if kind not in PLAIN or not (one == other or fits(rhs if one else lhs, kind)):
+        as_they_are = named or options[2:3] == (False,)  # without arithmetic_check
+        if as_they_are or kind not in PLAIN or not (one == other or fits(rhs if one else lhs, kind)):
             return slow(self, lhs, rhs, *options, **named)
         if one is None:
             lhs = self.scalar_constant(lhs, rhs.dtype)
