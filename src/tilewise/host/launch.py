@@ -21,9 +21,8 @@ from ..tile.dropout import Counters, Dropout
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..tile.renormalize import attention_backward_renormalize
 from ..tile.rows import Output, Packed, Rows, Unused
-from .compile_once import compile_once
+from .compile_once import compile_once, hash_in_order
 from .direct import direct
-from .shortcuts import hash_in_order
 
 DEVICE_MASKS: Any = masks
 DEVICE_SCORES: Any = scores

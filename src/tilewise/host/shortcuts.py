@@ -3,18 +3,15 @@
 import inspect
 import linecache
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from opcode import EXTENDED_ARG, opmap
 from types import CodeType, SimpleNamespace
 from typing import Any
 
 PACKAGE = __name__.rpartition(".host.")[0]
 IMPORTING = threading.RLock()
-LOAD_GLOBAL = opmap["LOAD_GLOBAL"]
 
 
 @contextmanager
@@ -48,36 +45,6 @@ def source_lines(fn: Any) -> tuple[list[str], int]:
 def _last_line(code: CodeType) -> int:
     inner = [_last_line(each) for each in code.co_consts if isinstance(each, CodeType)]
     return max([code.co_firstlineno, *inner, *(end or 0 for _, end, *_ in code.co_positions())])
-
-
-def hash_in_order(*values: Any) -> None:
-    """Hash device functions, and those in tuples, each after all that it calls.
-
-    A caller's hash holds the constants of its callees only if Triton hashed these before. Without an order, a kernel's
-    key in Triton's cache depends on what the process compiled earlier, and another process compiles the kernel again.
-    """
-    for value in values:
-        if isinstance(value, tuple):
-            hash_in_order(*value)
-        elif getattr(value, "__triton_aggregate__", False):
-            hash_in_order(*value.hash_attrs)
-        elif hasattr(type(value), "cache_key") and value.hash is None:
-            called = (value.__globals__.get(name) for name in _globals_of(value.fn.__code__))
-            hash_in_order(*(other for other in called if other is not value))
-            value.cache_key  # noqa: B018, it computes and keeps it
-
-
-def _globals_of(code: CodeType) -> set[str]:
-    """Return the names that a function's code loads from its module. For all device functions of a first step it takes
-    10 ms; with the `dis` module it takes 77."""
-    names, argument = set(), 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        argument = argument << 8 | low
-        if operation == LOAD_GLOBAL:
-            names.add(code.co_names[argument >> (sys.version_info >= (3, 11))])  # its last bit is a flag of calls
-        if operation != EXTENDED_ARG:
-            argument = 0
-    return names.union(*(_globals_of(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def know_triton() -> None:
