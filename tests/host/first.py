@@ -5,7 +5,7 @@ succeed and do nothing. That needs a C compiler. Run it in a process of its own,
 
     python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched
     python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
-    python tests/host/first.py ones              with every count 1: the kernels, and what fails to build
+    python tests/host/first.py ones              with every count 1, or no keys: the kernels, and what fails to build
 """
 
 import ctypes
@@ -260,7 +260,7 @@ def launches(name: str, B: int, M: int, N: int, H: int, H_k: int) -> Any:
 
 
 def ones() -> Iterator[dict[str, Any]]:
-    """Build the IR of every kernel for counts of 1, and tell which were built and what failed.
+    """Build the IR of every kernel for counts of 1, and where there are no keys. Tell which were built, what failed.
 
     A count that Triton has made a constant has no type there. No machine code is made.
     """
@@ -268,7 +268,8 @@ def ones() -> Iterator[dict[str, Any]]:
 
     use_target("sm_90")
     names = [name for name in calls(1, 1, 1, 1) if name in BUILT or name.endswith("triton")]
-    named = [(name, lambda name=name: launches(name, 1, *least(name), 1, 1)) for name in names]
+    sizes = [(name, least(name), N) for name in names for N in (least(name), 0)]
+    named = [(f"{name}, {N} keys", lambda name=name, M=M, N=N: launches(name, 1, M, N, 1, 1)) for name, M, N in sizes]
     for name, given in [*named, *of_caches(), *of_others()]:
         for launch in given():
             kernel = launch.kernel
@@ -281,9 +282,9 @@ def ones() -> Iterator[dict[str, Any]]:
             yield row
 
 
-def least(name: str) -> tuple[int, int]:
-    """Return the least lengths that a call's kernels take: Hopper's take two, which are one tile."""
-    return (1, 1) if name.endswith("triton") else (2, 2)
+def least(name: str) -> int:
+    """Return the least length that a call's kernels take: Hopper's take two, which are one tile."""
+    return 1 if name.endswith("triton") else 2
 
 
 def build_ir(src: Any, target: Any, options: dict[str, Any]) -> Any:
