@@ -65,3 +65,10 @@ def test_versions_are_compared_as_numbers(version, old, monkeypatch):
             backend.check_triton()
     else:
         assert backend.check_triton() is None
+
+
+def test_a_folder_of_that_name_is_no_triton(monkeypatch):
+    """Python imports a folder without `__init__.py`, such as a clone's parent, as an empty package."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__path__=["/home/me/triton"]))
+    with pytest.raises(ImportError, match="/home/me/triton is a folder without code; rename it"):
+        backend.check_triton()
