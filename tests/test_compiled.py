@@ -8,7 +8,7 @@ import compiled
 import pytest
 
 TESTS = Path(__file__).parent / "triton"
-MARK = re.compile(r"mark\.compiled_once\((.+?)\)")
+MARK = re.compile(r"mark\.compiled_once\((.+?)\)", re.DOTALL)
 
 
 @pytest.fixture

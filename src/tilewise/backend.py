@@ -86,7 +86,7 @@ def check_triton() -> None:
     import triton
 
     if not hasattr(triton, "__version__"):  # Python imports any folder of that name as an empty package
-        raise ImportError(f"{next(iter(triton.__path__))} is a folder without code; rename it, or leave it off sys.path")
+        raise ImportError(f"{next(iter(triton.__path__))} is a folder without code; rename it or leave it off sys.path")
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         least = ".".join(map(str, OLDEST_TRITON))
         raise OldTriton(

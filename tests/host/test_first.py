@@ -65,7 +65,11 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}
 
 
-def test_every_kernel_is_built_for_counts_of_1():
+@pytest.mark.compiled_once(
+    "first.py", "../../src/tilewise/merge.py", "../../src/tilewise/rotary.py",
+    "../../src/tilewise/host/rotary.py", "../../src/tilewise/tile/rotary.py",
+)  # fmt: skip
+def test_every_kernel_is_built_for_counts_of_1_and_without_keys():
     built = first("ones")
     failed = [line for line in built if "error" in line]
     assert not failed

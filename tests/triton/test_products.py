@@ -8,7 +8,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.compiled_once(
+    "products.py", "addresses.py", "offline.py", "../hopper/offline.py", "../hopper/offline_fp32_backward.py",
+    "../hopper/calls.py", "../../studies/accumulation", "../../src/tilewise/hopper",
+    "../../src/tilewise/merge.py", "../../src/tilewise/rotary.py", "../../src/tilewise/host/rotary.py",
+    "../../src/tilewise/tile/rotary.py",
+)  # fmt: skip
 
 ALLOWED = {
     "a row or a key of a sequence; check.py refuses lengths from 2^30 on": {
