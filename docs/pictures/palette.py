@@ -1,11 +1,11 @@
-"""Pictures as small files: PNGs with a palette of 128 colours, replaced only where something else is drawn."""
+"""Pictures as small files: PNGs with a palette of 64 colours, replaced only where something else is drawn."""
 
 from pathlib import Path
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-COLOURS = 128
+COLOURS = 64
 
 
 def reduce(path: Path) -> None:
