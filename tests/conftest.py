@@ -77,6 +77,24 @@ def pytest_collection_modifyitems(config, items):
             item.user_properties.append(("compiled", known))
 
 
+def pytest_sessionstart(session):
+    if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):  # workers have none
+        session.config.pluginmanager.register(AtOnce(terminal))
+
+
+class AtOnce:
+    """Print the name of a test when it fails, and not only at the end, which a run that is cut off does not reach."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)\n", red=True)
+            self.terminal.flush()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
