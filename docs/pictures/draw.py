@@ -56,7 +56,7 @@ def draw(folder: Path) -> list[Path]:
 
 def words(figure: Any) -> str:
     """What stands in a picture; the file keeps it, so that one whose numbers have changed since is found."""
-    figure.canvas.draw()  # axes have no labels before
+    figure.draw_without_rendering()  # axes have no labels before
     return "\n".join(text for part in figure.findobj(Text) if (text := part.get_text()))
 
 

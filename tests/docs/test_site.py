@@ -207,14 +207,14 @@ def test_no_list_or_table_is_left_as_text(site):
 
 def test_formulas_are_drawn_and_mistakes_stop_a_build(tmp_path):
     root = tmp_path / "root"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "out", "dist", "__pycache__"))
-    shutil.copy(ROOT / "docs/.nav.yml", root / "docs")
+    shutil.copytree(ROOT / "docs/site", root / "docs/site")
+    (root / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\nplugins: [search, offline]\n")
     mistakes = [text if text.startswith("$") else f"[wrong]({text})" for text in MISTAKES]
-    page = root / "docs/use/numerics.md"
-    page.write_text("\n\n".join([page.read_text(), FORMULAS, *mistakes]))
-    chinese = root / "docs/learn/zh/9-chinese.md"
-    chinese.parent.mkdir(exist_ok=True)
-    chinese.write_text(CHINESE)
+    for name, text in (("index", "# Home"), ("use/guide", "# Guide"), ("learn/zh/9-chinese", CHINESE),
+                       ("use/numerics", "\n\n".join(["# Numerics", FORMULAS, *mistakes]))):  # fmt: skip
+        page = root / f"docs/{name}.md"
+        page.parent.mkdir(exist_ok=True, parents=True)
+        page.write_text(text)
     done = build(root, tmp_path / "out")
     assert done.returncode != 0
     for mistake in MISTAKES:
