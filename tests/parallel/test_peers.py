@@ -20,7 +20,7 @@ def test_errors_and_bytes_beside_a_peer(client, tmp_path):
         subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for rank in range(4)
     ]
-    lines = [process.communicate(timeout=200)[0].splitlines() for process in started]
+    lines = [process.communicate(timeout=900)[0].splitlines() for process in started]
     assert [process.returncode for process in started] == [0] * 4
     rows = [{row["name"]: row for row in map(json.loads, (x for x in own if x.startswith("{")))} for own in lines]
     for own in rows:

@@ -78,7 +78,7 @@ def test_a_step_with_holes_in_its_padding_is_drawn():
     assert torch.equal(generate(model, given, "static")[0], wanted[0])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_steps_whose_masks_generate_has_prepared_are_one_graph(name, side):
@@ -117,7 +117,7 @@ def wide(node):
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.ndim == 4
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_compiled_step_on_a_static_cache_is_one_graph():
     model, given = make("llama"), inputs("llama", "left")
     wanted = generate(model, given, "static")

@@ -119,7 +119,7 @@ class Texts(torch.utils.data.Dataset):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_trainer_with_workers(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     losses = []
@@ -137,7 +137,7 @@ def test_the_trainer_with_workers(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_spawned_process_installs_it_itself():
     model, given = make("llama"), inputs("llama", "left")
     model.set_attn_implementation("tilewise")
@@ -149,7 +149,7 @@ def test_a_spawned_process_installs_it_itself():
     assert process.exitcode == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "form"), [("llama", "left"), ("gemma3", "packed"), ("gpt_oss", "left")])
 def test_compile_in_one_graph(name, form):
     model, given = make(name), inputs(name, form) | {"use_cache": False}
