@@ -22,13 +22,13 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 """What came out of each (case, back end) of the conformance tests."""
-COMPILED: dict[str, str] = {}
-"""The tests that compiled and passed, each with its key."""
+PASSED: dict[str, str] = {}
+"""The tests marked `once` that passed, each with its key."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--conformance-report", metavar="FILE", help="where to write what ran where, as JSON")
-    parser.addoption("--compile", action="store_true", help="compile every kernel, and keep what passed (compiled.py)")
+    parser.addoption("--again", action="store_true", help="run every test of kernels, and keep what passed (once.py)")
 
 
 def pytest_configure(config):
@@ -47,7 +47,7 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
     config.addinivalue_line(
         "markers",
-        "compiled_once(*reads): it compiles for chips, and reads these files and folders beside its own (compiled.py)",
+        "once(*reads): it need not run again until kernels, its file, or these files and folders change (once.py)",
     )
     if config.option.durations is None:
         config.option.durations = 10
@@ -60,21 +60,21 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that compile for chips take minutes each: first, so that no worker is alone with them at the end; and not
-    at all if they passed with the same kernels, launches and Tritons (see compiled.py)."""
-    items.sort(key=lambda item: item.get_closest_marker("compiled_once") is None)
-    if not items or not items[0].get_closest_marker("compiled_once"):
+    """Tests that compile kernels take minutes each: first, so that no worker is alone with them at the end; and not at
+    all if they passed with the same files, PyTorch and Tritons (see once.py)."""
+    items.sort(key=lambda item: item.get_closest_marker("once") is None)
+    if not items or not items[0].get_closest_marker("once"):
         return
-    import compiled  # where tests that need it are
+    import once  # where tests that need it are
 
-    passed, key = compiled.read(), cache(compiled.key)
-    skip = pytest.mark.skip(reason="it passed with the same kernels, launches and Tritons; --compile runs it again")
+    passed, key = once.read(), cache(once.key)
+    skip = pytest.mark.skip(reason="it passed with the same files, PyTorch and Tritons; --again runs it again")
     for item in items:
-        if mark := item.get_closest_marker("compiled_once"):
+        if mark := item.get_closest_marker("once"):
             known = key(item.path, mark.args)
-            if passed.get(item.nodeid) == known and not config.getoption("--compile"):
+            if passed.get(item.nodeid) == known and not config.getoption("--again"):
                 item.add_marker(skip)
-            item.user_properties.append(("compiled", known))
+            item.user_properties.append(("once", known))
 
 
 def pytest_sessionstart(session):
@@ -136,8 +136,8 @@ def browse(browser):
 
 def pytest_runtest_logreport(report):
     run = dict(report.user_properties)
-    if "compiled" in run and report.when == "call" and report.outcome == "passed":
-        COMPILED[report.nodeid] = run["compiled"]
+    if "once" in run and report.when == "call" and report.outcome == "passed":
+        PASSED[report.nodeid] = run["once"]
     if "case" in run and (report.when == "call" or report.outcome != "passed"):
         reason = report.longrepr[2] if report.outcome == "skipped" else _last_error(report.longreprtext)
         known = OUTCOMES.setdefault((run["case"], run["backend"]), {"outcome": "passed", "reason": ""})
@@ -153,10 +153,10 @@ def _last_error(text):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
         return
-    if COMPILED and session.config.getoption("--compile"):
-        import compiled
+    if PASSED and session.config.getoption("--again"):
+        import once
 
-        compiled.keep(COMPILED)
+        once.keep(PASSED)
     if not OUTCOMES:
         return
     file, cache = session.config.getoption("--conformance-report"), getattr(session.config, "cache", None)

@@ -23,7 +23,10 @@ GPU = torch.cuda.is_available()
 ON_GPU = ("hopper", "triton")
 OF_FP32 = ("hopper-bf16x6", "hopper-fp16x3")
 """Hopper's kernels for fp32; "hopper" stands for those for 16-bit types."""
-BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else ("triton-interpreter",)))
+INTERPRETER = pytest.param(
+    "triton-interpreter", marks=pytest.mark.once(".", "../interpreter.py", "../conftest.py", "../../src/tilewise")
+)
+BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else (INTERPRETER,)))
 
 
 @contextmanager
@@ -103,7 +106,7 @@ def test_fresh_memory_is_poisoned():
 def test_without_pytests_cache_what_ran_is_not_kept(pytestconfig, monkeypatch, tmp_path):
     (conftest,) = (plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "OUTCOMES"))
     monkeypatch.setattr(conftest, "OUTCOMES", {("causal", "cpu"): {"outcome": "passed", "reason": ""}})
-    monkeypatch.setattr(conftest, "COMPILED", {})
+    monkeypatch.setattr(conftest, "PASSED", {})
     for file in (None, tmp_path / "report.json"):
         assert list(tmp_path.iterdir()) == []
         config = SimpleNamespace(getoption=lambda name, file=file: file)  # as with -p no:cacheprovider

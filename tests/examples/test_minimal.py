@@ -239,7 +239,7 @@ def test_benchmark_runs(tmp_path):
         assert "TRITON_INTERPRET=1" in done.stdout  # why stages 6 and 7 are missing
 
 
-@pytest.mark.compiled_once("offline.py", "../triton/offline.py", "../../examples/minimal")
+@pytest.mark.once("offline.py", "../triton/offline.py", "../../examples/minimal")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_compiles_without_a_gpu(target, tmp_path):
     done = run(Path(__file__).parent / "offline.py", tmp_path, target, TRITON_INTERPRET="0")

@@ -21,7 +21,7 @@ SPILLS = {(256, "fp8"): 4, (128, "e4m3"): 5}
 """Local loads and stores; elsewhere 3."""
 
 
-pytestmark = pytest.mark.compiled_once("offline_eight_bits.py", "../triton/offline.py")
+pytestmark = pytest.mark.once("offline_eight_bits.py", "../triton/offline.py")
 
 
 @pytest.fixture(scope="module")

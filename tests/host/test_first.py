@@ -65,7 +65,7 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}
 
 
-@pytest.mark.compiled_once(
+@pytest.mark.once(
     "first.py", "../../src/tilewise/merge.py", "../../src/tilewise/rotary.py",
     "../../src/tilewise/host/rotary.py", "../../src/tilewise/tile/rotary.py",
 )  # fmt: skip

@@ -46,7 +46,7 @@ RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 NEWEST = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that are compiled for with both: a Triton takes a minute of each."""
 ALWAYS = ("sm_86", "oldest")
-"""What is compiled in every run; the others only if something has changed since they passed (compiled.py)."""
+"""What is compiled in every run; the others only if something has changed since they passed (once.py)."""
 KERNELS = {
     "attention_forward",
     "attention_backward_dkdv",
@@ -133,7 +133,7 @@ def faults(target, row, record):
 @pytest.mark.parametrize(
     ("target", "release"),
     [
-        pytest.param(t, r, marks=[] if (t, r) == ALWAYS else pytest.mark.compiled_once("offline.py", "spills.json"))
+        pytest.param(t, r, marks=[] if (t, r) == ALWAYS else pytest.mark.once("offline.py", "spills.json"))
         for t in MATRIX
         for r in RELEASES
         if r == "oldest" or t in NEWEST

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.compiled_once(
+pytestmark = pytest.mark.once(
     "products.py", "addresses.py", "offline.py", "../hopper/offline.py", "../hopper/offline_fp32_backward.py",
     "../hopper/calls.py", "../../studies/accumulation", "../../src/tilewise/hopper",
     "../../src/tilewise/merge.py", "../../src/tilewise/rotary.py", "../../src/tilewise/host/rotary.py",

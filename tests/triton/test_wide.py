@@ -12,7 +12,10 @@ import triton
 
 from tilewise.triton import launch, tiles
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
+    pytest.mark.once("../conformance", "../interpreter.py", "../conftest.py", "../../src/tilewise"),
+]
 
 KINDS = [(kind, size) for kind in ("hopper", "ampere", "other") for size in (2, 4)]
 WIDE = Case("", B=1, M=41, N=70, D=512)

@@ -1,27 +1,27 @@
-"""When a test of compiled kernels is repeated: when code that it reads has changed, and not for a comment."""
+"""When a test of kernels is repeated: when code that it reads has changed, and not for a comment."""
 
 import re
 import shutil
 from pathlib import Path
 
-import compiled
+import once
 import pytest
 
 TESTS = Path(__file__).parent / "triton"
-MARK = re.compile(r"mark\.compiled_once\((.+?)\)", re.DOTALL)
+MARK = re.compile(r"mark\.once\((.+?)\)", re.DOTALL)
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The package and the tests in a folder where they may be edited."""
-    shutil.copytree(compiled.PACKAGE, tmp_path / "tilewise")
+    shutil.copytree(once.PACKAGE, tmp_path / "tilewise")
     shutil.copytree(TESTS, tmp_path / "triton", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiled, "PACKAGE", tmp_path / "tilewise")
+    monkeypatch.setattr(once, "PACKAGE", tmp_path / "tilewise")
     return tmp_path
 
 
 def key(folder):
-    return compiled.key(folder / "triton" / "test_compile.py", ("offline.py", "spills.json"))
+    return once.key(folder / "triton" / "test_compile.py", ("offline.py", "spills.json"))
 
 
 @pytest.mark.parametrize("file", ["tilewise/tile/softmax.py", "tilewise/problem.py", "triton/offline.py"])
@@ -40,7 +40,7 @@ def test_what_is_allowed_counts(copy):
 
 
 def test_what_does_not_count_exists():
-    assert all((compiled.PACKAGE / name).exists() for name in compiled.ELSEWHERE)
+    assert all((once.PACKAGE / name).exists() for name in once.ELSEWHERE)
 
 
 @pytest.mark.parametrize("file", ["cli/info.py", "parallel/walk.py", "hopper/tiles.py"])
@@ -52,16 +52,16 @@ def test_commands_ranks_and_other_kernels_do_not_count(copy, file):
 
 def test_hopper_kernels_count_where_they_are_compiled(copy):
     shutil.copytree(TESTS.parent / "hopper", copy / "hopper", ignore=shutil.ignore_patterns("__pycache__"))
-    before = compiled.key(copy / "hopper" / "test_compile.py", ())
+    before = once.key(copy / "hopper" / "test_compile.py", ())
     (copy / "tilewise" / "hopper" / "tiles.py").write_text("")
-    assert compiled.key(copy / "hopper" / "test_compile.py", ()) != before
+    assert once.key(copy / "hopper" / "test_compile.py", ()) != before
 
 
 def test_files_of_a_folder_count(copy):
-    before = compiled.key(copy / "triton" / "test_compile.py", ("../other",))
+    before = once.key(copy / "triton" / "test_compile.py", ("../other",))
     (copy / "other").mkdir()
     (copy / "other" / "new.py").write_text("NEW = 1\n")
-    assert compiled.key(copy / "triton" / "test_compile.py", ("../other",)) != before
+    assert once.key(copy / "triton" / "test_compile.py", ("../other",)) != before
 
 
 def test_what_tests_read_exists():
@@ -79,8 +79,18 @@ def test_another_triton_counts(copy, monkeypatch, tmp_path):
     assert key(copy) != before
 
 
+def test_another_pytorch_counts(copy, monkeypatch):
+    before, version = key(copy), once.metadata.version
+    for torch, same in ((version("torch").partition("+")[0] + "+elsewhere", True), ("9.9.0", False)):
+        monkeypatch.setattr(
+            once.metadata, "version", lambda name, torch=torch: torch if name == "torch" else version(name)
+        )
+        assert (key(copy) == before) is same
+
+
 def test_tests_that_passed_are_added(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
-    compiled.keep({"b": "1", "a": "2"})
-    compiled.keep({"b": "3"})
-    assert compiled.read() == {"a": "2", "b": "3"}
+    monkeypatch.setattr(once, "RECORD", tmp_path / "once.json")
+    assert once.read() == {}
+    once.keep({"a.py::b": "1", "a.py::c[one[0]-two]": "2", "a.py::c[three]": "2"})
+    once.keep({"a.py::b": "3"})
+    assert once.read() == {"a.py::b": "3", "a.py::c[one[0]-two]": "2", "a.py::c[three]": "2"}

@@ -1,6 +1,8 @@
-"""Skip a test of compiled kernels that passed, until something that it reads has changed.
+"""Skip a test of kernels that passed, until something that it reads has changed: `@pytest.mark.once(*reads)`.
 
-make test ARGS=--compile     runs them all, and keeps in compiled.json which passed
+What such a test does is compiled or interpreted from files alone, so it takes minutes and ends as it did before.
+
+make test ARGS=--again     runs them all, and keeps in once.json which passed
 """
 
 import ast
@@ -8,12 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RECORD = HERE / "compiled.json"
+RECORD = HERE / "once.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = (
     "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/",
@@ -26,26 +29,34 @@ ONLY_HOPPER = "hopper/"
 
 
 def key(test: Path, reads: Sequence[str]) -> str:
-    """Hash what a test of compiled kernels reads: the package's kernels and launches, the test, files and folders named
-    relative to it, and the versions of Triton."""
+    """Hash what a test of kernels reads: the package's kernels and launches, the test, files and folders named relative
+    to it, and the versions of PyTorch and Triton."""
     without = (*ELSEWHERE, ONLY_HOPPER) if test.parent.name == "triton" else ELSEWHERE
     files = [f for f in sorted(PACKAGE.rglob("*.py")) if not f.relative_to(PACKAGE).as_posix().startswith(without)]
     for path in (test.parent / name for name in reads):
         files += [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return hashlib.sha256("\n".join([*_tritons(), *_code([*files, test])]).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join([*_versions(), *_code([*files, test])]).encode()).hexdigest()[:12]
 
 
 def read() -> dict[str, str]:
     """Return the key with which each test passed last, by its name."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if not RECORD.exists():
+        return {}
+    by_function = json.loads(RECORD.read_text())
+    return {f"{function}{case}": key for function, cases in by_function.items() for case, key in cases.items()}
 
 
 def keep(passed: dict[str, str]) -> None:
     """Add tests that passed to the record."""
-    RECORD.write_text(json.dumps(dict(sorted({**read(), **passed}.items())), indent=1) + "\n")
+    by_function: dict[str, dict[str, str]] = {}
+    for name, known in sorted({**read(), **passed}.items()):
+        function, bracket, case = name.partition("[")
+        by_function.setdefault(function, {})[bracket + case] = known
+    RECORD.write_text(json.dumps(by_function, indent=1) + "\n")
 
 
-def _tritons() -> Iterator[str]:
+def _versions() -> Iterator[str]:
+    yield metadata.version("torch").partition("+")[0]  # without the place that it is built for
     yield metadata.version("triton")
     newest = os.environ.get("TILEWISE_TRITON_NEWEST")
     yield from sorted(path.name for path in Path(newest).glob("triton-*.dist-info")) if newest else ()
@@ -54,15 +65,18 @@ def _tritons() -> Iterator[str]:
 def _code(files: list[Path]) -> Iterator[str]:
     """Yield syntax trees without docstrings, so that neither they nor comments count; of other files the text."""
     for file in files:
-        if file.suffix != ".py":
-            yield file.read_text()
-            continue
-        tree: Any = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list):
-                node.body = [line for line in body if not _is_text(line)]
-        yield ast.dump(tree)
+        text = file.read_text()
+        yield _tree(text) if file.suffix == ".py" else text
+
+
+@cache
+def _tree(text: str) -> str:
+    tree: Any = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [line for line in body if not _is_text(line)]
+    return ast.dump(tree)
 
 
 def _is_text(line: ast.AST) -> bool:
