@@ -41,6 +41,7 @@ def pytest_configure(config):
         "ignore:Guards may run slower:RuntimeWarning",  # torch.compile, on Python 3.13.0
         "ignore:The .grad attribute of a Tensor:UserWarning",  # opcheck, from PyTorch 2.15 on
         "ignore::DeprecationWarning:torch",
+        "ignore:The distutils package is deprecated:DeprecationWarning",  # Inductor
         "ignore::FutureWarning:torch",
         "ignore::DeprecationWarning:triton",
     ):

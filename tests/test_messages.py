@@ -29,7 +29,7 @@ from tilewise.compat.flash_attn.modules import mha
 SOURCE = Path(__file__).parents[1] / "src" / "tilewise"
 REMEDY = (
     "add|call|change|choose|clamp|convert|detach|did you mean|expand|gather|give|import|install|leave|make|move|name|"
-    "pad|pass|project|remove|repeat|reshape|rotate|run|set|split|stack|use|write"
+    "pad|pass|project|remove|rename|repeat|reshape|rotate|run|set|split|stack|use|write"
 )
 FORM = re.compile(rf"[^;]+ must .+, got .+; ({REMEDY}) .+", re.DOTALL)
 SHORT_FORM = re.compile(rf"[^;]+; ({REMEDY}) .+", re.DOTALL)

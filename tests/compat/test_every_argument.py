@@ -197,7 +197,11 @@ def of_sdpa(given: dict[str, Any]) -> Any:
 
 def of_torch_flash(given: dict[str, Any]) -> Any:
     """What tilewise makes of a call of aten::_flash_attention_forward; PyTorch gets what it returns a text for."""
-    found = torch_flash.Handle(("cpu",)).translated(**given)
+    handle = torch_flash.Handle(("cpu",))
+    try:
+        found = handle.translated(**given)
+    finally:
+        handle.remove()
     return object() if isinstance(found, str) else (*found.x[:3], *found.x.extra, str(found.recipe))
 
 
@@ -220,9 +224,11 @@ def while_registered(given: dict[str, Any]) -> str:
     torch_flash.register(**given)
     q, cu = torch.zeros(4, 1, 8), ints(0, 4)
     torch.nn.attention.activate_flash_attention_impl(given.get("name", "tilewise"))
-    with tw.count_calls() as calls, suppress(NotImplementedError):  # PyTorch has no such kernel for CPUs
-        torch.ops.aten._flash_attention_forward(q, q, q, cu, cu, 4, 4, 0.0, False, False)
-    torch.nn.attention.restore_flash_attention_impl()
+    try:
+        with tw.count_calls() as calls, suppress(NotImplementedError):  # PyTorch has no such kernel for CPUs
+            torch.ops.aten._flash_attention_forward(q, q, q, cu, cu, 4, 4, 0.0, False, False)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
     return f"{calls} {sorted(torch.nn.attention.list_flash_attention_impls())}"
 
 

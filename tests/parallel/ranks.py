@@ -158,13 +158,15 @@ VARIANTS = ("padding bool", "documents mixed")
 
 @case
 def every_plan_sharding_mask_heads_and_type(rank):
-    calls = 0
-    for n, (plan, s) in enumerate(plans()):
-        for name in masks():
-            kinds = [KINDS[n % len(KINDS)]] if name in VARIANTS else KINDS
+    met = []
+    for n, (plan, s) in enumerate(plans()):  # each plan with its sharding meets each mask with two kinds, in turn
+        for m, name in enumerate(masks()):
+            kinds = [KINDS[(n + m + k) % 6] for k in ((0,) if name in VARIANTS else (0, 3))]
             check_all([results(plan, s, name, *heads, dtype) for heads, dtype in kinds])
-            calls += len(kinds)
-    assert calls == 16 * (9 * 6 + 2)
+            met += [(n, name, kind) for kind in kinds]
+    assert len(met) == 16 * (9 * 2 + 2)
+    assert len({(n, kind) for n, _, kind in met}) == 16 * len(KINDS)
+    assert len({(name, kind) for _, name, kind in met if name not in VARIANTS}) == 9 * len(KINDS)
 
 
 @case
