@@ -62,6 +62,7 @@ def angles(R, rows=320, dtype=torch.float32):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize(
     ("name", "R"), [("small", 16), ("fp16", 38), ("padded", 64), ("not finite", 64), ("packed", 20)]
 )

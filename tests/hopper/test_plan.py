@@ -261,6 +261,7 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     assert [id(one) for one in given] == [id(one.tiles) for one in lists]
 
 
+@pytest.mark.once(".", "../../src/tilewise")
 def test_a_margin_leaves_multiprocessors_free():
     code = "import torch; from tilewise.hopper.plan import processors; print(processors(torch.device('cpu')))"
     for margin, expected in (("0", "132"), ("8", "124"), ("500", "1")):

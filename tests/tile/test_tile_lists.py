@@ -16,7 +16,10 @@ from tilewise.tile.ranges import Place, Variant, key_range, list_at, partial_at,
 from tilewise.triton import launch
 from tilewise.triton.tiles import FORWARD, Tiles
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
+    pytest.mark.once("../interpreter.py", "../conftest.py", "../../src/tilewise"),
+]
 
 NEVER, PARTIAL, FULL = 0, 1, 16
 """What `mark` adds to a tile each time it is computed; any other number is a tile computed twice."""

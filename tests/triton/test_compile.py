@@ -45,8 +45,6 @@ RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
 NEWEST = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that are compiled for with both: a Triton takes a minute of each."""
-ALWAYS = ("sm_86", "oldest")
-"""What is compiled in every run; the others only if something has changed since they passed (once.py)."""
 KERNELS = {
     "attention_forward",
     "attention_backward_dkdv",
@@ -130,14 +128,9 @@ def faults(target, row, record):
     return found
 
 
+@pytest.mark.once("offline.py", "spills.json")
 @pytest.mark.parametrize(
-    ("target", "release"),
-    [
-        pytest.param(t, r, marks=[] if (t, r) == ALWAYS else pytest.mark.once("offline.py", "spills.json"))
-        for t in MATRIX
-        for r in RELEASES
-        if r == "oldest" or t in NEWEST
-    ],
+    ("target", "release"), [(t, r) for t in MATRIX for r in RELEASES if r == "oldest" or t in NEWEST]
 )
 def test_every_kernel_compiles_well(target, release):
     rows = offline(folder_of(release), "compile", target)
