@@ -1,6 +1,6 @@
 """ring-flash-attn and yunchang beside tilewise.parallel, on the same processes: errors and bytes sent, as JSON.
 
-Arguments: the client, the rank, a file to meet at.
+Arguments: the client, the rank, the number of ranks, a file to meet at.
 """
 
 import json
@@ -16,8 +16,8 @@ from tilewise import reference
 from tilewise.compat import install
 
 install("flash_attn")
-CLIENT, RANK, MEET = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-WORLD, N, H, D = 4, 512, 4, 32
+CLIENT, RANK, WORLD, MEET = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+N, H, D = 512, 4, 32
 SENT = [0]
 send_all = dist.batch_isend_irecv
 
