@@ -23,10 +23,9 @@ GPU = torch.cuda.is_available()
 ON_GPU = ("hopper", "triton")
 OF_FP32 = ("hopper-bf16x6", "hopper-fp16x3")
 """Hopper's kernels for fp32; "hopper" stands for those for 16-bit types."""
-INTERPRETER = pytest.param(
-    "triton-interpreter", marks=pytest.mark.once(".", "../interpreter.py", "../conftest.py", "../../src/tilewise")
-)
+INTERPRETER = "triton-interpreter"
 BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else (INTERPRETER,)))
+ONCE = pytest.mark.once(".", "../interpreter.py", "../conftest.py", "../../src/tilewise")
 
 
 @contextmanager
@@ -71,13 +70,16 @@ def skip_unless_taken(case: Case, backend: str, call: Call) -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, *(OF_FP32 if GPU else ())])
+@pytest.mark.parametrize(
+    "backend",
+    [*(pytest.param(name, marks=ONCE if name == INTERPRETER else ()) for name in BACKENDS), *(OF_FP32 if GPU else ())],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
     record_property("case", case.name)
     record_property("backend", backend)
     on_gpu = backend in (*ON_GPU, *OF_FP32)
-    if backend == "triton-interpreter" and case.size != "tiny":
+    if backend == INTERPRETER and case.size != "tiny":
         pytest.skip("too large for Triton's interpreter")
     if not on_gpu and case.size != "tiny" and crc32(case.name.encode()) % 3:
         pytest.skip("of the large cases a CPU runs a third")
