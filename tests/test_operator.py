@@ -243,6 +243,7 @@ def test_compile_draws_new_dropout_each_time():
     assert not torch.equal(compiled(q), compiled(q))
 
 
+@pytest.mark.filterwarnings("ignore")  # Inductor imports distutils, which warns by what was imported before
 def test_inductor():
     def call(q, k, v):
         return tw.attention(q + 1.0, k, v, mask=tw.Causal()) * 2.0
