@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -57,7 +58,8 @@ def keep(passed: dict[str, str]) -> None:
 
 def _versions() -> Iterator[str]:
     yield metadata.version("torch").partition("+")[0]  # without the place that it is built for
-    yield metadata.version("triton")
+    with suppress(metadata.PackageNotFoundError):  # the marked tests skip there
+        yield metadata.version("triton")
     newest = os.environ.get("TILEWISE_TRITON_NEWEST")
     yield from sorted(path.name for path in Path(newest).glob("triton-*.dist-info")) if newest else ()
 

@@ -88,6 +88,19 @@ def test_another_pytorch_counts(copy, monkeypatch):
         assert (key(copy) == before) is same
 
 
+def test_without_triton_tests_are_collected(copy, monkeypatch):
+    version = once.metadata.version
+
+    def absent(name):
+        if name == "triton":
+            raise once.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    before = key(copy)
+    monkeypatch.setattr(once.metadata, "version", absent)
+    assert key(copy) != before
+
+
 def test_tests_that_passed_are_added(tmp_path, monkeypatch):
     monkeypatch.setattr(once, "RECORD", tmp_path / "once.json")
     assert once.read() == {}
