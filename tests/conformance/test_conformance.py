@@ -40,7 +40,7 @@ def chosen(backend: str) -> Iterator[str]:
 
 
 @lru_cache(4)
-def prepared(case: Case, device: str) -> tuple[Call, rule.Results, dict[str, float]]:
+def prepared(case: Case, device: str) -> tuple[Call, rule.Results, rule.Bounds]:
     """The tensors of a case, its true results, and the errors it may have."""
     call = make(case, device)
     true = rule.truth(case, call)
@@ -97,6 +97,16 @@ def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):
     for result in ("o", "lse", "dk", "dv", *(["dq"] if case.deterministic or not on_gpu else [])):
         same = torch.equal(first[result].nan_to_num(nan=7.0), again[result].nan_to_num(nan=7.0))
         assert same, f"{result} differs when run again"
+
+
+def test_an_error_is_a_miss_only_above_the_worst_of_all():
+    others = iter([{"o": 1.0}, {"o": 3.0}, {"o": 2.0}])
+    allowed = rule.Bounds(2.0, others, {"o": 0.5})
+    assert allowed.misses({"o": 0.5}) == {}
+    assert allowed.worst == {"o": 0.0}, "none of them was needed"
+    assert allowed.misses({"o": 6.5}) == {}
+    assert next(others) == {"o": 2.0}, "one is left"
+    assert allowed.misses({"o": 6.6}) == {"o": (6.6, 6.5)}
 
 
 def test_fresh_memory_is_poisoned():

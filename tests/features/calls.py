@@ -187,7 +187,7 @@ def as_cached(p: Prepared) -> None:
 # ---- what the call should give
 
 
-def expected(p: Prepared) -> tuple[rule.Results, dict[str, float]]:
+def expected(p: Prepared) -> tuple[rule.Results, rule.Bounds]:
     """The true results of what the case returns and differentiates, and the errors that they may have."""
     case, call = p.case, p.call
     if p.setting.mode == "autocast":
