@@ -1,11 +1,12 @@
 """ring-flash-attn and yunchang beside tilewise.parallel, on the same processes: errors and bytes sent, as JSON.
 
-Arguments: the client, the rank, the number of ranks, a file to meet at.
+Arguments: the client, the number of ranks, a file to meet at.
 """
 
 import json
 import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,16 @@ from tilewise import reference
 from tilewise.compat import install
 
 install("flash_attn")
-CLIENT, RANK, WORLD, MEET = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+CLIENT, WORLD, MEET = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if CLIENT == "ring_flash_attn":
+    import transformers.modeling_flash_attention_utils as utils
+
+    if not hasattr(utils, "is_flash_attn_greater_or_equal_2_10"):  # newer transformers have it elsewhere
+        utils.is_flash_attn_greater_or_equal_2_10 = lambda: True
+    import ring_flash_attn as ring
+else:
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
 N, H, D = 512, 4, 32
 SENT = [0]
 send_all = dist.batch_isend_irecv
@@ -37,7 +47,7 @@ def counting_swap(output, given, *arguments, **options):
 
 
 dist.all_to_all_single = counting_swap
-dist.init_process_group("gloo", init_method=f"file://{MEET}", rank=RANK, world_size=WORLD)
+torch.set_num_threads(1)  # a process that forks must have no threads
 torch.manual_seed(0)
 q, k, v, do = (torch.randn(1, N, H, D, dtype=torch.bfloat16) for _ in range(4))
 EXACT = [t.double() for t in (q, k, v, do)]
@@ -45,8 +55,8 @@ O, _ = reference.attention(*EXACT[:3], mask=tw.Causal())
 TRUE = (O, *reference.gradients(*EXACT, mask=tw.Causal())[:3])
 
 
-def measure(name, call, sharding):
-    """Print relative RMS errors over all ranks of o, dq, dk and dv, and the bytes that this rank sent."""
+def measured(name, call, sharding):
+    """Relative RMS errors over all ranks of o, dq, dk and dv, and the bytes that this rank sent, as a line of JSON."""
     x = [sharding.shard(t).requires_grad_() for t in (q, k, v)]
     SENT[0] = 0
     o = call(*x)
@@ -58,30 +68,42 @@ def measure(name, call, sharding):
         )
         dist.all_reduce(sums)
         errors.append(float((sums[0] / sums[1]).sqrt()))
-    print(json.dumps({"name": name, "errors": errors, "bytes": sent}), flush=True)
+    return json.dumps({"name": name, "errors": errors, "bytes": sent}) + "\n"
 
 
 def ours(plan, sharding):
     return lambda q, k, v: tp.attention(q, k, v, sharding=sharding, plan=plan, mask=tw.Causal())
 
 
-zigzag, contiguous = tp.Zigzag(dist.group.WORLD), tp.Contiguous(dist.group.WORLD)
-if CLIENT == "ring_flash_attn":
-    import transformers.modeling_flash_attention_utils as utils
+def main(rank):
+    dist.init_process_group("gloo", init_method=f"file://{MEET}", rank=rank, world_size=WORLD)
+    zigzag, contiguous = tp.Zigzag(dist.group.WORLD), tp.Contiguous(dist.group.WORLD)
+    if CLIENT == "ring_flash_attn":
+        lines = [
+            measured("peer", lambda *x: ring.zigzag_ring_flash_attn_func(*x, causal=True), zigzag),
+            measured("ours", ours("ring", zigzag), zigzag),
+        ]
+    else:
+        attend = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
+        lines = [
+            measured("peer", lambda *x: attend(*x, causal=True), contiguous),
+            measured("ours", ours("ulysses", contiguous), contiguous),
+        ]
+    os.write(1, "".join(lines).encode())  # at once: the ranks share a pipe
+    dist.barrier()  # or a rank would leave while another one still sends
 
-    if not hasattr(utils, "is_flash_attn_greater_or_equal_2_10"):  # newer transformers have it elsewhere
-        utils.is_flash_attn_greater_or_equal_2_10 = lambda: True
-    import ring_flash_attn as ring
 
-    measure("peer", lambda *x: ring.zigzag_ring_flash_attn_func(*x, causal=True), zigzag)
-    measure("ours", ours("ring", zigzag), zigzag)
-else:
-    from yunchang import UlyssesAttention
-    from yunchang.kernels import AttnType
-
-    attend = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
-    measure("peer", lambda *x: attend(*x, causal=True), contiguous)
-    measure("ours", ours("ulysses", contiguous), contiguous)
-dist.barrier()  # or a rank would leave while another one still sends
-dist.destroy_process_group()
-os._exit(0)  # now and then gloo's threads abort the interpreter's own end
+children = []
+for rank in range(WORLD):
+    if child := os.fork():
+        children.append(child)
+        continue
+    status = 1
+    try:
+        main(rank)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # now and then gloo's threads abort the interpreter's own end
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))

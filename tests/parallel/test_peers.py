@@ -16,15 +16,12 @@ def test_errors_and_bytes_beside_a_peer(client, ranks, tmp_path):
     if absent := [name for name in (client, "transformers") if find_spec(name) is None]:
         pytest.skip(f"{', '.join(absent)}: not installed")
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_peers.py")), client]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(tmp_path / "meet")], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    lines = [process.communicate(timeout=900)[0].splitlines() for process in started]
-    assert [process.returncode for process in started] == [0] * ranks
-    rows = [{row["name"]: row for row in map(json.loads, (x for x in own if x.startswith("{")))} for own in lines]
+    command += [str(ranks), str(tmp_path / "meet")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, timeout=900)
+    assert done.returncode == 0
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [{line["name"]: line for line in pair} for pair in zip(lines[::2], lines[1::2], strict=True)]
+    assert len(rows) == ranks
     for own in rows:
         for mine, theirs in zip(own["ours"]["errors"], own["peer"]["errors"], strict=True):
             assert mine <= 1.001 * theirs, own
