@@ -540,11 +540,12 @@ def thread_time(page):
 
 
 def test_it_opens_within_a_second_and_steps_within_a_frame(visit):
+    """A frame is as long as a sum that takes 16 ms on a quiet machine: what slows the page down slows the sum, too."""
     page = visit("n=64&d=8&br=16&bc=16")
     worked = thread_time(page)
     begin = worked()
     page.reload()
-    assert 0.0 < worked() - begin < 1.0
+    opened = 1000.0 * (worked() - begin)
     # reading one pixel back makes the browser finish the drawing
     measure = """() => {
       const pen = document.getElementById("figure").getContext("2d");
@@ -554,15 +555,18 @@ def test_it_opens_within_a_second_and_steps_within_a_frame(visit):
         go(k + 1);
         document.body.offsetHeight;
         pen.getImageData(0, 0, 1, 1);
-        return performance.now() - start;
+        const drawn = performance.now();
+        for (let i = 0, sum = 1; i < 2.2e6; i++) sum = Math.sqrt(sum + i);
+        return [drawn - start, performance.now() - drawn];
       });
     }"""
-    best = [float("inf")] * 88
-    for _ in range(10):  # the machine may be busy with other tests
-        best = [min(pair) for pair in zip(best, page.evaluate(measure), strict=True)]
-        if statistics.median_high(best) < 16:
+    seen = []
+    for _ in range(5):
+        step, frame = (statistics.median(times) for times in zip(*page.evaluate(measure), strict=True))
+        seen.append((opened, step, frame))
+        if 0.0 < opened < 60 * frame and step < frame:
             return
-    pytest.fail(f"milliseconds of each step at best: {best}")
+    pytest.fail(f"milliseconds of opening, of a step and of a frame: {seen}")
 
 
 def test_sixty_frames_a_second(visit):
