@@ -21,7 +21,8 @@ TRITON_NEWEST ?= triton==3.9.0
 # Other packages that tests run on tilewise, and that would bring another PyTorch, or, kernels, what checks signatures.
 # timm gets a separate folder: its torchvision does not load with a CPU build, and transformers imports whichever it finds.
 ALONE := xformers ring-flash-attn yunchang kernels
-WORKERS ?= auto
+# Tests in parallel: one more than processors, for some wait for processes of their own.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 OUT ?= out
 ARGS ?=
 MINUTES ?= 9
@@ -67,7 +68,7 @@ format: $(FOR_TEST)
 	$(PY) -m ruff check --fix .
 
 pytest: $(FOR_TEST)
-	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' TILEWISE_TIMM='$(wildcard $(TIMM))' \
+	TILEWISE_TRITON_NEWEST='$(wildcard $(NEWEST))' TILEWISE_TIMM='$(wildcard $(TIMM))' OMP_NUM_THREADS=1 \
 		$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
