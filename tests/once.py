@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
 RECORD = HERE / "once.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
@@ -58,6 +60,8 @@ def keep(passed: dict[str, str]) -> None:
 
 def _versions() -> Iterator[str]:
     yield metadata.version("torch").partition("+")[0]  # without the place that it is built for
+    if torch.cuda.is_available():  # what passed in Triton's interpreter has yet to run there
+        yield "GPU"
     with suppress(metadata.PackageNotFoundError):  # the marked tests skip there
         yield metadata.version("triton")
     newest = os.environ.get("TILEWISE_TRITON_NEWEST")

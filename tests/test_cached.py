@@ -17,6 +17,8 @@ from tilewise.explain import problem_on
 from tilewise.problem import KINDS, Saved, TensorSpec
 
 BACKENDS = ("cpu", "triton")
+ONCE = pytest.mark.once("caches.py", "interpreter.py", "conftest.py", "../src/tilewise")
+EACH = ("cpu", pytest.param("triton", marks=ONCE))
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -29,7 +31,7 @@ def run(call, backend, **changes):
     return tw.attention(call.q, call.k, call.v, **given)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("case", caches.CASES, ids=str)
 def test_as_the_reference_and_nothing_else_is_read(case, backend):
     call = caches.make(case, device_of(backend))
@@ -40,6 +42,7 @@ def test_as_the_reference_and_nothing_else_is_read(case, backend):
     assert max(caches.errors(found, caches.truth(call))) <= max(allowed, ALLOWED[case.dtype])
 
 
+@ONCE
 def test_long_sequences_of_a_pack_are_left_to_another_kernel():
     pytest.importorskip("triton", reason="Triton is not installed")
     (case,) = [case for case in caches.CASES if case.name == "packed mixture"]
@@ -76,7 +79,7 @@ def rounded_once(a, b, dtype):
 PROMPT = caches.Case("", queries=(150,), lengths=(150,), H=4, packed=True, capacity=256, page=16, invariant=64)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("mask", [tw.Causal(), tw.Causal() & tw.Window(70, 0)], ids=["causal", "window"])
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(backend, mask, monkeypatch):
     monkeypatch.setattr(np, "matmul", rounded_once)
@@ -95,7 +98,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(backend, mask, monkeypatch):
             assert torch.equal(part[1], lse[:, first:last])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_bits_do_not_depend_on_the_batch(backend):
     case = caches.Case("", queries=(1, 21, 3), lengths=(157, 100, 203), packed=True, invariant=64)
     call = caches.make(case, device_of(backend))
@@ -111,6 +114,7 @@ def test_bits_do_not_depend_on_the_batch(backend):
     assert torch.equal(got, torch.cat([o[22:], o[1:22], o[:1]]))
 
 
+@ONCE
 @pytest.mark.parametrize("programs", [1, 2, 5, 40])
 def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked(programs, monkeypatch):
     from tilewise.triton import decode_launch
@@ -190,7 +194,7 @@ def test_slower_memory_and_shared_multiprocessors_have_fewer_loads_in_flight(mon
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_a_prompt_in_pieces_is_one_causal_call(backend):
     call = caches.make(replace(PROMPT, invariant=0), device_of(backend))
     whole = run(call, backend)[0]
@@ -203,7 +207,7 @@ def test_a_prompt_in_pieces_is_one_causal_call(backend):
             torch.testing.assert_close(part[0], whole[first : first + size], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_a_shared_prefix_merges_with_the_rest(backend):
     """Two calls, of the shared pages and of each sequence's own, are one."""
     call = caches.make(replace(caches.CASES[0], lengths=(200, 200, 200)), device_of(backend))
@@ -218,7 +222,7 @@ def test_a_shared_prefix_merges_with_the_rest(backend):
     torch.testing.assert_close(both, whole, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
 @pytest.mark.parametrize("page", [16, None])
 def test_pages_in_8_bits_are_what_they_stand_for(backend, shape, page):
@@ -242,7 +246,7 @@ def test_pages_in_8_bits_are_what_they_stand_for(backend, shape, page):
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("D_v", [32, 40, 33])
 @pytest.mark.parametrize(("dtype", "size"), [
     (torch.bfloat16, 1.0), (torch.bfloat16, 2.0**40), (torch.bfloat16, 2.0**-40), (torch.float16, 1.0),
@@ -317,7 +321,7 @@ def test_no_queries_and_no_sequences(packed):
 
 
 @pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize(
     ("shape", "width", "starts"),
     [((2, 0), 1, None), ((2, 0), 3, (0, 0)), ((0, 16), 0, None), ((0, 0), 1, None), ((2, 0), None, None)],
@@ -493,7 +497,7 @@ def test_an_added_mask_is_refused_by_what_it_is(mask, M, backend, monkeypatch):
 
 @pytest.mark.parametrize("page", [16, None])
 @pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_no_back_end_skips_keep(backend, M, page):
     """Also not where the check lets a mask without an interval pass: bools, for a cache of two full entries."""
     call = caches.make(caches.Case("", (M, M), (64, 64), page=page, capacity=64, mask=tw.Full()), device_of(backend))

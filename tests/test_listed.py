@@ -54,6 +54,7 @@ def agree(x, mask, listed, **options):
         assert torch.equal(one, other)
 
 
+@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MASKS)
 def test_results_are_the_same_bit_by_bit(name, dtype):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import once
 import pytest
+import torch
 
 TESTS = Path(__file__).parent / "triton"
 MARK = re.compile(r"mark\.once\((.+?)\)", re.DOTALL)
@@ -81,11 +82,16 @@ def test_another_triton_counts(copy, monkeypatch, tmp_path):
 
 def test_another_pytorch_counts(copy, monkeypatch):
     before, version = key(copy), once.metadata.version
-    for torch, same in ((version("torch").partition("+")[0] + "+elsewhere", True), ("9.9.0", False)):
-        monkeypatch.setattr(
-            once.metadata, "version", lambda name, torch=torch: torch if name == "torch" else version(name)
-        )
+    for new, same in ((version("torch").partition("+")[0] + "+elsewhere", True), ("9.9.0", False)):
+        monkeypatch.setattr(once.metadata, "version", lambda name, new=new: new if name == "torch" else version(name))
         assert (key(copy) == before) is same
+
+
+def test_a_gpu_counts(copy, monkeypatch):
+    """On it the same test runs kernels instead of interpreting them."""
+    before, is_there = key(copy), torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not is_there)
+    assert key(copy) != before
 
 
 def test_without_triton_tests_are_collected(copy, monkeypatch):

@@ -60,10 +60,12 @@ def parts(x, do, dlse, options, backend):
     return o, lse, *grads
 
 
-IN_TRITON = ("padding on both sides", "all")  # its interpreter is slow
+ONCE = pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
+IN_TRITON = [pytest.param(name, "triton", marks=ONCE) for name in ("padding on both sides", "all")]
+"""Its interpreter is slow."""
 
 
-@pytest.mark.parametrize(("name", "backend"), [(n, "cpu") for n in WHOLES] + [(n, "triton") for n in IN_TRITON])
+@pytest.mark.parametrize(("name", "backend"), [*((name, "cpu") for name in WHOLES), *IN_TRITON])
 def test_parts_are_parts_of_the_whole(name, backend):
     needs(backend)
     dtype = torch.float64 if backend == "cpu" else torch.float32

@@ -381,6 +381,7 @@ def test_wrong_types_and_refusals():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
+@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize("name", ["small", "fp16", "padded", "packed"])
 @pytest.mark.parametrize("score", [(), (tw.SoftCap(20.0),)], ids=["plain", "softcap"])
 def test_the_portable_kernel_multiplies_the_codes(name, score):
