@@ -34,6 +34,8 @@ from tilewise import reference
 from tilewise.parallel.check import same_seed
 from tilewise.parallel.exchange import told
 
+from . import forked
+
 RANKS = 4
 B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
@@ -620,24 +622,10 @@ def main(rank, spawn, folder):
 
 
 def fork(spawn, folder):
-    """Run every rank in a process of its own that has imported all already; one waits for all."""
-    torch.set_num_threads(1)  # a process that forks must have no threads
+    """Run every rank of a spawn, and say whether one failed."""
     if spawn != "six":
         torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # which imports the compiler, once for all
-    children = []
-    for rank in range(SPAWNS[spawn]):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                main(rank, spawn, folder)
-                status = 0
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    return forked.run(SPAWNS[spawn], lambda rank: main(rank, spawn, folder))
 
 
 if __name__ == "__main__":

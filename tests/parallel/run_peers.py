@@ -6,8 +6,9 @@ Arguments: the client, the number of ranks, a file to meet at.
 import json
 import os
 import sys
-import traceback
+from datetime import timedelta
 
+import forked
 import torch
 import torch.distributed as dist
 
@@ -47,7 +48,6 @@ def counting_swap(output, given, *arguments, **options):
 
 
 dist.all_to_all_single = counting_swap
-torch.set_num_threads(1)  # a process that forks must have no threads
 torch.manual_seed(0)
 q, k, v, do = (torch.randn(1, N, H, D, dtype=torch.bfloat16) for _ in range(4))
 EXACT = [t.double() for t in (q, k, v, do)]
@@ -76,7 +76,8 @@ def ours(plan, sharding):
 
 
 def main(rank):
-    dist.init_process_group("gloo", init_method=f"file://{MEET}", rank=rank, world_size=WORLD)
+    options = {"rank": rank, "world_size": WORLD, "timeout": timedelta(minutes=4)}
+    dist.init_process_group("gloo", init_method=f"file://{MEET}", **options)
     zigzag, contiguous = tp.Zigzag(dist.group.WORLD), tp.Contiguous(dist.group.WORLD)
     if CLIENT == "ring_flash_attn":
         lines = [
@@ -93,17 +94,4 @@ def main(rank):
     dist.barrier()  # or a rank would leave while another one still sends
 
 
-children = []
-for rank in range(WORLD):
-    if child := os.fork():
-        children.append(child)
-        continue
-    status = 1
-    try:
-        main(rank)
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(status)  # now and then gloo's threads abort the interpreter's own end
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+sys.exit(forked.run(WORLD, main))
