@@ -33,12 +33,14 @@ VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
 TIMM := $(CURDIR)/$(VENV)/timm
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# Python compiles what is imported; pip would compile everything.
+INSTALL := $(PIP) install --no-compile
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(SYSTEM),)
 PY := $(VENV)/bin/python
 FOR_DEMO := $(VENV)/.demo
-FOR_TEST := $(VENV)/.test $(VENV)/.triton-newest
+FOR_TEST := $(VENV)/.test $(VENV)/.timm $(VENV)/.triton-newest
 FOR_SITE := $(VENV)/.site
 else
 PY := $(PYTHON)
@@ -54,7 +56,9 @@ help:
 demo: $(FOR_DEMO)
 	$(PY) -m studies demo --out $(OUT) $(ARGS)
 
-test: lint pytest
+# Two things at a time, from the downloads on.
+test:
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 lint: $(FOR_TEST)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then set -ex; \
@@ -105,26 +109,29 @@ $(VENV)/.made:
 
 # PyTorch first and alone, so that TORCH may name another index.
 $(VENV)/.torch: $(VENV)/.made
-	$(PIP) install $(TORCH)
+	$(INSTALL) $(TORCH)
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[studies]'
+	$(INSTALL) --editable '.[studies]'
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
 $(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
-	$(PIP) install --constraint tests/constraints.txt --editable '.[test]'
-	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
-	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
-	$(PIP) install --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
+	$(INSTALL) --constraint tests/constraints.txt --editable '.[test]'
+	$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
+	$(INSTALL) --constraint tests/constraints.txt --no-deps $(ALONE)
+	touch $@
+
+$(VENV)/.timm: $(VENV)/.made tests/constraints.txt
+	$(INSTALL) --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
 	touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[site]'
+	$(INSTALL) --editable '.[site]'
 	touch $@
 
 # The newest Triton, in a separate folder, for tests that only compile.
 $(VENV)/.triton-newest: $(VENV)/.made
-	$(PIP) install --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
+	$(INSTALL) --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
 	touch $@

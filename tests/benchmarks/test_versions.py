@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
 TINY = ("--suite", "cpu", "--match", "fp32", "--match", "full", "--match", "N512", "--device", "cpu", "--rounds", "2")
@@ -17,6 +15,14 @@ TINY = ("--suite", "cpu", "--match", "fp32", "--match", "full", "--match", "N512
 def run(*arguments):
     command = [sys.executable, str(ROOT / "benchmarks" / "versions.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+
+
+def copied(folder, line):
+    """A version whose package ends with a line."""
+    shutil.copytree(ROOT / "src", folder / "src")
+    with (folder / "src" / "tilewise" / "__init__.py").open("a") as file:
+        file.write(f"\n{line}\n")
+    return str(folder)
 
 
 def test_versions_are_timed_and_compared_with_the_first():
@@ -30,21 +36,13 @@ def test_versions_are_timed_and_compared_with_the_first():
     assert "not timed" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("def attention(*given, **options): raise RuntimeError('broken on purpose')", "broken on purpose"),
-        ("raise SystemExit", "its process has ended"),
-    ],
-)
-def test_a_version_that_fails_is_told_and_the_others_go_on(tmp_path, line, why):
-    shutil.copytree(ROOT / "src", tmp_path / "src")
-    with (tmp_path / "src" / "tilewise" / "__init__.py").open("a") as file:
-        file.write(f"\n{line}\n")
-    done = run(".", str(tmp_path), *TINY)
+def test_versions_that_fail_are_told_and_the_others_go_on(tmp_path):
+    fails = copied(tmp_path / "fails", "def attention(*given, **options): raise RuntimeError('broken on purpose')")
+    done = run(".", fails, copied(tmp_path / "ends", "raise SystemExit"), *TINY)
     assert done.returncode == 0, done.stderr
-    assert "not timed" in done.stderr
-    assert why in " ".join(done.stderr.split())
+    assert done.stderr.count("not timed") >= 2, done.stderr
+    for why in ("broken on purpose", "its process has ended"):
+        assert why in " ".join(done.stderr.split())
     assert re.search(r"\d+\.\d{4}\s+1\.000\s+-\s+-", done.stdout), done.stdout
 
 

@@ -10,20 +10,18 @@ import pytest
 
 import tilewise as tw
 
+ROOT = Path(__file__).parents[3]
 CLIENTS = Path(__file__).parent / "clients"
 SOURCE = Path(tw.__file__).parents[1]
 QUIET = ["-W", "ignore"]  # what the clients warn of
 
 
-def start(script: str, *arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def run(script: str, *arguments: str) -> None:
+    path = os.pathsep.join(map(str, (SOURCE, ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *QUIET, str(CLIENTS / script), *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(processes: list[subprocess.Popen]) -> None:
-    told = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(told)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def need(*names: str) -> None:
@@ -35,15 +33,15 @@ def need(*names: str) -> None:
 @pytest.mark.parametrize("client", ["transformers", "diffusers", "xformers"])
 def test_a_client_finds_tilewise_and_is_right(client):
     need(client)
-    finish([start(f"run_{client}.py")])
+    run(f"run_{client}.py")
 
 
 def test_continuous_batching_of_transformers():
     need("transformers")
-    finish([start("run_batching.py")])
+    run("run_batching.py")
 
 
 @pytest.mark.parametrize("client", ["ring_flash_attn", "yunchang"])
 def test_a_ring_of_two_processes_is_one_device(client, tmp_path):
     need(client, *["transformers"][: client == "ring_flash_attn"])
-    finish([start("run_ring.py", client, str(rank), str(tmp_path / "meet")) for rank in range(2)])
+    run("run_ring.py", client, str(tmp_path / "meet"))
