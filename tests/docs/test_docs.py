@@ -96,6 +96,10 @@ def test_every_environment_variable_is_told():
     assert set(re.findall(r"^\| `(TILEWISE_[A-Z_]+)`", page, re.MULTILINE)) == used
 
 
+@pytest.mark.once(
+    "../../CONTRIBUTING.md", "../conformance", "../interpreter.py", "../conftest.py",
+    "../hopper/offline.py", "../triton/offline.py", "../../src/tilewise",
+)  # fmt: skip
 def test_contributing_works(tmp_path):
     """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter; the
     mask, which has no tensors and whose tiles are listed, is compiled for Hopper, too."""

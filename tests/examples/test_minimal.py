@@ -26,6 +26,7 @@ IN_TRITON = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no GPU and no interpreter"
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ONCE = pytest.mark.once("../../examples/minimal", "../interpreter.py", "../conftest.py")
 
 sys.path.insert(0, str(MINIMAL))  # a stage is imported as it is when it runs alone
 
@@ -175,6 +176,7 @@ CASES = [
 ]
 
 
+@ONCE
 @IN_TRITON
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -215,6 +217,7 @@ def test_length_of_the_benchmark():
     assert len((MINIMAL / "bench.py").read_text().splitlines()) <= 160
 
 
+@ONCE
 @pytest.mark.parametrize("stage", STAGES)
 def test_runs_alone(stage, tmp_path):
     done = run(MINIMAL / f"{stage}.py", tmp_path)
