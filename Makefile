@@ -33,8 +33,6 @@ VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
 TIMM := $(CURDIR)/$(VENV)/timm
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-# Python compiles what is imported; pip would compile everything.
-INSTALL := $(PIP) install --no-compile
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(SYSTEM),)
@@ -109,29 +107,29 @@ $(VENV)/.made:
 
 # PyTorch first and alone, so that TORCH may name another index.
 $(VENV)/.torch: $(VENV)/.made
-	$(INSTALL) $(TORCH)
+	$(PIP) install $(TORCH)
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(INSTALL) --editable '.[studies]'
+	$(PIP) install --editable '.[studies]'
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
 $(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
-	$(INSTALL) --constraint tests/constraints.txt --editable '.[test]'
-	$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
-	$(INSTALL) --constraint tests/constraints.txt --no-deps $(ALONE)
+	$(PIP) install --constraint tests/constraints.txt --editable '.[test]'
+	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
 	touch $@
 
 $(VENV)/.timm: $(VENV)/.made tests/constraints.txt
-	$(INSTALL) --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
+	$(PIP) install --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
 	touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml
-	$(INSTALL) --editable '.[site]'
+	$(PIP) install --editable '.[site]'
 	touch $@
 
 # The newest Triton, in a separate folder, for tests that only compile.
 $(VENV)/.triton-newest: $(VENV)/.made
-	$(INSTALL) --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
+	$(PIP) install --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
 	touch $@
