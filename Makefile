@@ -33,6 +33,9 @@ VENV := .venv
 NEWEST := $(CURDIR)/$(VENV)/triton-newest
 TIMM := $(CURDIR)/$(VENV)/timm
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# Python compiles and keeps what is imported; pip would compile everything.
+INSTALL := $(PIP) install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(SYSTEM),)
@@ -107,29 +110,29 @@ $(VENV)/.made:
 
 # PyTorch first and alone, so that TORCH may name another index.
 $(VENV)/.torch: $(VENV)/.made
-	$(PIP) install $(TORCH)
+	$(INSTALL) $(TORCH)
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[studies]'
+	$(INSTALL) --editable '.[studies]'
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
 $(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
-	$(PIP) install --constraint tests/constraints.txt --editable '.[test]'
-	$(PY) -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
-	$(PIP) install --constraint tests/constraints.txt --no-deps $(ALONE)
+	$(INSTALL) --constraint tests/constraints.txt --editable '.[test]'
+	$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
+	$(INSTALL) --constraint tests/constraints.txt --no-deps $(ALONE)
 	touch $@
 
 $(VENV)/.timm: $(VENV)/.made tests/constraints.txt
-	$(PIP) install --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
+	$(INSTALL) --constraint tests/constraints.txt --no-deps --upgrade --target $(TIMM) timm torchvision
 	touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[site]'
+	$(INSTALL) --editable '.[site]'
 	touch $@
 
 # The newest Triton, in a separate folder, for tests that only compile.
 $(VENV)/.triton-newest: $(VENV)/.made
-	$(PIP) install --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
+	$(INSTALL) --no-deps --target $(NEWEST) '$(TRITON_NEWEST)'
 	touch $@

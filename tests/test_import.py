@@ -1,10 +1,9 @@
 """What `import tilewise` and a first call cost and bring along, each in a separate process."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
+import preloaded
 import pytest
 
 PREAMBLE = """
@@ -18,7 +17,7 @@ before = set(sys.modules)
 def run(script):
     """What a script prints last, read as JSON."""
     program = PREAMBLE + textwrap.dedent(script)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = preloaded.run("-c", program)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,10 +1,10 @@
 """A Triton below 3.6 compiles no kernel: the GPU back ends refuse it by its version, before they are imported."""
 
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
 
+import preloaded
 import pytest
 
 from tilewise import backend
@@ -21,8 +21,7 @@ q = torch.randn(1, 9, 2, 8)
 
 
 def run(script):
-    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = preloaded.run("-c", PREAMBLE + textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

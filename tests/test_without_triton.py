@@ -1,8 +1,8 @@
 """Without Triton everything works on the CPU."""
 
-import subprocess
-import sys
 import textwrap
+
+import preloaded
 
 PREAMBLE = """
 import sys
@@ -22,7 +22,7 @@ q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 11, 2, 8), torch.randn(2, 11, 
 
 def run(script):
     program = PREAMBLE + textwrap.dedent(script)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = preloaded.run("-c", program)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

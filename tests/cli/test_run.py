@@ -1,12 +1,11 @@
 """tilewise run: a script sees what Python itself shows it, and ends as it would; then a line says what ran where."""
 
-import json
 import os
 import subprocess
 import sys
 import zipfile
-from types import SimpleNamespace
 
+import preloaded
 import pytest
 
 LOOK = """
@@ -42,23 +41,7 @@ flash_attn.flash_attn_func(q, q, q)
 print(flash_attn.__tilewise__)
 """
 NOTHING = "tilewise: ran 0 calls; handed back to PyTorch 0 calls"
-READY = """
-import gc, json, os, runpy, sys, tilewise.cli.run, tilewise.compat.sdpa
-gc.freeze()  # or a fork would copy all that was imported, at its end
-for line in sys.stdin:
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    given = json.loads(line)
-    os.chdir(given["folder"])
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    sys.argv[1:], sys.path[0] = given["arguments"], os.getcwd()
-    for name in ("child", "gc", "given", "json", "line", "name", "number", "os", "runpy", "sys", "tilewise"):
-        del globals()[name]
-    __import__("runpy")._run_module_as_main("tilewise")
-"""
-"""Forks for each line of standard input, and does there what Python does for -m tilewise; PyTorch is imported once."""
+IMPORTS = ("tilewise.cli.run", "tilewise.compat.sdpa")
 
 
 @pytest.fixture
@@ -82,27 +65,8 @@ def python(folder, *arguments, **environment):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ready():
-    """What `run` asks; it ends with its standard input."""
-    command = [sys.executable, "-c", READY]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.stdin.close()
-
-
-@pytest.fixture
-def run(ready, folder):
-    """Run `python -m tilewise run` with arguments in the folder."""
-
-    def run(*arguments):
-        print(json.dumps({"folder": str(folder), "arguments": ["run", *arguments]}), file=ready.stdin, flush=True)
-        status = int(ready.stdout.readline())
-        return SimpleNamespace(
-            returncode=status, stdout=(folder / "out").read_text(), stderr=(folder / "err").read_text()
-        )
-
-    return run
+def run(folder, *arguments):
+    return preloaded.run("-m", "tilewise", "run", *arguments, imports=IMPORTS, cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +85,8 @@ def run(ready, folder):
         "script.py fork",
     ],
 )
-def test_a_script_sees_what_python_shows_it(run, folder, arguments):
-    expected, found = python(folder, *arguments.split()), run("--sdpa", *arguments.split())
+def test_a_script_sees_what_python_shows_it(folder, arguments):
+    expected, found = python(folder, *arguments.split()), run(folder, "--sdpa", *arguments.split())
     assert found.stdout == expected.stdout
     assert found.returncode == expected.returncode
     *errors, told = found.stderr.splitlines()
@@ -141,16 +105,16 @@ def test_a_script_sees_what_python_shows_it(run, folder, arguments):
         ("--tpu script.py", 2, "got --tpu; run python -m tilewise run --help"),
     ],
 )
-def test_what_cannot_run_ends_as_in_python(run, folder, arguments, status, told):
-    done = run(*arguments.split())
+def test_what_cannot_run_ends_as_in_python(folder, arguments, status, told):
+    done = run(folder, *arguments.split())
     assert done.returncode == status
     assert told in done.stderr
     if "tilewise run --help" not in told:
         assert python(folder, *arguments.split()).returncode == status
 
 
-def test_a_line_says_what_ran_where(run):
-    done = run("--sdpa", "attends.py")
+def test_a_line_says_what_ran_where(folder):
+    done = run(folder, "--sdpa", "attends.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == (
         "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 2 calls "
@@ -158,25 +122,25 @@ def test_a_line_says_what_ran_where(run):
     )
 
 
-def test_imports_of_flash_attn_are_answered(run, folder):
+def test_imports_of_flash_attn_are_answered(folder):
     (folder / "imports_flash_attn.py").write_text(IMPORT)
-    done = run("--flash-attn", "imports_flash_attn.py")
+    done = run(folder, "--flash-attn", "imports_flash_attn.py")
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert done.stderr.splitlines()[-1] == "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 0 calls"
 
 
-def test_a_real_flash_attn_is_not_replaced(run, folder):
+def test_a_real_flash_attn_is_not_replaced(folder):
     (folder / "flash_attn.py").write_text("")
-    done = run("--flash-attn", "script.py")
+    done = run(folder, "--flash-attn", "script.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tilewise run: flash_attn is installed, at ")
 
 
-def test_options_add_up(run, folder):
+def test_options_add_up(folder):
     pytest.importorskip("transformers", reason="transformers is not installed")
     look = "import transformers; print('tilewise' in transformers.AttentionInterface._global_mapping)"
     (folder / "imports_both.py").write_text(f"{IMPORT}\n{look}")
-    done = run("--sdpa", "--hf", "--flash-attn", "imports_both.py")
+    done = run(folder, "--sdpa", "--hf", "--flash-attn", "imports_both.py")
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 

@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 
@@ -27,10 +26,12 @@ def output(name, *clients, before="", folder=None):
     """The last line that an example prints; skip without its clients. `folder` may hold some of them."""
     if absent := [client for client in clients if find_spec(client) is None]:
         pytest.skip(f"{', '.join(absent)}: not installed")
-    path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH"), folder])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
-    code = f"{before}\nimport runpy\nrunpy.run_path({str(MODELS / name)!r} + '.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    path = [str(ROOT / "src"), *filter(None, [folder])]
+    code = f"""{before}
+import runpy, sys
+sys.path += {path}
+runpy.run_path({str(MODELS / name)!r} + '.py', run_name='__main__')"""
+    done = preloaded.run("-c", code, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()[-1]
 

@@ -1,26 +1,17 @@
 """Other projects, unmodified, on tilewise by `install`, in processes of their own: as attention by other means."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import preloaded
 import pytest
 
-import tilewise as tw
-
-ROOT = Path(__file__).parents[3]
 CLIENTS = Path(__file__).parent / "clients"
-SOURCE = Path(tw.__file__).parents[1]
-QUIET = ["-W", "ignore"]  # what the clients warn of
 
 
 def run(script: str, *arguments: str) -> None:
-    path = os.pathsep.join(map(str, (SOURCE, ROOT)))
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *QUIET, str(CLIENTS / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    program = f"import runpy, warnings\nwarnings.simplefilter('ignore')\nrunpy.run_path({str(CLIENTS / script)!r})"
+    done = preloaded.run("-c", program, *arguments, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

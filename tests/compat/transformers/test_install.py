@@ -1,8 +1,8 @@
 """install and uninstall: what they accept, and that nothing stays behind."""
 
-import subprocess
 import sys
 
+import preloaded
 import pytest
 from compat.transformers.models import make, transformers
 from test_messages import FORM, SHORT_FORM
@@ -74,5 +74,5 @@ def test_without_transformers_there_is_a_sentence(monkeypatch):
 
 def test_importing_tilewise_imports_no_client():
     told = "import sys, tilewise, tilewise.compat.transformers; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    done = preloaded.run("-c", told)
     assert done.stdout.strip() == "False"
