@@ -118,7 +118,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 # PyTorch for GPUs brings its own Triton; the CPU build does not, and the interpreter and the compiler need one.
-$(VENV)/.test: $(VENV)/.demo pyproject.toml tests/constraints.txt
+$(VENV)/.test: $(VENV)/.torch pyproject.toml tests/constraints.txt
 	$(INSTALL) --constraint tests/constraints.txt --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
 	$(INSTALL) --constraint tests/constraints.txt --no-deps $(ALONE)
