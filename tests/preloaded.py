@@ -37,7 +37,9 @@ for line in sys.stdin:
 """Does in a fork, for each line of its input, what Python does for -c PROGRAM or -m MODULE."""
 
 
-def run(*arguments: str, imports: tuple[str, ...] = ("torch",), cwd: Path | None = None, **environment: str):
+def run(
+    *arguments: str, imports: tuple[str, ...] = ("torch",), cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with -c PROGRAM or -m MODULE and arguments, modules imported. Return its status and what it prints."""
     server = _server(*imports)
     with TemporaryDirectory() as folder:
@@ -49,7 +51,7 @@ def run(*arguments: str, imports: tuple[str, ...] = ("torch",), cwd: Path | None
 
 
 @cache
-def _server(*imports):
+def _server(*imports: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SERVER, *imports]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.communicate)  # closes its input, with which it ends
