@@ -41,7 +41,7 @@ export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 ifeq ($(SYSTEM),)
 PY := $(VENV)/bin/python
 FOR_DEMO := $(VENV)/.demo
-FOR_TEST := $(VENV)/.test $(VENV)/.timm $(VENV)/.triton-newest
+FOR_TEST := $(VENV)/.test $(VENV)/.compiled $(VENV)/.timm $(VENV)/.triton-newest
 FOR_SITE := $(VENV)/.site
 else
 PY := $(PYTHON)
@@ -122,6 +122,11 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml tests/constraints.txt
 	$(INSTALL) --constraint tests/constraints.txt --editable '.[test]'
 	$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
 	$(INSTALL) --constraint tests/constraints.txt --no-deps $(ALONE)
+	touch $@
+
+# While pip installs the rest: else each of pytest's workers would compile it at its first import.
+$(VENV)/.compiled: $(VENV)/.torch
+	$(PY) -m compileall -q -x _internal/py3 $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy
 	touch $@
 
 $(VENV)/.timm: $(VENV)/.made tests/constraints.txt

@@ -33,7 +33,7 @@ def trainings(settings: Settings) -> Iterator[tuple[str, list[float]]]:
     """Yield each name with the losses of its training, step by step."""
     for name in NAMES:
         lines = train_with(settings, attention_in(name, settings), moved=name.endswith("moved"))
-        yield name, [line["loss"] for line in islice(lines, settings.steps)]  # times of attention follow
+        yield name, [line["loss"] for line in islice(lines, settings.steps)]  # its time and memory follow
 
 
 def compared(found: list[tuple[str, list[float]]]) -> list[list[str]]:

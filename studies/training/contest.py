@@ -51,7 +51,7 @@ def _train(settings: Settings, name: str, update: Callable[..., None]) -> Trial:
     trial = Trial(name, settings.seed)
     trial.why = PEERS[name.removesuffix(MOVED)].why_not(settings.case, torch.device(settings.device))
     try:
-        for line in () if trial.why else train_apart(settings, name):
+        for line in () if trial.why else train_apart(settings, name, alone=True):
             if "loss" not in line:
                 trial.end = line
                 continue

@@ -121,9 +121,9 @@ class TrainingError(RuntimeError):
     """The process ended early; the message is the last line of its complaint."""
 
 
-def train_apart(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
-    """Yield the lines of a separate process as it prints them."""
-    request = json.dumps({"settings": asdict(settings), "attention": attention})
+def train_apart(settings: Settings, attention: str, alone: bool = False) -> Iterator[dict[str, float]]:
+    """Yield the lines of a separate process as it prints them. `alone`: at the end, time attention alone, too."""
+    request = json.dumps({"settings": asdict(settings), "attention": attention, "alone": alone})
     command = [sys.executable, "-m", f"{__package__}.trainer", request]
     with tempfile.TemporaryFile("w+") as complaints:
         with subprocess.Popen(
@@ -137,12 +137,16 @@ def train_apart(settings: Settings, attention: str) -> Iterator[dict[str, float]
             raise TrainingError((complaints.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1])
 
 
-def train(settings: Settings, attention: str) -> Iterator[dict[str, float]]:
+def train(settings: Settings, attention: str, alone: bool = False) -> Iterator[dict[str, float]]:
     """Yield what the process prints, line by line."""
     _set_torch(settings)
     name = attention.removesuffix(MOVED)
     with PEERS[name].context():
-        yield from train_with(settings, attend_with(name, settings), moved=name != attention)
+        attend = attend_with(name, settings)
+        for line in train_with(settings, attend, moved=name != attention):
+            if alone and "loss" not in line:
+                line["attention_s"] = _attention_seconds(settings, attend, torch.device(settings.device))
+            yield line
 
 
 def train_with(settings: Settings, attend: Attend, moved: bool = False) -> Iterator[dict[str, float]]:
@@ -177,7 +181,7 @@ def train_with(settings: Settings, attend: Attend, moved: bool = False) -> Itera
         begin, end = end, time.perf_counter()
         yield {"loss": float(loss.detach()), "seconds": end - begin}
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else resident.peak()
-    found = {"time_s": end - start, "peak_bytes": peak, "attention_s": _attention_seconds(settings, attend, device)}
+    found = {"time_s": end - start, "peak_bytes": peak}
     if settings.validation:
         found["validation"] = _validate(settings, model, device)
     yield found
@@ -232,5 +236,5 @@ def _step_once(settings: Settings, attend: Attend, text: Tensor, device: torch.d
 
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
-    for line in train(Settings(**request["settings"]), request["attention"]):
+    for line in train(Settings(**request["settings"]), request["attention"], request["alone"]):
         print(json.dumps(line), flush=True)
