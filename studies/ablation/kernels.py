@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.hopper.forward.kernel import counts_of, write
+from tilewise.hopper.forward.attend import write
+from tilewise.hopper.forward.kernel import counts_of
 from tilewise.hopper.forward.queries import is_partial, key_tile, loop_of, query_tile
 from tilewise.hopper.forward.softmax import begin, masked, online
 from tilewise.hopper.parts import triton_compat
@@ -138,7 +139,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, order: gl.constexpr, tile: gl.con
     wait(values.full, y)
     o_last = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
     o = warpgroup_mma_wait(0, [o_last])
-    write(o, m, l, O, None, L, q, place, 0, place.i0, Call(shape, None, variant), None, False)
+    write(o, m, l, O, None, L, q, place, 0, place.i0, Call(shape, None, variant), None, False, tile)
     tma.store_wait(0)
 
 

@@ -62,7 +62,7 @@ def store_inside(G, x, b, h, row, count, *_):
         pretend.world.record("stored", G.name, 0, int(h), int(row))
 
 
-INSTEAD["tilewise.hopper.forward.kernel"] = {"finalize": pair}
+INSTEAD["tilewise.hopper.forward.attend"] = {"finalize": pair}
 INSTEAD["tilewise.hopper.forward.softmax"] = {
     "masked": masked, "row_max": pair, "top_of": pair, "any_below": lambda *_: Scalar(False),
 }  # fmt: skip

@@ -88,7 +88,7 @@ def line(S, c, shift):
     """Return the e4m3 bits of 2^(c S - shift) in the lowest byte: a line between powers of two (Schraudolph 1999).
 
     The bits of 2^x are 8 (x + 7), where LIFT centres the line around the exponential. Its error is 3.1 % rms, that of
-    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0 (see `known`).
+    rounding to e4m3 2.6 %. What is too small, or NaN, becomes 0 (see `with_nan`).
     """
     LIFT: gl.constexpr = 0.058
     c = gl.full_like(S, 0.0) + c * 0.0625
@@ -129,6 +129,59 @@ def ones_of(COLUMNS: gl.constexpr):
     return ones.to(gl.float8e4nv, bitcast=True)
 
 
+class RowScales(NamedTuple):
+    """Hold what 64 rows of codes need: their scales, what their lse miss, and where the scales of their keys are."""
+
+    scale: object
+    lse_shift: object
+    matrix: object
+    k_row: object
+
+
+@gluon.jit
+def row_scales(codes, place, row0, q0, k0, call, layout: gl.constexpr, tile: gl.constexpr):
+    """Return the `RowScales` of the rows from row0 on, unless Q has 16 bits. `layout` is that of S."""
+    if tile.QK_BITS == 16:
+        return RowScales(0, 0, 0, 0)
+    else:
+        q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
+        matrix = place.matrix if call.packed is None else place.h
+        rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        at = (matrix * (codes.q_blocks >> 1) + q_row // BLOCK_Q) * BLOCK_Q + rows
+        scale = gl.load(codes.q_scale + at, mask=rows < place.M, other=0.0)
+        shift = gl.load(codes.q_shift + at, mask=rows < place.M, other=0.0)
+        return RowScales(scale, shift, matrix // call.shape.group, k_row)
+
+
+@gluon.jit
+def key_scales(codes, rows, j, tile: gl.constexpr):
+    """Return the scales of key tile j's K and V, or 1 where they have 16 bits."""
+    if tile.QK_BITS == 16:
+        return 1.0, 1.0
+    else:
+        row = rows.k_row + j * tile.B_C
+        k = scale_at(codes.k_scale, rows.matrix, codes.k_blocks, row, BLOCK_K)
+        v = scale_at(codes.v_scale, rows.matrix, codes.k_blocks, row, BLOCK_K) if tile.PV_BITS == 8 else 1.0
+        return k, v
+
+
+@gluon.jit
+def rescaled(alpha, before, after, tile: gl.constexpr):
+    """Return O's factor alpha, where O is in units of V's scale: from that of the key tile before to the next one's."""
+    return alpha * (before / after) if tile.PV_BITS == 8 else alpha
+
+
+@gluon.jit
+def product_of(S, rows, k_scale, SCORES: gl.constexpr, FLOAT: gl.constexpr, tile: gl.constexpr):
+    """Return the logits of codes where scores take them; else their product, in FLOAT or as it is."""
+    if tile.QK_BITS == 8 and SCORES:
+        return descaled(S, rows.scale * k_scale)
+    elif tile.QK_BITS == 8 and FLOAT:
+        return S.to(gl.float32)
+    else:
+        return S
+
+
 @gluon.jit
 def scale_of(S, c, scale):
     """Return what turns the codes' S into logits in base 2: a factor for each row."""
@@ -149,6 +202,17 @@ def positive(S, c):
 
 
 @gluon.jit
-def known(l, m):
+def in_units(o, l, v_scale, c, tile: gl.constexpr):
+    """Return O and row sums in their own units, where V has the last key tile's scale. Without c, m is that of P
+    itself."""
+    if tile.PV_BITS == 8:
+        o = o * v_scale
+        if c is None:
+            o, l = o * P_SCALE, l * P_SCALE
+    return o, l
+
+
+@gluon.jit
+def with_nan(l, m):
     """Return row sums, NaN where `positive` showed m an inf: `line` may have taken it for 0."""
     return gl.where(m < float("inf"), l, float("nan"))

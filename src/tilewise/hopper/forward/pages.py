@@ -12,7 +12,17 @@ from ...tile.masks import key_range_of
 from ...tile.ranges import Place
 from ..parts import triton_compat
 from ..parts.channel import expect, stage, wait
-from ..parts.ragged import zero_outside
+from ..parts.ragged import zero_outside, zero_values
+from .queries import query_tile
+
+
+@gluon.jit
+def located(t, call, tile: gl.constexpr):
+    """Locate tile t of all, as `query_tile` does."""
+    if tile.PAGE is None:
+        return query_tile(t, call, tile)
+    else:
+        return query_tile_in_cache(t, call, tile)
 
 
 @gluon.jit
@@ -88,3 +98,13 @@ def zero_unseen(place, j, call, shared, y, tile: gl.constexpr):
     if (first > 0) | (end < B_C):
         wait(shared.v.full, y)
         zero_outside(stage(shared.v.memory, y).reshape([B_C, tile.D]), first, end)
+
+
+@gluon.jit
+def zero_hidden(place, j, call, shared, y, tile: gl.constexpr):
+    """Zero the values of key tile j, use y, that no row may see: those past the end of a packed sequence, and of a
+    cache those outside the query tile's range."""
+    if tile.PAGE is None:
+        zero_values(place, j, call.packed, shared, y, tile)
+    else:
+        zero_unseen(place, j, call, shared, y, tile)

@@ -51,9 +51,10 @@ def masked(S, place, row0, j0, variant, hidden: gl.constexpr = float("-inf")):
 def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, E4M3: gl.constexpr, tile: gl.constexpr):
     """Compute m, l and P after the first key tile; P is 0 where S has no columns. BOUNDED, m is final, and not below 0.
     Logits in base 2 are then between -80 and 80, so neither P nor its sums leave fp32's range, or bf16's."""
+    BY_ROW: gl.constexpr = tile.QK_BITS == 8 and len(variant.scores) == 0
     S = scored(S, partial, place, row0, j0, variant)
     if partial:
-        if tile.QK_BITS == 8 and len(variant.scores) == 0:
+        if BY_ROW:
             S, c = positive(S, c)
         S = masked(S, place, row0, j0, variant)
     EXTRA: gl.constexpr = P_SCALE_LOG2 if tile.PV_BITS == 8 and c is not None else 0
@@ -70,8 +71,7 @@ def begin(S, partial, place, row0, j0, variant, c, layout: gl.constexpr, E4M3: g
         l = gl.full([S.shape[0]], 0.0, gl.float32, row_layout)
         return gl.convert_layout(m, row_layout), l, P
     else:
-        by_row: gl.constexpr = tile.QK_BITS == 8 and len(variant.scores) == 0
-        P = gl.exp2(scaled(exponents(S, shift, c[:, None] if by_row else c), c, tile.PV_BITS))
+        P = gl.exp2(scaled(exponents(S, shift, c[:, None] if BY_ROW else c), c, tile.PV_BITS))
         l = gl.sum(P, 1)
         rest = gl.zeros_like(P)
         if tile.PV_BITS == 8:  # all are 0 in e4m3; where equal numbers become a word, ptxas leaves a register unset

@@ -1,0 +1,108 @@
+"""Run the forward's warps that produce: those that load tiles, and those that generate dropout bits."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..parts import triton_compat
+from ..parts.channel import arrive, expect, stage, wait_before, wait_dependencies
+from ..parts.dropout_bits import dropout_words, in_whole
+from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile
+from .eight_bits import first_rows, values_box
+from .pages import load_rows, located
+from .queries import key_tile, loop_of, part_of, query_tile
+
+
+@gluon.jit
+def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
+    """Run the producer warp."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    Q_STAGES: gl.constexpr = tile.Q_STAGES
+    FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
+    if not tile.LOCATE_EARLY:
+        wait_dependencies()
+    t = gl.program_id(0)
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    while t < call.shape.tiles * call.shape.heads:
+        place, m, q0, k0 = located(t, call, tile)
+        if place.i0 < place.M:  # packed sequences may be shorter
+            send_tile(shared.tile_ids, t, n)
+            b = place.b if call.packed is None else 0
+            loop = loop_of(place, m, call.variant, tile)
+            h_k = place.h // call.shape.group
+            q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
+            v_row = k_row if tile.PV_BITS == 8 else k0
+            if tile.LOCATE_EARLY:
+                wait_dependencies()  # for Q, K and V, once
+            wait_before(shared.q.empty, n)
+            bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+            for w in gl.static_range(WARPGROUPS):
+                at = shared.q.memory.index((n % Q_STAGES * WARPGROUPS + w) * (16 // tile.QK_BITS))
+                triton_compat.load(Q, [b, place.h, q_row + place.i0 + 64 * w, 0], bar, at)
+            count = loop.hi - loop.lo
+            j_before = 0
+            for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
+                j = j_before
+                wait_before(shared.k.empty, y)
+                if x < count:
+                    j = key_tile(call.variant, loop, loop.hi - 1 - x)
+                    if tile.PAGE is None:
+                        bar = expect(shared.k.full, y, K.block_type.nbytes)
+                        triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                    else:
+                        load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
+                if x > 0:
+                    if tile.PAGE is None:
+                        bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
+                        row, column = values_box(v_row + j_before * B_C, tile)
+                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                    else:
+                        load_rows(V, shared.v, y - 1, call, place, h_k, v_row + j_before * B_C, tile)
+                if FETCH_EARLY:
+                    if x == 1:
+                        t = fetch_next_tile(counter)
+                j_before = j
+                y += 1
+            y -= 1
+            if not FETCH_EARLY:
+                t = fetch_next_tile(counter)
+            n += 1
+        else:
+            t = fetch_next_tile(counter)
+    send_tile(shared.tile_ids, t, n)
+    reset_counter(counter)
+
+
+@gluon.jit
+def produce_bits(shared, call, tile: gl.constexpr):
+    """Generate dropout bits, in the order in which the other warps want them."""
+    WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    B_C: gl.constexpr = tile.B_C
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
+    wait_dependencies()
+    seed = gl.load(call.variant.dropout.seed)
+    threshold = gl.to_tensor(call.variant.dropout.threshold).to(gl.uint32)
+    n = 0  # tiles of queries so far
+    y = 0  # tiles of keys so far
+    t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
+    while t < call.shape.tiles * call.shape.heads:
+        place, tile_of_head, _, _ = query_tile(t, call, tile)
+        loop = loop_of(place, tile_of_head, call.variant, tile)
+        first = part_of(loop, place, place.i0, call.variant, tile)
+        second = part_of(loop, place, place.i0 + 64, call.variant, tile)
+        for passed in range(loop.hi - loop.lo):
+            x = loop.hi - 1 - passed
+            j = key_tile(call.variant, loop, x)
+            for w in gl.static_range(WARPGROUPS):
+                part = first if w == 0 else second
+                u = y * WARPGROUPS + w
+                wait_before(shared.bits.empty, u)
+                if (x >= part.lo) & (x < part.hi):
+                    matrix, i0, j0 = in_whole(call.variant.dropout.counters, place, place.i0 + 64 * w, j * B_C)
+                    words = dropout_words(seed, threshold, matrix, i0, j0, 64, B_C, False, DROPOUT_WARPS)
+                    stage(shared.bits.memory, u).store(words)
+                arrive(shared.bits.full, u)
+            y += 1
+        n += 1
+        t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
