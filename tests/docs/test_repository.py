@@ -60,3 +60,7 @@ def test_one_version_is_said_everywhere():
     assert 'path = "src/tilewise/__init__.py"' in (ROOT / "pyproject.toml").read_text(), "the package's own version"
     for page in ("README.md", "README.zh-CN.md"):
         assert set(re.findall(r"\btilewise[ =]+v?(\d+\.\d+\.\d+)", (ROOT / page).read_text())) <= {tw.__version__}
+
+
+def test_the_changelog_is_what_a_user_needs_to_upgrade():
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 1800, "history is in git"
