@@ -2,7 +2,7 @@
 # each command makes its own virtual environment in .venv and installs what it wants. CI runs both in fresh clones (.ci/run).
 #
 #   make demo                          environment, two trainings, a benchmark; leaves out/index.html
-#   make test                          ruff, pyright, pytest
+#   make test                          ruff, pyright, limits of the structure, pytest
 #   make test SYSTEM=1 PYTHON=python3  with that interpreter's own packages (its PyTorch, its GPU), nothing installed
 #   make bench ARGS="--suite paper"    a benchmark; results in benchmarks/results
 #   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
@@ -65,6 +65,7 @@ lint: $(FOR_TEST)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then set -ex; \
 		$(PY) -m ruff check .; \
 		$(PY) -m ruff format --check .; \
+		$(PY) tools/limits.py; \
 		$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"; \
 	else echo 'ruff or pyright is not installed for $(PY): style and types are not checked'; fi
 

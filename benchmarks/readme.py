@@ -72,7 +72,7 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
 def numbers(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
     """By name, what the README says; its tables stand together."""
     found = measured(results, seen)
-    reference = (ROOT / "src" / "tilewise" / "reference.py").read_text()
+    reference = (ROOT / "src" / "tilewise" / "attention" / "reference.py").read_text()
     tables = found["hopper"], _asked(results, seen, found)
     found["numbers"] = "\n" + "\n\n".join((*tables, STAMPED)) + "\n"
     return found | {"reference-lines": str(len(reference.splitlines()))}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
+from tilewise.values.masks import intersect
 
 NO_PAGE = 1 << 30
 CAUSAL = tw.Causal()
@@ -192,7 +193,7 @@ def truth(call: Call) -> tuple[Tensor, Tensor]:
     for b in range(len(ends) - 1):
         rows = slice(ends[b], ends[b + 1])
         if rows.start < rows.stop:
-            parts = tw.mask.intersect(tuple(part.at(b) for part in mask.parts))
+            parts = intersect(tuple(part.at(b) for part in mask.parts))
             k, v = (reference.gather(t, b, layout).double().nan_to_num(0.0) for t in (call.k, call.v))
             changes = tuple(change.at(b) for change in score)
             got = reference.attention(flat[None, rows], k, v, mask=parts, score=changes, scale=call.options["scale"],

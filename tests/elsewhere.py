@@ -25,13 +25,14 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import tilewise as tw
-from tilewise.api import with_defaults
-from tilewise.backend import select
-from tilewise.check import check_arguments, describe
-from tilewise.host import compile_once, precompile
-from tilewise.host.cross_compile import TargetDriver, gpu_target
+from tilewise.attention.api import with_defaults
+from tilewise.call.backend import select
+from tilewise.call.check import check_arguments, describe
+from tilewise.host import compile_once
 from tilewise.host.launch import Launch
-from tilewise.warm import call_of
+from tilewise.warm import precompile
+from tilewise.warm.cross_compile import TargetDriver, gpu_target
+from tilewise.warm.warm import call_of
 
 
 class Pretended(TargetDriver):

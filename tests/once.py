@@ -22,9 +22,10 @@ HERE = Path(__file__).parent
 RECORD = HERE / "once.json"
 PACKAGE = HERE.parent / "src" / "tilewise"
 ELSEWHERE = (
-    "__init__.py", "__main__.py", "api.py", "cli/", "compat/", "count.py", "cpu/",
-    "host/precompile.py", "host/rotary.py", "import_hook.py", "known.py", "merge.py", "operator.py", "parallel/",
-    "reference.py", "rotary.py", "tile/rotary.py", "warm.py",
+    "__init__.py", "__main__.py", "attention/api.py", "attention/eager.py", "attention/flops.py",
+    "attention/gradients.py", "attention/op.py", "attention/reference.py", "call/calls.py", "call/count.py",
+    "call/dispatch.py", "call/import_hook.py", "cli/", "compat/", "cpu/", "layout.py", "mask.py", "merge/api.py",
+    "parallel/", "rotary/", "score.py", "warm/precompile.py", "warm/warm.py",
 )  # fmt: skip
 """Files from which no kernel of attention is made: the scripts call `check.py`, `explain.py` and the back ends."""
 ONLY_HOPPER = "hopper/"

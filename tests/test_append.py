@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import append
+from tilewise.append import op
 
 PATHS = ("torch", "kernel")
 
@@ -15,14 +15,14 @@ def device(request, monkeypatch):
     if request.param == "kernel":
         if torch.cuda.is_available():
             return "cuda"
-        launch, in_torch = append._launcher(), append._in_torch
+        launch, in_torch = op._launcher(), op.append_in_torch
 
         def run(k, v, k_new, v_new, q, y, call):
             if not len(call.layout["lengths"]):  # as on a GPU
                 return in_torch(k, v, k_new, v_new, q, y, call)
             return launch(k, v, k_new, v_new, q, None if q is None else y, call)
 
-        monkeypatch.setattr(append, "_in_torch", run)
+        monkeypatch.setattr(op, "append_in_torch", run)
     return "cpu"
 
 
@@ -135,7 +135,7 @@ def test_what_attention_refuses_append_refuses(name):
 
 @pytest.mark.parametrize("name", NOWHERE)
 def test_keys_without_a_place_are_dropped_where_nothing_is_checked(device, name, monkeypatch):
-    monkeypatch.setattr(append, "check_contents", lambda *_: None)
+    monkeypatch.setattr(op, "check_contents", lambda *_: None)
     layout, k, v, new, written = nowhere(name, device)
     zeros = torch.zeros(9, 4, device=device)
     assert torch.equal(tw.append_(k, v, new, new[..., :6], layout=layout, cos=zeros + 1, sin=zeros, q=new), new)
@@ -198,7 +198,7 @@ def test_16_bits(device, dtype):
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=str)
 def test_8_bits_are_rounded_to_nearest_even_and_saturated(device, shape):
-    if device == "cpu" and append._in_torch.__name__ == "run":
+    if device == "cpu" and op.append_in_torch.__name__ == "run":
         pytest.skip("the interpreter rounds e4m3 otherwise")
     _, k_new, v_new = draw(device, (2, 2, 2), False)
     k_new[0, 0, 0, :3] = torch.tensor([1e4, -1e4, 0.0])

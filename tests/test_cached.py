@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.backend import load
-from tilewise.check import check_arguments, describe
-from tilewise.explain import problem_on
-from tilewise.problem import KINDS, Saved, TensorSpec
+from tilewise.attention.explain import problem_on
+from tilewise.call.backend import load
+from tilewise.call.check import check_arguments, describe
+from tilewise.call.operands import Saved
+from tilewise.call.problem import TensorSpec
+from tilewise.call.recipe import KINDS
 
 BACKENDS = ("cpu", "triton")
 ONCE = pytest.mark.once("caches.py", "interpreter.py", "conftest.py", "../src/tilewise")
@@ -117,7 +119,7 @@ def test_bits_do_not_depend_on_the_batch(backend):
 @ONCE
 @pytest.mark.parametrize("programs", [1, 2, 5, 40])
 def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked(programs, monkeypatch):
-    from tilewise.triton import decode_launch
+    from tilewise.triton.split_keys import launch as decode_launch
 
     for invariant in (0, 64):
         case = caches.Case("", queries=(1, 9, 3), lengths=(157, 100, 203), packed=True, sink=True, invariant=invariant)
@@ -138,7 +140,7 @@ def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked
 @pytest.mark.parametrize(("B", "kernels"), [(6, 1), (7, 2)])
 def test_partial_sums_are_added_only_where_there_are_some(B, kernels, monkeypatch):
     """The interpreter has three programs a key head: each sums two of 6 sequences, but not a third of 7."""
-    from tilewise.triton import decode_launch
+    from tilewise.triton.split_keys import launch as decode_launch
 
     seen, launches = [], decode_launch.launches
     monkeypatch.setattr(decode_launch, "launches", lambda *args: seen.append(launches(*args)) or seen[-1])
@@ -170,7 +172,7 @@ def decoding(B, layout=None):
     ("B", "alone", "paged"), [(1, 16, 16), (8, 16, 16), (30, 15, 30), (64, 16, 32), (128, 32, 32), (131, 33, 33)]
 )
 def test_programs_divide_the_sequences_where_a_few_less_do(B, alone, paged):
-    from tilewise.triton import decode_launch
+    from tilewise.triton.split_keys import launch as decode_launch
 
     for layout, programs in ((None, alone), (pages_of(B), paged)):
         p = decoding(B, layout)
@@ -179,7 +181,7 @@ def test_programs_divide_the_sequences_where_a_few_less_do(B, alone, paged):
 
 def test_slower_memory_and_shared_multiprocessors_have_fewer_loads_in_flight(monkeypatch):
     """By the memory of an H100 and of an H200: with one program a multiprocessor and with two, also with pages."""
-    from tilewise.triton import decode_launch
+    from tilewise.triton.split_keys import launch as decode_launch
 
     p, paged, cuda = decoding(128), decoding(128, pages_of(128)), torch.device("cuda", 0)
     tiles = decode_launch.decode_tiles(p)
@@ -300,7 +302,7 @@ def test_compiled_and_fake_and_checked():
         layout = tw.Cached(lengths, call.layout.table)
         want = tw.attention(q, call.k.nan_to_num(0.0), call.v.nan_to_num(0.0), mask=tw.Causal(), layout=layout)
         torch.testing.assert_close(fn(q, lengths), want)
-    x, recipe, longest = tw.check.check_arguments(
+    x, recipe, longest = check_arguments(
         call.q, call.k, call.v, tw.Causal(), (), None, None, 0.0, call.layout, None, False, None
     )
     torch.library.opcheck(torch.ops.tilewise.attention, (*x[:3], list(x.extra), None, recipe.encode(), *longest))

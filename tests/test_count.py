@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.count import COUNTING
+from tilewise.call.count import COUNTING
 
 Q = torch.randn(2, 5, 4, 8)
 

@@ -7,7 +7,7 @@ import torch
 from conformance.test_conformance import BACKENDS, chosen
 
 import tilewise as tw
-from tilewise.dropout import dropout_keep, dropout_number, dropout_rescale, dropout_threshold, philox
+from tilewise.values.dropout import dropout_keep, dropout_number, dropout_rescale, dropout_threshold, philox
 
 KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-10: counter, key, output
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),

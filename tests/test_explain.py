@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.api import with_defaults
-from tilewise.backend import Missing, load, select
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
+from tilewise.attention.api import with_defaults
+from tilewise.attention.explain import problem_on
+from tilewise.call.backend import Missing, load, select
+from tilewise.call.check import check_arguments
 
 on_triton = pytest.mark.skipif(isinstance(load("triton"), Missing), reason="there is no Triton for its kernels")
 

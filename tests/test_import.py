@@ -36,7 +36,7 @@ print(json.dumps([used() - start, sorted(set(sys.modules) - before)]))
 def test_the_import_adds_little_to_torchs_and_brings_neither_the_compiler_nor_triton():
     pytest.importorskip("resource", reason="the operating system does not count a process's seconds")
     seconds, brought = run(IMPORT)
-    assert "tilewise.api" in brought
+    assert "tilewise.attention.api" in brought
     assert [name for name in brought if name.startswith(("torch._dynamo", "torch._inductor", "triton", "sympy"))] == []
     assert seconds <= 0.3
 
@@ -92,7 +92,7 @@ def test_flops_are_counted_whichever_is_imported_first(order):
 def test_a_watch_for_an_import_that_fails_or_never_comes_is_harmless():
     assert run("""
     from importlib.util import find_spec
-    from tilewise.import_hook import when_imported
+    from tilewise.call.import_hook import when_imported
     seen = []
     when_imported("no_such_module", seen.append)
     when_imported("colorsys", seen.append)
@@ -107,7 +107,7 @@ def test_a_watch_for_an_import_that_fails_or_never_comes_is_harmless():
 def test_several_may_wait_for_one_module():
     """As copies of the package under other names do."""
     assert run("""
-    from tilewise.import_hook import when_imported
+    from tilewise.call.import_hook import when_imported
     seen = []
     for name in "abc":
         when_imported("colorsys", lambda module, name=name: seen.append(name + module.__name__))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import api, known, reference
+from tilewise.attention import api, reference
+from tilewise.call import calls as known
 
 SIZE = (2, 40, 4, 16)
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.mask import Listed
-from tilewise.problem import KINDS
+from tilewise.call.recipe import KINDS
+from tilewise.values.masks import Listed
 
 B, M, N, H, D = 2, 40, 70, 2, 16
 IDS = torch.arange(N).expand(B, -1) // 25
@@ -151,16 +151,16 @@ def test_a_mask_listed_for_another_call_is_refused():
 
 def test_a_mask_listed_for_other_tiles_is_refused(monkeypatch):
     interpreted()
-    from tilewise.triton import launch
+    from tilewise.triton import plan as planning
 
     x, mask = operands(), MASKS["documents"]()
     listed = tw.listed(mask, *x, backend="triton")
-    launch.plan.cache_clear()
-    rows = launch.current
-    monkeypatch.setattr(launch, "current", lambda p: rows(p)._replace(forward=launch.Tiles(16, 16, 4, 1)))
+    planning.plan.cache_clear()
+    rows = planning.current
+    monkeypatch.setattr(planning, "current", lambda p: rows(p)._replace(forward=planning.Tiles(16, 16, 4, 1)))
     with pytest.raises(ValueError, match="tiles of 16x16 by query, got 32x32 by query, 32x32 by key; call"):
         tw.attention(*x, mask=listed, backend="triton")
-    launch.plan.cache_clear()
+    planning.plan.cache_clear()
 
 
 def test_a_combination_has_no_lists_and_a_listed_mask_is_listed_anew():
@@ -248,7 +248,7 @@ def test_a_whole_graph_cannot_list_tiles():
 
 def test_the_operator_takes_lists():
     interpreted()
-    from tilewise.check import check_arguments
+    from tilewise.call.check import check_arguments
 
     x, mask = operands(), MASKS["dense by head"]()
     listed = tw.listed(mask, *x, backend="triton")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.mask import OPEN, PaddingKeys, PaddingLengths, PaddingRange
+from tilewise.values.intervals import PaddingKeys, PaddingLengths, PaddingRange
+from tilewise.values.value import OPEN
 
 
 def rows(mask, M, N):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import preloaded
 import pytest
 
-from tilewise import backend
+from tilewise.call import backend
 
 PREAMBLE = """
 import sys

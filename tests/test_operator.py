@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.backend import load
-from tilewise.check import check_arguments
-from tilewise.problem import Recipe
+from tilewise.call.backend import load
+from tilewise.call.check import check_arguments
+from tilewise.call.recipe import Recipe
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 
 BACKENDS = ("cpu", "triton")
 ONCE = pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import reference
-from tilewise.dropout import dropout_keep
+from tilewise.attention import reference
+from tilewise.values.dropout import dropout_keep
 
 BACKENDS = ("cpu", "triton")
 B, N, H, H_K, D = 2, 160, 4, 2, 16

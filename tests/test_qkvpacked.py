@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.backend import load
-from tilewise.check import check_arguments
+from tilewise.call.backend import load
+from tilewise.call.check import check_arguments
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
 COPIES = ("copy", "clone", "cat", "stack", "contiguous")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import quantize, reference
-from tilewise.check import check_arguments, describe
+from tilewise.attention import reference
+from tilewise.call.check import check_arguments, describe
+from tilewise.quantize import codes as quantize
 
 bf16, fp16 = torch.bfloat16, torch.float16
 BOTH = pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -69,7 +70,7 @@ def angles(R, rows=320, dtype=torch.float32):
 @pytest.mark.parametrize("pairs", [None, "halves", "neighbours"])
 @BOTH
 def test_kernels_compute_the_codes_of_plain_torch_bit_by_bit(name, R, pairs, precision):
-    launches = pytest.importorskip("tilewise.host.quantize").quantize_launches
+    launches = pytest.importorskip("tilewise.quantize.launch").quantize_launches
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operands, options = case(name)
     options = {key: value.to(device) for key, value in options.items()}
@@ -416,7 +417,7 @@ def test_nothing_has_results_of_its_shape(precision, B, M, N, backend):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
 @BOTH
 def test_the_kernels_take_what_is_given(precision):
-    quantized = pytest.importorskip("tilewise.host.quantize").quantized
+    quantized = pytest.importorskip("tilewise.quantize.launch").quantized
     (q, k, v), options = case("padded")
     given = tw.EightBits.of(precision, q, k)
     p, x = call(q, k, v, given, **options)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import quantize, reference
-from tilewise.check import check_arguments, describe
+from tilewise.attention import reference
+from tilewise.call.check import check_arguments, describe
+from tilewise.quantize import codes as quantize
 
 bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
 BACKENDS = [None, *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
@@ -105,7 +106,7 @@ def test_codes_are_the_tensors_themselves():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_kernel_copies_the_same_bytes(packed):
-    quantized = pytest.importorskip("tilewise.host.quantize").quantized
+    quantized = pytest.importorskip("tilewise.quantize.launch").quantized
     first = () if packed else (2,)
     q, k, v = drawn((*first, 140, 4, 64), (*first, 310, 2, 64), (*first, 310, 2, 40), scales=(3 if packed else 2, 2))
     layout = tw.Varlen(CU_Q, CU_K) if packed else None

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 
 
 def draw(*shape):

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise.rotary.api import rotary, rotary_qk
+from tilewise.rotary.in_torch import Rotation, rotate_in_torch
+from tilewise.values.rotation import pairs
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,9 +21,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POSITIONS = 41
 
-module = importlib.import_module("tilewise.rotary")  # not the function that the package exports by that name
-rotary, rotary_qk, Rotation = module.rotary, module.rotary_qk, module.Rotation
-pairs = importlib.import_module("tilewise.turn").pairs
+module = importlib.import_module("tilewise.rotary.op")  # tilewise.rotary is also the function
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -27,8 +29,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.fixture(params=["torch", pytest.param("kernel", marks=needs_triton)])
 def form(request, monkeypatch):
     """Runs a test in plain torch, then by the kernel (on a CPU in Triton's interpreter)."""
-    run = {"torch": lambda xs, turn: [module._in_torch(x, turn) for x in xs], "kernel": module._by_kernel}
-    monkeypatch.setattr(module, "_run", run[request.param])
+    run = {"torch": lambda xs, turn: [rotate_in_torch(x, turn) for x in xs], "kernel": module._by_kernel}
+    monkeypatch.setattr(module, "run", run[request.param])
     return request.param
 
 
@@ -144,7 +146,7 @@ def test_q_and_k_take_one_launch(monkeypatch):
     launches = []
     launch = module._launcher()
     monkeypatch.setattr(module, "_launcher", lambda: lambda *a: (launches.append(len(a[0])), launch(*a)))
-    monkeypatch.setattr(module, "_run", module._by_kernel)
+    monkeypatch.setattr(module, "run", module._by_kernel)
     q, k = random(1, 3, 4, 8, grad=True), random(1, 3, 2, 8, grad=True)
     y_q, y_k = rotary_qk(q, k, *tables(8))
     assert launches == [2]
@@ -157,12 +159,12 @@ def test_q_and_k_take_one_launch(monkeypatch):
 @needs_triton
 def test_the_kernel_fuses_no_products_and_sums(monkeypatch):
     """So its bits are those of plain torch, and of the pass that turns q and k before it writes 8-bit codes."""
-    from tilewise.tile.rotary import rotary_embedding
+    from tilewise.rotary.kernel import rotary_embedding
 
     kernel, seen = rotary_embedding, {}
     run = kernel.run
     monkeypatch.setattr(kernel, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
-    monkeypatch.setattr(module, "_run", module._by_kernel)
+    monkeypatch.setattr(module, "run", module._by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
     assert seen["enable_fp_fusion"] is False
 
@@ -247,7 +249,7 @@ def test_kernel_clamps_positions(offset):
     position = (torch.arange(4) + offset).clamp(0, POSITIONS - 1)[None]
     (y,) = module._by_kernel([x], Rotation(cos, sin, None, None, offset, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
-    assert torch.equal(y, module._in_torch(x, Rotation(cos, sin, None, None, offset, False)))
+    assert torch.equal(y, rotate_in_torch(x, Rotation(cos, sin, None, None, offset, False)))
     (y,) = module._by_kernel([x], Rotation(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
     assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
 
@@ -279,7 +281,7 @@ def test_kernel_addresses_beyond_32_bits(dimension, monkeypatch):
     for R in (2, 4):
         turn = Rotation(*tables(R), None, None, 3, False)
         (y,) = module._by_kernel([x], turn)
-        assert torch.equal(y, module._in_torch(x.contiguous(), turn))
+        assert torch.equal(y, rotate_in_torch(x.contiguous(), turn))
 
 
 @pytest.mark.skipif(not CUDA, reason="more than 2^31 elements need a GPU's memory")
@@ -296,8 +298,8 @@ OFFLINE = """
 import re, sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from tilewise.host.rotary import tiles
-from tilewise.tile import rotary
+from tilewise.rotary.launch import tiles
+from tilewise.rotary import kernel as rotary
 
 name = sys.argv[1]
 target = GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
@@ -321,7 +323,7 @@ for interleaved in (False, True):
 
 
 @needs_triton
-@pytest.mark.once("../src/tilewise/host/rotary.py", "../src/tilewise/tile/rotary.py")
+@pytest.mark.once("../src/tilewise/rotary")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_compiles_to_wide_accesses_without_spilling(target):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -499,11 +501,11 @@ def test_tables_with_gradients_pass_without_grad_mode():
 def test_works_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import importlib, torch\n"
-        "rotary = importlib.import_module('tilewise.rotary')\n"
+        "import importlib, tilewise, torch\n"
+        "op = importlib.import_module('tilewise.rotary.op')\n"
         "x = torch.ones(1, 2, 1, 4, requires_grad=True)\n"
-        "rotary.rotary(x, torch.zeros(2, 2), torch.ones(2, 2)).sum().backward()\n"
-        "assert rotary._launcher() is None\n"
+        "tilewise.rotary(x, torch.zeros(2, 2), torch.ones(2, 2)).sum().backward()\n"
+        "assert op._launcher() is None\n"
         "print(x.grad.flatten().tolist())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import tilewise as tw
-from tilewise.api import attention
-from tilewise.options import Everything
+from tilewise.attention.api import attention
+from tilewise.call.options import Everything
 
 SOURCE = Path(tw.__file__).parents[1]
 OPTIONS = [name for name, p in inspect.signature(attention).parameters.items() if p.kind is p.KEYWORD_ONLY]

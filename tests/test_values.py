@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.mask import Listed, PaddingKeys, PaddingLengths, PrefixAt, TileList
-from tilewise.problem import KINDS
-from tilewise.score import AlibiAt
+from tilewise.call.recipe import KINDS
+from tilewise.values.intervals import PaddingKeys, PaddingLengths, PrefixAt
+from tilewise.values.masks import Listed
+from tilewise.values.score import AlibiAt
+from tilewise.values.tables import TileList
 
 NEW = ("padding range", "list", "listed", "prefix at", "alibi at", "spans", "cached", "quantized", "eight bits")
 """Values that 0.1.0 did not have."""

@@ -16,7 +16,7 @@ from command import call
 import tilewise as tw
 
 pytest.importorskip("triton", reason="kernels are Triton's")
-module = importlib.import_module("tilewise.warm")  # tw.warm is the function
+module = importlib.import_module("tilewise.warm.warm")  # tw.warm is the function
 SMALL = torch.empty(1, 64, 2, 16, dtype=torch.float16, device="meta")
 
 

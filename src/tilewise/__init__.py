@@ -1,19 +1,23 @@
 """tilewise: exact attention, one tile at a time. FlashAttention, forward and backward, in pure Python."""
 
-from .api import attention, attention_backward, attention_qkvpacked
-from .append import append_, copy_pages_
-from .count import Calls, count_calls
-from .explain import Explanation, explain
-from .layout import Cached, Varlen
-from .listed import listed
-from .mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Spans, Window
-from .merge import merge
-from .place import Origin
-from .problem import Unsupported
-from .quantized import EightBits, Quantized
-from .rotary import rotary, rotary_qk
-from .score import Alibi, Bias, Score, SoftCap
-from .warm import Warmed, warm
+from .append.api import append_
+from .append.pages import copy_pages_
+from .attention import reference as reference
+from .attention.api import attention, attention_backward, attention_qkvpacked
+from .attention.explain import Explanation, explain
+from .attention.lists import listed
+from .call.count import Calls, count_calls
+from .merge.api import merge
+from .rotary.api import rotary, rotary_qk
+from .values.intervals import Causal, Padding, Prefix, Spans, Window
+from .values.layout import Cached, Varlen
+from .values.masks import Full, Mask
+from .values.origin import Origin
+from .values.products import EightBits, Quantized
+from .values.score import Alibi, Bias, Score, SoftCap
+from .values.tables import Dense, Documents
+from .values.value import Unsupported
+from .warm.warm import Warmed, warm
 
 __version__ = "0.2.0"
 

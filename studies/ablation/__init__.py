@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.problem import target_of
+from tilewise.call.problem import target_of
 
 from ..bench.peers import CHANGED, PEERS, Peer
 from ..bench.suites import FORWARD, SUITES, Case, Suite

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backend import load
-from tilewise.check import describe_fake
-from tilewise.problem import Operands, Problem, Recipe, Saved, target_of
+from tilewise.call.backend import load
+from tilewise.call.check import describe_fake
+from tilewise.call.operands import Operands, Saved
+from tilewise.call.problem import Problem, target_of
+from tilewise.call.recipe import Recipe
 
 if TYPE_CHECKING:  # Triton need not be installed
     from tilewise.host.launch import Launch
@@ -37,7 +39,8 @@ def problem(change: Change, x: Operands, causal: bool, target: str) -> Problem:
 
 def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
     """Return tilewise's launch, and the tensors that it writes; with meta tensors nothing can run."""
-    from tilewise.host.launch import current_stream, empty_saved
+    from tilewise.host.launch import current_stream
+    from tilewise.host.outputs import empty_saved
 
     saved, device = empty_saved(p, x, None), x.q.device
     if p.recipe.backend == "hopper":
@@ -52,8 +55,9 @@ def forward(p: Problem, x: Operands) -> tuple["Launch", Saved]:
         (launch,) = hopper.forward_launches(p, hopper_plan(p), x, saved, counter)
     else:
         from tilewise.triton import launch as portable
+        from tilewise.triton.plan import plan as portable_plan
 
-        (launch,) = portable.forward_launches(p, portable.plan(p), x, saved)
+        (launch,) = portable.forward_launches(p, portable_plan(p), x, saved)
     return launch, saved
 
 
@@ -91,7 +95,7 @@ def without_warp_roles(launch: "Launch") -> "Launch":
     Three warpgroups cannot share a tensor, because Triton's counts of warps are powers of two, so there are two.
     """
     from tilewise.hopper.descriptors import Descriptor
-    from tilewise.host.launch import odd
+    from tilewise.host.arguments import odd
 
     from .kernels import one_role
 

@@ -9,11 +9,13 @@ o = attention(q, k, v, accumulate=Accumulate(values="fp16", stability=True))
 import torch
 from torch import Tensor
 
-from tilewise.api import DEFAULTS, FULL
-from tilewise.backend import check_triton, needs
-from tilewise.check import check_arguments, describe
-from tilewise.mask import Mask
-from tilewise.problem import Operands, Problem, Unsupported
+from tilewise.attention.api import DEFAULTS, FULL
+from tilewise.call.backend import check_triton, needs
+from tilewise.call.check import check_arguments, describe
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
+from tilewise.values.masks import Mask
+from tilewise.values.value import Unsupported
 
 from . import rounded
 from .accumulate import LARGEST, Accumulate

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.check import check_number
+from tilewise.call.check import check_number
 
 LARGEST = torch.finfo(torch.float16).max
 """65504, the largest number of fp16."""

@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from tilewise.problem import target_of
+from tilewise.call.problem import target_of
 
 from ..bench import results
 from ..console import err, out, progress, sentences, table

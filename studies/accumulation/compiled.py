@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.check import describe_fake
-from tilewise.host.cross_compile import use_target
-from tilewise.problem import Operands, Recipe
+from tilewise.call.check import describe_fake
+from tilewise.call.operands import Operands
+from tilewise.call.recipe import Recipe
+from tilewise.warm.cross_compile import use_target
 
 from . import launch
 from .measure import KERNELS, TILES, tiles_for

@@ -6,20 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.host.launch import (
-    Launch,
-    cdiv,
-    current_stream,
-    device_values,
-    on_device,
-    rows,
-    tile_lists,
-    with_adjacent_rows,
-)
-from tilewise.problem import Operands, Problem
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
+from tilewise.host.arguments import cdiv, device_values, rows, with_adjacent_rows
+from tilewise.host.launch import Launch, current_stream, on_device
+from tilewise.host.lists import tile_lists
 from tilewise.tile.ranges import Variant
 from tilewise.triton.backend import backend as portable
-from tilewise.triton.launch import constants, plan
+from tilewise.triton.plan import constants, plan
 from tilewise.triton.tiles import AMPERE, Tiles, current
 
 from .accumulate import Accumulate

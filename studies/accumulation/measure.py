@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.check import describe
-from tilewise.problem import Operands, Problem, Recipe
+from tilewise.call.check import describe
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
+from tilewise.call.recipe import Recipe
 
 from ..bench.engine import excuse
 from ..bench.results import OK

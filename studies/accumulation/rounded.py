@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewise.problem import Operands, Problem
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
 
 from .accumulate import Accumulate
 

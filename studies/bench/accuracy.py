@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.dropout import dropout_keep, dropout_rescale
+from tilewise.values.dropout import dropout_keep, dropout_rescale
 
 from .peers import SEED, Attention, Peer
 from .suites import BACKWARD, BOTH, FORWARD, Case

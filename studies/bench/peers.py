@@ -19,9 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
-from tilewise.check import describe
+from tilewise.call.check import describe
+from tilewise.call.operands import Operands, Saved
+from tilewise.call.problem import target_of
+from tilewise.call.recipe import EIGHT_BITS, PRECISIONS, Recipe
 from tilewise.cpu.backend import Cpu
-from tilewise.problem import EIGHT_BITS, PRECISIONS, Operands, Recipe, Saved, target_of
 
 from .suites import Case
 from .variants import VARIANTS, Variant
@@ -121,8 +123,9 @@ def _of_codes(precision: str) -> Peer:
     def prepare(case: Case, device: torch.device) -> Attention:
         from tilewise.hopper import launch
         from tilewise.hopper.plan import plan
-        from tilewise.host.launch import current_stream, empty_saved
-        from tilewise.host.quantize import quantized
+        from tilewise.host.launch import current_stream
+        from tilewise.host.outputs import empty_saved
+        from tilewise.quantize.launch import quantized
 
         as_they_are, made = precision == "e4m3", {}
         name = "fp8" if as_they_are else precision

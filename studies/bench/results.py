@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from tilewise import explain
+from tilewise.call.problem import target_of
+from tilewise.call.recipe import EIGHT_BITS
 from tilewise.cli.machine import device_name, versions
-from tilewise.problem import EIGHT_BITS, target_of
 
 from . import state
 from .peers import CHANGED

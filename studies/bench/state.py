@@ -44,14 +44,14 @@ ORDERS = ("tile/schedule.py:assign", "tile/schedule.py:assign_each")
 """What a launch hands over as its order of tiles."""
 KERNELS = {
     "split keys": Kernel(
-        ("triton/decode.py:attention_decode", "tile/combine.py:attention_combine"),
+        ("triton/split_keys/kernel.py:attention_decode", "tile/combine.py:attention_combine"),
         ("triton/tiles.py:DECODE",),
     ),
-    "hopper split keys": Kernel(("hopper/forward/decode.py:attention_decode", "tile/combine.py:attention_combine")),
-    "append": Kernel(("tile/append.py:cache_append",)),
-    "merge": Kernel(("tile/merge.py:attention_merge",)),
+    "hopper split keys": Kernel(("hopper/split_keys/kernel.py:attention_decode", "tile/combine.py:attention_combine")),
+    "append": Kernel(("append/kernel.py:cache_append",)),
+    "merge": Kernel(("merge/kernel.py:attention_merge",)),
     "quantize": Kernel(
-        ("tile/quantize.py:attention_quantize_statistics", "tile/quantize.py:attention_quantize"),
+        ("quantize/statistics.py:attention_quantize_statistics", "quantize/kernel.py:attention_quantize"),
     ),
     "hopper forward": Kernel(("hopper/forward/kernel.py:attention_forward", *ORDERS), (f"{HOPPER}:FORWARD",)),
     "hopper 8-bit forward": Kernel(("hopper/forward/kernel.py:attention_forward", *ORDERS), (f"{HOPPER}:EIGHT_BITS",)),
@@ -80,7 +80,7 @@ KERNELS = {
             "hopper/fp32/split.py:attention_split_fp32",
             "hopper/backward/deterministic.py:attention_backward_init_semaphore",
         ),
-        ("hopper/fp32_backward_launch.py:ROWS", f"{HOPPER}:KINDS"),
+        ("hopper/fp32/backward_launch.py:ROWS", f"{HOPPER}:KINDS"),
     ),
     "triton forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
@@ -90,7 +90,7 @@ KERNELS = {
     "triton gradient of a bias": Kernel(("tile/bias.py:attention_backward_dbias",), (f"{PORTABLE}:BIAS",)),
     "lists of tiles": Kernel(("tile/ranges.py:attention_list_tiles",)),
     "renormalization": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
-    "rotary": Kernel(("tile/rotary.py:rotary_embedding",)),
+    "rotary": Kernel(("rotary/kernel.py:rotary_embedding",)),
     "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),
     "ablation": Kernel(("studies/ablation/kernels.py:*",)),
@@ -100,6 +100,7 @@ KERNELS = {
 ON_CPU = ("cpu", "fp16 sums, emulated")
 """The others are of GPUs, and those whose names begin with hopper of sm_90 alone."""
 EARLIER = {
+    "append/kernel.py": "tile/append.py",
     "hopper/backward/deterministic.py": "hopper/turns.py",
     "hopper/backward/kernel.py": "hopper/backward.py",
     "hopper/backward/postprocess.py": "hopper/around.py",
@@ -110,10 +111,17 @@ EARLIER = {
     "hopper/fp32/forward.py": "hopper/fp32_forward.py",
     "hopper/fp32/preprocess.py": "hopper/fp32_around.py",
     "hopper/fp32/split.py": "hopper/pieces.py",
+    "hopper/fp32/backward_launch.py": "hopper/fp32_backward_launch.py",
     "hopper/fp32_backward_launch.py": "hopper/fp32_backward.py",
     "hopper/parts/scores.py": "hopper/scores.py",
+    "hopper/split_keys/kernel.py": "hopper/forward/decode.py",
+    "merge/kernel.py": "tile/merge.py",
+    "quantize/kernel.py": "tile/quantize.py",
+    "quantize/statistics.py": "tile/quantize.py",
+    "rotary/kernel.py": "tile/rotary.py",
     "tile/combine.py": "triton/decode.py",
     "tile/ranges.py": "tile/visits.py",
+    "triton/split_keys/kernel.py": "triton/decode.py",
     "studies/accumulation/forward.py": "experimental/forward.py",
     "studies/accumulation/rounded.py": "experimental/rounded.py",
     "studies/ablation/kernels.py": "bench/ablation_kernels.py",
@@ -238,9 +246,11 @@ class Source:
 
     def path(self, file: str) -> Path:
         """Return the path of a file of the package, now or before it moved."""
-        before = self.package / EARLIER.get(file, file)
-        now = self.root / file if file.startswith("studies/") else self.package / file
-        return before if before.is_file() and not now.is_file() else now
+        now = before = self.root / file if file.startswith("studies/") else self.package / file
+        while not before.is_file() and file in EARLIER:
+            file = EARLIER[file]
+            before = self.package / file
+        return before if before.is_file() else now
 
     def matching(self, pattern: str) -> list[Definition]:
         """Return the existing definitions of "file:name", where * matches anything."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewise.mask import Causal, Full, Mask
+from tilewise.values.intervals import Causal
+from tilewise.values.masks import Full, Mask
 
 from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 

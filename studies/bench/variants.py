@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import torch
 
-from tilewise.mask import Full, Mask, Window
-from tilewise.score import Alibi, Score, SoftCap
+from tilewise.values.intervals import Window
+from tilewise.values.masks import Full, Mask
+from tilewise.values.score import Alibi, Score, SoftCap
 
 TILE = 128
 """Queries and keys of the tiles that `visited` counts."""

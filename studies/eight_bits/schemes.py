@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import reference
-from tilewise.quantize import rotated, signs_of
+from tilewise.attention import reference
+from tilewise.quantize.codes import rotated, signs_of
 
 BLOCK = 128
 E4M3 = 448.0

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backend import load
-from tilewise.check import describe, describe_fake
+from tilewise.call.backend import load
+from tilewise.call.check import describe, describe_fake
+from tilewise.call.operands import Operands, Saved
+from tilewise.call.problem import Problem, matmul_setting, target_of
+from tilewise.call.recipe import PRECISIONS, Recipe
 from tilewise.host.tables import label
-from tilewise.problem import PRECISIONS, Operands, Problem, Recipe, Saved, matmul_setting, target_of
 
 from ..bench.accuracy import NAMES, Inputs, Truth
 from ..bench.engine import Watch
@@ -73,7 +75,7 @@ class Call:
 
     def __init__(self, backend: str, case: Case, x: Inputs, precision: str | None = None) -> None:
         self.launch, self.tiles = _module(backend, "launch"), _module(backend, "tiles")
-        self.planned = _module(backend, "plan" if backend == "hopper" else "launch").planned
+        self.planned = _module(backend, "plan").planned
         self.x = Operands(x.q.detach(), x.k.detach(), x.v.detach(), ())
         self.do = x.do
         self.seed = torch.full((), SEED, dtype=torch.int64, device=x.q.device) if case.dropout else None

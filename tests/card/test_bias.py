@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import quantize, reference
-from tilewise.backend import select
-from tilewise.check import check_arguments, describe
+from tilewise.attention import reference
+from tilewise.call.backend import select
+from tilewise.call.check import check_arguments, describe
+from tilewise.quantize import codes as quantize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 bf16 = torch.bfloat16

@@ -11,9 +11,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from tilewise.check import describe
+from tilewise.call.check import describe
+from tilewise.call.operands import Operands
+from tilewise.call.recipe import Recipe
 from tilewise.compat import sdpa
-from tilewise.problem import Operands, Recipe
 
 ROOT = Path(__file__).parents[2]
 attend = functional.scaled_dot_product_attention

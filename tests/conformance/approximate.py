@@ -1,7 +1,7 @@
 """What 8-bit products should give: the approximation in plain torch, beside which a back end's errors are held.
 
-`tilewise.quantize` has the codes. Here they are multiplied in fp64, and what every kernel rounds is rounded: P, dS, and
-the results. The row maximum by which P is lowered is another in every loop over keys, and so are the
+`tilewise.quantize.codes` has the codes. Here they are multiplied in fp64, and what every kernel rounds is rounded: P,
+dS, and the results. The row maximum by which P is lowered is another in every loop over keys, and so are the
 entries of P that round up. So P is rounded for several maxima (`turn`), and the worst counts; on a GPU, where Hopper's
 kernel takes lines, with them and without.
 """
@@ -9,9 +9,9 @@ kernel takes lines, with them and without.
 import torch
 from torch import Tensor
 
-from tilewise import quantize
-from tilewise.check import check_arguments, describe
-from tilewise.dropout import dropout_keep, dropout_rescale
+from tilewise.call.check import check_arguments, describe
+from tilewise.quantize import codes as quantize
+from tilewise.values.dropout import dropout_keep, dropout_rescale
 
 from .cases import Call, Case
 

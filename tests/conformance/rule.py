@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from tilewise import reference
-from tilewise.dropout import dropout_keep, dropout_rescale
-from tilewise.mask import intersect
-from tilewise.problem import EIGHT_BITS
+from tilewise.attention import reference
+from tilewise.call.recipe import EIGHT_BITS
+from tilewise.values.dropout import dropout_keep, dropout_rescale
+from tilewise.values.masks import intersect
 
 from .approximate import TURNS, emulated
 from .cases import Call, Case

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import tilewise as tw
-from tilewise.backend import load
+from tilewise.call.backend import load
 
 from . import rule
 from .cases import CASES, Call, Case, make

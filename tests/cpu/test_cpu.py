@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
-from tilewise.backend import load
-from tilewise.check import describe
-from tilewise.problem import Operands, Recipe, matmul_setting
+from tilewise.call.backend import load
+from tilewise.call.check import describe
+from tilewise.call.operands import Operands
+from tilewise.call.problem import matmul_setting
+from tilewise.call.recipe import Recipe
 
 
 class Largest(TorchDispatchMode):

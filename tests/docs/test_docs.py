@@ -16,9 +16,9 @@ import torch
 
 import tilewise as tw
 from hub.write import write as write_hub
-from tilewise.mask import Value
-from tilewise.problem import PRECISIONS
+from tilewise.call.recipe import PRECISIONS
 from tilewise.triton.tiles import TARGETS
+from tilewise.values.value import Value
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

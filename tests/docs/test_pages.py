@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import independent
 
 import tilewise as tw
-from tilewise.count import Calls
-from tilewise.explain import FASTER
+from tilewise.attention.explain import FASTER
+from tilewise.call.count import Calls
 
 ROOT = Path(__file__).parents[2]
 MANY = ("README.md", "docs/use/faq.md", "docs/use/support.md", "docs/use/many-gpus.md")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import tilewise as tw
+from tilewise.values.masks import intersect
 
 from .table import FEATURES, H
 
@@ -246,7 +247,7 @@ def moved(mask: tw.Mask, column: int) -> tw.Mask:
         part.rebuild((), tuple(t + column for t in part.tensors)) if type(part).__name__ in POSITIONAL else part
         for part in mask.parts
     ]
-    return tw.mask.intersect(tuple(parts))
+    return intersect(tuple(parts))
 
 
 def placed(p: Prepared, call: Call) -> Call:
@@ -254,7 +255,7 @@ def placed(p: Prepared, call: Call) -> Call:
     if not p.setting.place or p.setting.layout:
         return call
     origin, M, N = p.options["place"], p.case.M, p.case.N
-    mask = tw.mask.intersect(tuple(part.placed(origin, M, N) for part in call.mask.parts))
+    mask = intersect(tuple(part.placed(origin, M, N) for part in call.mask.parts))
     return call._replace(mask=mask, score=tuple(change.placed(origin, M, N) for change in call.score))
 
 
@@ -293,14 +294,14 @@ def whole_truth(p: Prepared, case: Case, call: Call) -> rule.Results:
         parts = [_with_entries(part, batch) for part in call.mask.parts if type(part).__name__ in POSITIONAL]
         own = [part for part in call.mask.parts if type(part).__name__ not in POSITIONAL]
         seen = torch.zeros(sizes, dtype=torch.bool, device=call.q.device)
-        seen[at] = tw.mask.intersect(tuple(own)).dense(case.M, case.N).to(seen.device)
+        seen[at] = intersect(tuple(own)).dense(case.M, case.N).to(seen.device)
         scores = tuple(_of_whole(change, sizes, at, batch, of_q) for change in call.score)
-        whole = whole._replace(mask=tw.mask.intersect((*parts, tw.Dense(seen))), score=scores)
+        whole = whole._replace(mask=intersect((*parts, tw.Dense(seen))), score=scores)
         true = rule.truth(replace(of_whole, B=batch + case.B, M=length, N=length), whole)
     else:
         ends = [torch.nn.functional.pad(cu, (batch, 0)) for cu in (call.layout.cu_q, call.layout.cu_k)]
         layout = tw.Varlen(*ends, call.layout.max_q, call.layout.max_k)
-        mask = tw.mask.intersect(tuple(_with_entries(part, batch) for part in call.mask.parts))
+        mask = intersect(tuple(_with_entries(part, batch) for part in call.mask.parts))
         scores = tuple(_of_whole(change, (0, H, 0, 0), at, batch, of_q) for change in call.score)
         whole = whole._replace(layout=layout, mask=mask, score=scores)
         true = rule.truth(replace(of_whole, lengths=((0, 0),) * batch + case.lengths), whole)

@@ -31,8 +31,9 @@ from conformance.cases import (
 )
 
 import tilewise as tw
-from tilewise.layout import Layout
-from tilewise.problem import EIGHT_BITS, PRECISIONS
+from tilewise.call.recipe import EIGHT_BITS, PRECISIONS
+from tilewise.values import value
+from tilewise.values.layout import Layout
 
 H = 2
 """Query heads, but for GQA and MQA."""
@@ -55,7 +56,7 @@ def exported(kind: type) -> list[type]:
     return [one for one in found if inspect.isclass(one) and issubclass(one, kind) and one is not kind]
 
 
-def by_convention(kind: type[tw.mask.Value]) -> Callable[[Draw], Any]:
+def by_convention(kind: type[value.Value]) -> Callable[[Draw], Any]:
     """Return a builder for a class that has none below: numbers are 5, tensors have the shapes that it states, and the
     first type that it takes."""
 

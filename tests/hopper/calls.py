@@ -2,10 +2,11 @@
 
 import torch
 
-from tilewise.api import attention
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
-from tilewise.problem import Operands, Problem
+from tilewise.attention.api import attention
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
 
 
 def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), keys=None, **given) -> tuple[Problem, Operands]:

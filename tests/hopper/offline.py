@@ -16,11 +16,14 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
-from tilewise.hopper import decode_launch, fp32_backward_launch, fp32_launch, launch, plan
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
+from tilewise.call.operands import Grads, Saved
+from tilewise.hopper import launch, plan
 from tilewise.hopper.backend import backend
-from tilewise.problem import Grads, Saved
+from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
+from tilewise.hopper.fp32 import launch as fp32_launch
+from tilewise.hopper.split_keys import launch as decode_launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from offline import meta, read_hopper, use_target

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
+from tilewise.call.operands import Saved
 from tilewise.hopper import launch, plan
-from tilewise.problem import Saved
-from tilewise.quantize import empty_codes
+from tilewise.quantize.codes import empty_codes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from offline import innermost_loops, meta, read_hopper, sass, use_target

@@ -9,13 +9,14 @@ import torch
 from hopper import pretend
 from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
 
-from tilewise.hopper import fp32_backward_launch
+from tilewise.call.operands import Grads, Operands
+from tilewise.call.problem import Problem
 from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.forward.eight_bits import Codes
+from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import FULL, mixed, plan
-from tilewise.host.launch import batch_of, device_values, odd, odd_counts, packed
-from tilewise.problem import Grads, Operands, Problem
+from tilewise.host.arguments import batch_of, device_values, odd, odd_counts, packed
 from tilewise.tile.cache import Batch
 from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part

@@ -12,8 +12,8 @@ from hopper.pretend import INSTEAD, NAMES, Box, Numbers, Scalar, World, function
 from hopper.rehearsal import cache_of, variant_of
 
 import tilewise as tw
-from tilewise.hopper import decode_launch
-from tilewise.hopper.forward.decode import EARLY_TILES
+from tilewise.hopper.split_keys import launch as decode_launch
+from tilewise.hopper.split_keys.kernel import EARLY_TILES
 from tilewise.hopper.tiles import padded
 
 pytestmark = pytest.mark.once(".", "../interpreter.py", "../../src/tilewise")
@@ -122,10 +122,10 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
         "visible": lambda *_: Numbers(), "apply_scores": lambda *_: Numbers(), "row_max": pair,
         "rescaling": lambda *_: Numbers(), "write": done, "store_partial": done, "zero_outside": lambda *_: None,
     }  # fmt: skip
-    monkeypatch.setitem(INSTEAD, "tilewise.hopper.forward.decode", instead)
+    monkeypatch.setitem(INSTEAD, "tilewise.hopper.split_keys.kernel", instead)
     monkeypatch.setitem(INSTEAD, "tilewise.tile.line", {"find": find})
     functions.cache_clear()
-    kernel = functions("tilewise.hopper.forward.decode")["attention_decode"]
+    kernel = functions("tilewise.hopper.split_keys.kernel")["attention_decode"]
     size = decode_launch.plan(p).boxes[0].block_shape
     k, v = (Box(name, 2 * size[2] * size[3], size) for name in "kv")
     world = pretend.world = World(W * H_K)

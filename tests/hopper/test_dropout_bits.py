@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.dropout import dropout_keep, dropout_threshold
+from tilewise.values.dropout import dropout_keep, dropout_threshold
 
 dropout_bits = pytest.importorskip("tilewise.hopper.parts.dropout_bits", reason="Triton is not installed")
 

@@ -9,7 +9,7 @@ MOST = {
     (128, "int8"): 515,
     (128, "fp8"): 485,
     (256, "int8"): 420,
-    (256, "fp8"): 595,
+    (256, "fp8"): 600,
     (64, "e4m3"): 490,
     (128, "e4m3"): 530,
     (256, "e4m3"): 565,
@@ -17,8 +17,8 @@ MOST = {
 """Instructions of a thread for a key tile without a mask; with row sums by product 485 may stand there at 128. Those at
 256 are for 128 keys, but with "int8" for 64. Those of e4m3 at 64 and 128 count a branch of about 100, which tiles take
 only while all logits of a row are negative."""
-SPILLS = {(256, "fp8"): 4, (128, "e4m3"): 5}
-"""Local loads and stores; elsewhere 3."""
+SPILLS = 3
+"""Local loads and stores."""
 
 
 pytestmark = pytest.mark.once("offline_eight_bits.py", "../triton/offline.py")
@@ -33,7 +33,7 @@ def test_the_inner_loop_is_short(rows):
     full = {(row["D"], row["precision"]): row for row in rows if row["call"] == "full" and row["precision"]}
     assert full.keys() == MOST.keys()
     found = {key: (sum(row["counts"].values()), row["spills"]) for key, row in full.items()}
-    assert all(n <= MOST[key] and spills <= SPILLS.get(key, 3) for key, (n, spills) in found.items()), found
+    assert all(n <= MOST[key] and spills <= SPILLS for key, (n, spills) in found.items()), found
     # 16 join the bits of the entries that are no exponentials; P itself needs none
     assert max(row["counts"].get("PRMT", 0) for row in full.values()) == 16
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.check import check_arguments, describe
-from tilewise.hopper import fp32_backward_launch as backward
-from tilewise.hopper import fp32_launch
+from tilewise.attention.reference import attention, gradients
+from tilewise.call.check import check_arguments, describe
+from tilewise.call.operands import Grads, Saved
+from tilewise.hopper.fp32 import backward_launch as backward
+from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.fp32.split import attention_split_fp32
-from tilewise.problem import Grads, Saved
-from tilewise.reference import attention, gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULTS = {

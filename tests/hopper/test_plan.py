@@ -11,17 +11,20 @@ import torch
 from hopper.calls import call, problem
 
 import tilewise as tw
-from tilewise.hopper import fp32_backward_launch, fp32_launch
+from tilewise.call.recipe import KINDS
 from tilewise.hopper.backend import backend
 from tilewise.hopper.backward import scores as backward_scores
+from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
+from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
 from tilewise.hopper.parts import scores
 from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
-from tilewise.host.launch import DEVICE_SCORES, Launch, device_values, empty_grads, empty_saved
-from tilewise.mask import Listed
-from tilewise.problem import KINDS
+from tilewise.host.arguments import DEVICE_SCORES, device_values
+from tilewise.host.launch import Launch
+from tilewise.host.outputs import empty_grads, empty_saved
 from tilewise.tile.ranges import Variant
 from tilewise.tile.softmax import LOG2E
+from tilewise.values.masks import Listed
 
 MASKS = (
     tw.Causal(), tw.Window(100, 0), tw.Causal() & tw.Window(1023, 0), tw.Window(100, 20), tw.Window(None, 0),

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
-from tilewise.hopper import fp32_launch, launch
+from tilewise.hopper import launch
+from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.plan import plan
 from tilewise.host.launch import Launch
 from tilewise.triton import launch as portable
+from tilewise.triton.plan import plan as portable_plan
 
 IDS = torch.zeros(2, 256, dtype=torch.int32)
 ENDS = torch.tensor([0, 100, 256], dtype=torch.int32)
@@ -29,7 +31,7 @@ CALLS = {
     "grouped": {"H_k": 1},
 }
 NOT_IN_FP32 = {"dropout": {"dropout": 0.1}, "scored": {"score": [tw.SoftCap(20.0), tw.Alibi(torch.ones(4))]}}
-PLANS = {launch: plan, fp32_launch: fp32_launch.plan, portable: portable.plan}
+PLANS = {launch: plan, fp32_launch: fp32_launch.plan, portable: portable_plan}
 
 
 class Allocations(TorchDispatchMode):

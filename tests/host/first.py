@@ -72,7 +72,7 @@ def pretend() -> Any:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from tilewise.host.cross_compile import TargetDriver, gpu_target
+    from tilewise.warm.cross_compile import TargetDriver, gpu_target
 
     class Idle(TargetDriver):
         """A driver of a GPU that is not here. It loads and launches, and nothing runs."""
@@ -136,7 +136,7 @@ def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
             x = [t.requires_grad_() for t in (q, k, v)]
             made["o"] = tw.attention(*x, mask=tw.Causal(), backend="hopper")
             return
-        from tilewise.backend import select
+        from tilewise.call.backend import select
 
         made["p"], made["x"] = problem_of(q, k, v, mask=tw.Causal(), backend="hopper")
         made["saved"] = select(made["p"]).forward(made["p"], made["x"], None)
@@ -145,7 +145,7 @@ def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
         if on_gpu:
             made["o"].backward(torch.ones_like(made["o"]))
             return
-        from tilewise.backend import select
+        from tilewise.call.backend import select
 
         p, x, saved = made["p"], made["x"], made["saved"]
         select(p, backward=True).backward(p, x, saved, torch.zeros_like(saved.o), None)
@@ -156,9 +156,9 @@ def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
 
 def problem_of(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Return a call as an H100 would see it, and its operands."""
-    from tilewise.api import with_defaults
-    from tilewise.check import check_arguments
-    from tilewise.explain import problem_on
+    from tilewise.attention.api import with_defaults
+    from tilewise.attention.explain import problem_on
+    from tilewise.call.check import check_arguments
 
     given = with_defaults("first", options)
     del given["return_lse"], given["seed"]
@@ -208,7 +208,7 @@ def count() -> Iterator[dict[str, Any]]:
     """Count, for each call, the kernels that all its sizes compile, and the rows of tiles that they take."""
     from triton.runtime._async_compile import active_mode
 
-    from tilewise.host.cross_compile import use_target
+    from tilewise.warm.cross_compile import use_target
 
     use_target("sm_90")
     submitted: list[str] = []
@@ -244,9 +244,9 @@ def launches(name: str, B: int, M: int, N: int, H: int, H_k: int) -> Any:
     """Return the launches of a call and of its gradient."""
     import torch
 
-    from tilewise.host.precompile import launches as recorded
-    from tilewise.problem import Unsupported
-    from tilewise.warm import Call
+    from tilewise.values.value import Unsupported
+    from tilewise.warm.precompile import launches as recorded
+    from tilewise.warm.warm import Call
 
     options = calls(B, M, N, H)[name]
     dtype, D, wanted = options.pop("dtype"), options.pop("D"), options.pop("wanted", ())
@@ -264,7 +264,7 @@ def ones() -> Iterator[dict[str, Any]]:
 
     A count that Triton has made a constant has no type there. No machine code is made.
     """
-    from tilewise.host.cross_compile import use_target
+    from tilewise.warm.cross_compile import use_target
 
     use_target("sm_90")
     names = [name for name in calls(1, 1, 1, 1) if name in BUILT or name.endswith("triton")]
@@ -305,8 +305,8 @@ def of_caches() -> Iterator[tuple[str, Any]]:
     import torch
 
     import tilewise as tw
-    from tilewise.host.precompile import launches as recorded
-    from tilewise.warm import Call
+    from tilewise.warm.precompile import launches as recorded
+    from tilewise.warm.warm import Call
 
     def of(*shape: int, dtype: Any = torch.int32) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -336,8 +336,10 @@ def of_others() -> Iterator[tuple[str, Any]]:
 
     import torch
 
-    from tilewise.host import append, merge, rotary
+    from tilewise.append import launch as append
     from tilewise.host.launch import Launch
+    from tilewise.merge import launch as merge
+    from tilewise.rotary import launch as rotary
 
     def of(*shape: int, dtype: Any = torch.bfloat16) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")

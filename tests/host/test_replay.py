@@ -11,22 +11,29 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import append, check, known, operator
+from tilewise.append import api as append
+from tilewise.append import op as append_op
+from tilewise.attention import eager, gradients
+from tilewise.call import calls as known
+from tilewise.call import check
 
 pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 
-from tilewise.hopper import fp32_launch
+from tilewise.call.operands import Saved
+from tilewise.call.recipe import Recipe
 from tilewise.hopper import launch as hopper_launch
 from tilewise.hopper.descriptors import Descriptor
+from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.plan import plan
 from tilewise.host import launch as host
 from tilewise.host import replay as host_replay
 from tilewise.host import split
+from tilewise.host.arguments import unplanned
 from tilewise.host.replay import Replay
-from tilewise.problem import Recipe, Saved
-from tilewise.triton import decode_launch
 from tilewise.triton import launch as portable_launch
+from tilewise.triton.plan import plan as portable_plan
+from tilewise.triton.split_keys import launch as decode_launch
 
 pytestmark = pytest.mark.skipif(
     getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None) is None, reason="this Triton has another wrapper"
@@ -67,14 +74,14 @@ def launched(monkeypatch):
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", described)
     monkeypatch.setattr(host, "compile_once", compiled)
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
-    for module in (operator, append):
+    for module in (eager, gradients, append_op):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
     for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
-    launcher = append._launcher()
-    monkeypatch.setattr(append, "_in_torch", launcher)
+    launcher = append_op._launcher()
+    monkeypatch.setattr(append_op, "append_in_torch", launcher)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
-    cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_launch.plan
+    cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_plan
     clears = [known.KNOWN.clear, append.KNOWN.clear, *(each.cache_clear for each in cached)]
     for clear in clears:
         clear()
@@ -280,8 +287,8 @@ def test_which_tensor_is_unaligned_is_told_apart():
     """A kernel that reads o in pieces of 16 bytes may not be launched again where lse alone begins at such a place."""
     memory = torch.empty(1024)
     places = [memory[:64], memory[2:66]]
-    kinds = [host.unplanned(Saved(o, lse), do, dlse) for o, lse, do, dlse in itertools.product(places, repeat=4)]
-    kinds += [host.unplanned(Saved(o, lse), do, None) for o, lse, do in itertools.product(places, repeat=3)]
+    kinds = [unplanned(Saved(o, lse), do, dlse) for o, lse, do, dlse in itertools.product(places, repeat=4)]
+    kinds += [unplanned(Saved(o, lse), do, None) for o, lse, do in itertools.product(places, repeat=3)]
     assert len(set(kinds)) == len(kinds)
 
 
@@ -292,7 +299,7 @@ def test_a_tensor_that_is_left_out_moves_no_other(launched):
     found = []
     for seed in (None, None, torch.tensor(3)):
         launched.clear()
-        operator.attend((q, k, v), seed, Recipe(backend="hopper"), (0, 0))
+        eager.attend((q, k, v), seed, Recipe(backend="hopper"), (0, 0))
         found.append([flat(given, dict(names)) for given in launched])
     assert found[1] == found[2]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tilewise as tw
 import tilewise.parallel as tp
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.parallel import exchange
 from tilewise.parallel.ulysses import Swap
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tilewise as tw
 import tilewise.parallel as tp
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.parallel import held
 
 from .ranks import N, case, close, everyone, tensors

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 import tilewise.parallel as tp
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.parallel.check import same_seed
 from tilewise.parallel.exchange import told
 

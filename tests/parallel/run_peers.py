@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tilewise as tw
 import tilewise.parallel as tp
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.compat import install
 
 install("flash_attn")

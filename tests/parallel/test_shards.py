@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose

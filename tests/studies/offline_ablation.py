@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.problem import Operands
+from tilewise.call.operands import Operands
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 sys.path.append(str(Path(__file__).parents[2]))

@@ -15,8 +15,8 @@ from studies.bench.peers import PEERS, Peer
 from studies.bench.results import Row
 from studies.bench.suites import FORWARD, SUITES, Case, Suite
 from studies.pages import report
-from tilewise import reference
-from tilewise.problem import Operands
+from tilewise.attention import reference
+from tilewise.call.operands import Operands
 from tilewise.tile.masks import key_range_of
 from tilewise.tile.ranges import Place, key_range
 

@@ -33,7 +33,7 @@ from studies.accumulation.speed import LENGTHS, Kernel, Time, cases
 from studies.app import app
 from studies.bench import results
 from studies.pages import report
-from tilewise import reference
+from tilewise.attention import reference
 
 CPU = torch.device("cpu")
 SMALL = Point(length=96)

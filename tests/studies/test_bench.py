@@ -19,8 +19,8 @@ from studies.bench.peers import PEERS, SEED, Peer
 from studies.bench.results import Row
 from studies.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
 from studies.pages import field, report
-from tilewise import reference
-from tilewise.problem import PRECISIONS
+from tilewise.attention import reference
+from tilewise.call.recipe import PRECISIONS
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -64,10 +64,10 @@ def test_names_comments_and_hosts_do_not_enter(package):
 
 def test_a_revision_from_before_a_move_has_the_same_states(package, monkeypatch):
     (package / "hopper/tiles.py").rename(package / "hopper/rows.py")
-    (package / "tile/rotary.py").rename(package / "tile/turning.py")
-    edit(package / "tile/append.py", "from .rotary import", "from .turning import")
+    (package / "rotary/kernel.py").rename(package / "tile/turning.py")
+    edit(package / "append/kernel.py", "from ..rotary.kernel import", "from ..tile.turning import")
     assert "rotary" in changed(package)
-    earlier = {"hopper/tiles.py": "hopper/rows.py", "tile/rotary.py": "tile/turning.py"}
+    earlier = {"hopper/tiles.py": "hopper/rows.py", "rotary/kernel.py": "tile/turning.py"}
     monkeypatch.setattr(state, "EARLIER", earlier)
     assert changed(package) == []
     assert all(state.Source(state.PACKAGE).path(file).is_file() for file in state.EARLIER)
@@ -139,7 +139,7 @@ def test_rows_depend_on_what_they_call():
 
 
 def test_a_rename_carries_results_over_where_no_count_of_an_instruction_changed(package, monkeypatch, capsys):
-    edit(package / "tile/rotary.py", "OFFSETS", "STARTS")  # a field's name stands in the code
+    edit(package / "rotary/kernel.py", "OFFSETS", "STARTS")  # a field's name stands in the code
     edit(package / "hopper/tiles.py", "256: Forward(2, 64, 1, 2,", "256: Forward(2, 64, 1, 3,")
     assert changed(package) == [*EIGHT_BITS, "hopper forward D256", "rotary"]
     monkeypatch.setattr(states, "source", lambda *arguments: nullcontext(package.parent))

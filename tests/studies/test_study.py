@@ -17,7 +17,7 @@ from studies.bench.accuracy import NAMES
 from studies.bench.peers import PEERS, Peer
 from studies.bench.tables import STANDARD
 from studies.pages import report
-from tilewise import reference
+from tilewise.attention import reference
 
 CPU = torch.device("cpu")
 SMALL = Point(length=40, head_size=16)

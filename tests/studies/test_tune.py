@@ -16,13 +16,13 @@ from studies.pages import report
 from studies.tune import command, tuned
 from studies.tune.rows import neighbours
 from studies.tune.tuned import Candidate, Tuned
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.host import tables
 
 pytest.importorskip("triton")
 from studies.tune import tune
 from tilewise.hopper import tiles as hopper
-from tilewise.triton import launch
+from tilewise.triton import plan as planning
 from tilewise.triton import tiles as portable
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -34,10 +34,10 @@ CASE = str(TINY)
 def _forgotten(monkeypatch):
     """No file, before and after."""
     monkeypatch.delenv(tables.VARIABLE, raising=False)
-    for cached in (tables.read, launch.plan):
+    for cached in (tables.read, planning.plan):
         cached.cache_clear()
     yield
-    for cached in (tables.read, launch.plan):
+    for cached in (tables.read, planning.plan):
         cached.cache_clear()
 
 
@@ -124,14 +124,14 @@ def written(path, **fields):
 
 def plan():
     """The plan of a tiny call in the interpreter."""
-    return launch.plan(tune._problem("triton", TINY, torch.device("cpu")))
+    return planning.plan(tune._problem("triton", TINY, torch.device("cpu")))
 
 
 def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
     path = written(tmp_path / "tiles.json", B_r=16, B_c=64)
     assert plan().forward == portable.FORWARD["interpreter", 4, 512]
     monkeypatch.setenv(tables.VARIABLE, str(path))
-    launch.plan.cache_clear()
+    planning.plan.cache_clear()
     assert plan().forward == portable.Tiles(16, 64, 4, 1)
     assert plan().dq == portable.DQ["interpreter", 4, 512], "what the file does not have stays"
     if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from studies.bench.results import Row
 from studies.bench.suites import BACKWARD, FORWARD, SUITES, Case
 from studies.bench.variants import CUTS, VARIANTS, cut, visited
 from studies.pages import plots, report
-from tilewise import reference
+from tilewise.attention import reference
 
 CPU = torch.device("cpu")
 SUITE = SUITES["variants"]

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.problem import MAX_HEAD_SIZE
+from tilewise.call.problem import MAX_HEAD_SIZE
 from tilewise.tile.blocks import block
 from tilewise.tile.rows import Rows
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.dropout import dropout_keep, dropout_rescale, dropout_threshold
+from tilewise.values.dropout import dropout_keep, dropout_rescale, dropout_threshold
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

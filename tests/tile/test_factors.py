@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import check_arguments, describe
+from tilewise.call.check import check_arguments, describe
 from tilewise.tile.blocks import block, store_rows
 from tilewise.tile.factors import (
     left_slices,
@@ -20,6 +20,7 @@ from tilewise.tile.factors import (
 )
 from tilewise.tile.rows import Rows
 from tilewise.triton import launch
+from tilewise.triton.plan import planned
 from tilewise.triton.tiles import DKDV, DQ, FORWARD, current
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
@@ -88,7 +89,7 @@ def test_the_rows_for_fma_units_attend_right(D):
     x, recipe, longest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, None, "ieee", False, "triton")
     p = describe(x, recipe, longest)
     chosen = {name: t["hopper", 4, D, "ieee"] for name, t in (("forward", FORWARD), ("dkdv", DKDV), ("dq", DQ))}
-    plan = launch.planned(p, current(p)._replace(**chosen))
+    plan = planned(p, current(p)._replace(**chosen))
     saved = launch.forward(p, plan, x, None)
     grads = launch.backward(p, plan, x, saved, do, None)
     wide = [t.double().requires_grad_() for t in (q, k, v)]

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
-from tilewise.host.launch import odd
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
+from tilewise.host.arguments import device_values, odd
+from tilewise.host.lists import tile_lists
 from tilewise.tile.masks import key_range_of, query_range_of
 from tilewise.tile.ranges import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
-from tilewise.triton import launch
+from tilewise.triton.plan import plan
 from tilewise.triton.tiles import FORWARD, Tiles
 
 pytestmark = [
@@ -74,8 +75,8 @@ def describe(mask, B, H, M, N):
 def computed_tiles(mask, B, H, M, N, tiles, by_key=False):
     """(B, H, query tiles, key tiles): NEVER, PARTIAL or FULL."""
     p, x = describe(mask, B, H, M, N)
-    parts, _, _ = launch.device_values(p, x.extra)
-    lists, listing = launch.tile_lists(p, launch.plan(p), tiles, parts, x, by_key)
+    parts, _, _ = device_values(p, x.extra)
+    lists, listing = tile_lists(p, plan(p), tiles, parts, x, by_key)
     for one in listing:
         one.run()
     assert bool(listing) == any(not part.interval for part in mask.parts), "lists are for masks that are no intervals"
@@ -190,7 +191,7 @@ def test_a_kernel_computes_the_tiles_with_an_entry_and_no_others(shape, names):
 def test_an_interval_holds_what_is_seen_and_nothing_else(shape, names):
     mask, (B, H, M, N) = make(shape, names)
     p, x = describe(mask, B, H, M, N)
-    parts, _, _ = launch.device_values(p, x.extra)
+    parts, _, _ = device_values(p, x.extra)
     of_rows, of_keys = torch.zeros(2, B, M, N, dtype=torch.bool)
     intervals[(B,)](of_rows, of_keys, parts, M, N, triton.next_power_of_2(M), triton.next_power_of_2(N))
     dense = mask.dense(M, N).expand(B, H, M, N)[:, 0]
@@ -216,7 +217,7 @@ def test_a_window_of_1k_in_16k_tokens_costs_a_seventh_of_causal(tiles):
 
     def cost(mask):
         p, x = describe(mask, 1, 1, S, S)
-        parts, _, _ = launch.device_values(p, x.extra)
+        parts, _, _ = device_values(p, x.extra)
         out = torch.zeros(count, dtype=torch.int32)
         ranges[(count,)](out, Variant(parts, (), None, None), S, S, tiles.B_r, tiles.B_c)
         return int(out.sum())
@@ -243,8 +244,8 @@ def test_lists_are_shared_where_the_mask_does_not_differ():
     tiles = Tiles(16, 16, 4, 1)
     for shape in ((1, 1), (2, 1), (1, 3), (2, 3)):
         p, x = describe(tw.Dense(torch.ones(*shape, 64, 64, dtype=torch.bool)), 2, 3, 64, 64)
-        parts, _, _ = launch.device_values(p, x.extra)
-        lists, _ = launch.tile_lists(p, launch.plan(p), tiles, parts, x, by_key=False)
+        parts, _, _ = device_values(p, x.extra)
+        lists, _ = tile_lists(p, plan(p), tiles, parts, x, by_key=False)
         assert lists.ptr.shape == (*shape, 4, 6)
         assert (lists.batch == odd(0 + 1)) == (shape[0] == 1)
         assert (lists.head == odd(0 + 1)) == (shape[1] == 1)

@@ -11,11 +11,11 @@ from itertools import chain
 import torch
 
 import tilewise as tw
-from tilewise.check import check_arguments, describe_fake
-from tilewise.host.cross_compile import use_target
-from tilewise.problem import Saved
-from tilewise.triton import decode_launch
+from tilewise.call.check import check_arguments, describe_fake
+from tilewise.call.operands import Saved
+from tilewise.triton.split_keys import launch as decode_launch
 from tilewise.triton.tiles import WITH_FP8
+from tilewise.warm.cross_compile import use_target
 
 CASES = {
     "D128 page 64": {},

@@ -24,11 +24,12 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
-from tilewise.host.cross_compile import use_target
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
 from tilewise.triton import launch
+from tilewise.triton.plan import plan
 from tilewise.triton.tiles import SPECIAL
+from tilewise.warm.cross_compile import use_target
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
@@ -47,7 +48,7 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     saved = launch.empty_saved(p, x, seed)
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o, dtype=q.dtype), torch.empty_like(saved.lse)
-    pl = launch.plan(p)
+    pl = plan(p)
     backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
 

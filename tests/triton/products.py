@@ -14,9 +14,10 @@ import torch
 from triton import knobs
 
 import tilewise as tw
-from tilewise.check import describe_fake
-from tilewise.host.merge import merge_launch
-from tilewise.problem import Operands, Recipe
+from tilewise.call.check import describe_fake
+from tilewise.call.operands import Operands
+from tilewise.call.recipe import Recipe
+from tilewise.merge.launch import merge_launch
 from tilewise.triton.tiles import current
 
 sys.path.insert(0, str(Path(__file__).parent))

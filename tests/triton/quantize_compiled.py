@@ -12,10 +12,10 @@ from itertools import product
 import torch
 
 import tilewise as tw
-from tilewise.check import check_arguments, describe_fake
-from tilewise.host.cross_compile import use_target
-from tilewise.host.quantize import quantize_launches
-from tilewise.quantize import empty_codes
+from tilewise.call.check import check_arguments, describe_fake
+from tilewise.quantize.codes import empty_codes
+from tilewise.quantize.launch import quantize_launches
+from tilewise.warm.cross_compile import use_target
 
 
 def launches(target, D, precision, pairs):

@@ -6,12 +6,15 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
-from tilewise.check import check_arguments
-from tilewise.explain import problem_on
-from tilewise.problem import Grads, Saved
+from tilewise.attention.explain import problem_on
+from tilewise.call.check import check_arguments
+from tilewise.call.operands import Grads, Saved
+from tilewise.host.arguments import adjacent
+from tilewise.host.launch import Launch
 from tilewise.tile.blocks import width
 from tilewise.tile.rows import Packed, Rows, RowValues, rows_of
 from tilewise.triton import launch
+from tilewise.triton.plan import plan
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
 
@@ -27,13 +30,13 @@ def gradients(q, k, v, do, **options):
 def given(monkeypatch):
     """The operands of every launch, by kernel, in the order of the kernel's arguments."""
     seen = {}
-    run = launch.Launch.run
+    run = Launch.run
 
     def record(self, stream=None):
         seen[self.kernel.fn.__name__] = [a for a in self.arguments if isinstance(a, Rows)]
         run(self, stream)
 
-    monkeypatch.setattr(launch.Launch, "run", record)
+    monkeypatch.setattr(Launch, "run", record)
     return seen
 
 
@@ -76,7 +79,7 @@ COPIED = {"entries apart": entries_apart, "one number": one_number}
 def test_strided_operands_are_read_where_they_lie(view, given):
     make = VIEWS[view]
     q, k, v, do = make(2, 20, 2, 16), make(2, 23, 2, 16), make(2, 23, 2, 16), make(2, 20, 2, 16)
-    assert all(launch.adjacent(t) is t for t in (q, k, v, do))
+    assert all(adjacent(t) is t for t in (q, k, v, do))
     got = gradients(q, k, v, do, mask=tw.Causal())
     read = {"forward": (q, k, v), "backward_dkdv": (q, k, v, do), "backward_dq": (q, k, v, do)}
     for kernel, tensors in ((f"attention_{name}", of) for name, of in read.items()):
@@ -95,7 +98,7 @@ def test_rows_whose_entries_lie_apart_are_copied(view, given):
     make = COPIED[view]
     q, k, v, do = make(2, 20, 2, 16), make(2, 23, 2, 16), make(2, 23, 2, 16), make(2, 20, 2, 16)
     for t in (q, k, v, do):
-        copy = launch.adjacent(t)
+        copy = adjacent(t)
         assert copy.is_contiguous()
         assert torch.equal(copy, t)
     got = gradients(q, k, v, do)
@@ -111,20 +114,20 @@ def test_narrow_rows_are_copied_where_they_may_begin_off_16_byte_boundaries(size
     whole = torch.zeros(2, 20, 3, 513, dtype=torch.float16)
     off, odd = whole.flatten()[1 : 1 + 120 * size].view(2, 20, 3, size), whole[..., :size]
     for t in (off, odd):
-        copy = launch.adjacent(t)
+        copy = adjacent(t)
         assert (copy is not t) == narrow
         assert torch.equal(copy, t)
         assert copy.data_ptr() % 16 == 0 or not narrow
-        assert launch.adjacent(copy) is copy
+        assert adjacent(copy) is copy
     aligned = torch.zeros(2, 20, 3, size, dtype=torch.float16)
-    assert launch.adjacent(aligned) is aligned
+    assert adjacent(aligned) is aligned
     in_fp32 = torch.zeros(2, 20, 3, 513)[..., :size]
-    assert launch.adjacent(in_fp32) is in_fp32
+    assert adjacent(in_fp32) is in_fp32
 
 
 def test_a_single_entry_is_adjacent_at_any_stride():
     t = torch.randn(2, 20, 2, 16)[..., 3:4]
-    assert launch.adjacent(t) is t
+    assert adjacent(t) is t
     got, want = (gradients(x, x, x, x) for x in (t, t.contiguous()))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -220,7 +223,7 @@ def test_a_longest_length_that_is_too_short_cuts_sequences_off():
         q, k, v, tw.Causal(), (), None, None, 0.0, tw.Varlen(cu, cu, 5, 5), None, False, "triton"
     )
     p = problem_on(x, recipe, longest, "cpu")
-    pl = launch.plan(p)
+    pl = plan(p)
     saved = launch.forward(p, pl, x, None)
     found = saved.o, saved.lse.T, *launch.backward(p, pl, x, saved, do, torch.zeros_like(saved.lse))[:3]
     o, lse, *grads = gradients(q[:8], k[:8], v[:8], do[:8], mask=tw.Causal(), layout=tw.Varlen(cut, cut, 5, 5))
@@ -252,7 +255,7 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     (logs, around_logs), (delta, around_delta) = (guarded((1, *scratch), torch.zeros(1, *scratch)) for _ in range(2))
     grads = [guarded((total, H, D), torch.zeros(total, H, D)) for _ in range(3)]
     saved = Saved(o, lse[0], None)
-    pl = launch.plan(p)
+    pl = plan(p)
     for one in launch.forward_launches(p, pl, x, saved):
         one.run()
     results = Grads(*(g for g, _ in grads), (None,) * len(x.extra))
@@ -289,7 +292,7 @@ def test_a_launch_calls_hooks_where_there_are_some(name, monkeypatch):
         pass
 
     compiled = Compiled()
-    here = launch.Launch(kernel, 3, ("x",), {"y": 5}, {(kernel.fn, None): (compiled, (5,), None)})
+    here = Launch(kernel, 3, ("x",), {"y": 5}, {(kernel.fn, None): (compiled, (5,), None)})
     here.run(7)
     assert compiled.launched == [("alone", (3, 1, 1, 7, "function", "metadata", None, None, None, "x", 5))]
 
@@ -332,7 +335,7 @@ def test_a_kernel_is_compiled_with_products_and_sums_fused(monkeypatch):
     seen, compiled = [], Compiled()
     monkeypatch.setattr(type(kernel), "__getitem__", lambda *_: lambda *given, **options: seen.append((given, options)))
     kernel.warmup = lambda *given, **options: seen.append((given, options))
-    one = launch.Launch(kernel, 3, ("x",), {"y": 5}, {})
+    one = Launch(kernel, 3, ("x",), {"y": 5}, {})
     one.run(7)
     one.compile()
     assert seen == [

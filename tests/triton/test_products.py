@@ -14,8 +14,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.once(
     "products.py", "addresses.py", "offline.py", "../hopper/offline.py", "../hopper/offline_fp32_backward.py",
     "../hopper/calls.py", "../../studies/accumulation", "../../src/tilewise/hopper",
-    "../../src/tilewise/merge.py", "../../src/tilewise/rotary.py", "../../src/tilewise/host/rotary.py",
-    "../../src/tilewise/tile/rotary.py",
+    "../../src/tilewise/merge", "../../src/tilewise/rotary",
 )  # fmt: skip
 
 ALLOWED = {
@@ -24,8 +23,6 @@ ALLOWED = {
         "hopper/backward/postprocess.py": ("t // PIECES * 64",),
         "hopper/backward/preprocess.py": ("t * ROWS",),
         "hopper/forward/attend.py": ("j * B_C",),
-        "hopper/forward/eight_bits.py": ("j * tile.B_C",),
-        "hopper/forward/load.py": ("j * B_C",),
         "hopper/fp32/preprocess.py": ("t * BLOCK", "t * tile.ROWS"),
         "hopper/fp32/forward.py": ("j * B_C",),
         "hopper/backward/keys.py": ("m * B_R", "t_k * B_C"),
@@ -34,7 +31,7 @@ ALLOWED = {
         "tile/bias.py": (
             "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
         ),
-        "tile/merge.py": ("t * B_R",),
+        "merge/kernel.py": ("t * B_R",),
         "tile/renormalize.py": ("t * B_R", "x * B_C"),
         "tile/ranges.py": ("r * B_R", "c * B_C"),
         "triton/backward.py": (

@@ -10,7 +10,8 @@ from conformance.cases import Case, alibi, bias, both, causal, dense, make, padd
 pytest.importorskip("triton")
 import triton
 
-from tilewise.triton import launch, tiles
+from tilewise.triton import tiles
+from tilewise.triton.plan import plan
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
@@ -34,9 +35,9 @@ def chip(request, monkeypatch):
     for table in (*tiles.TABLES.values(), tiles.BIAS):
         for key in [key for key in table if key[:3] == (name, size, 512)]:
             monkeypatch.setitem(table, ("interpreter", 4, 512, *key[3:]), table[key])
-    launch.plan.cache_clear()
+    plan.cache_clear()
     yield request.param
-    launch.plan.cache_clear()
+    plan.cache_clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,6 +6,7 @@ import time
 import torch
 
 import tilewise as tw
+from tilewise.call.recipe import Recipe
 
 ROUNDS, CALLS = 15, 300
 
@@ -20,7 +21,7 @@ def microseconds(call):
 
 torch.set_num_threads(1)
 q, k, v = (torch.randn(1, 1, 1, 16, requires_grad=True) for _ in range(3))
-text = tw.problem.Recipe().encode()
+text = Recipe().encode()
 paths = {
     "eager": lambda: tw.attention(q, k, v),
     "operator": lambda: torch.ops.tilewise.attention(q, k, v, [], None, text, 0, 0),

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from ..layout import Varlen
-from ..mask import Causal, Dense, Documents, Full, Mask, Padding, Prefix, Window
-from ..score import Alibi, Bias, Score, SoftCap
+from ..values.intervals import Causal, Padding, Prefix, Window
+from ..values.layout import Varlen
+from ..values.masks import Full, Mask
+from ..values.score import Alibi, Bias, Score, SoftCap
+from ..values.tables import Dense, Documents
 from .parser import Option
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..explain import explain as explain_call
-from ..problem import target_of
+from ..attention.explain import explain as explain_call
+from ..call.problem import target_of
 from .calls import CALL, arguments
 from .parser import Option
 

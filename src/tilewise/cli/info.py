@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ..backend import ORDER, load
-from ..check import describe
+from ..call.backend import ORDER, load
+from ..call.check import describe
+from ..call.operands import Operands
+from ..call.recipe import Recipe
 from ..compat.shadow import PACKAGES, who
 from ..host.tables import source_of_rows
-from ..problem import Operands, Recipe
 from .machine import device_name, versions
 from .parser import Option
 

@@ -67,7 +67,7 @@ def run(words: Sequence[str]) -> None:
 
 def _count_until_the_end() -> None:
     """Count calls from now on, and print a line when this process ends, not those forked from it."""
-    from ..count import count_calls
+    from ..call.count import count_calls
 
     counting = ExitStack()
     calls, process, rank = counting.enter_context(count_calls()), os.getpid(), os.environ.get("RANK")

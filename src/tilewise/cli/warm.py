@@ -7,8 +7,8 @@ from dataclasses import asdict
 from json import dumps
 from typing import Any
 
-from ..score import Bias
-from ..warm import Call, call_of, warm_calls
+from ..values.score import Bias
+from ..warm.warm import Call, call_of, warm_calls
 from .calls import CALL, arguments
 from .parser import Option, Parser
 

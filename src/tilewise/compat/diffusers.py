@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
-from ..mask import Causal, Dense, Full
-from ..score import Bias
+from ..attention.api import attention
+from ..values.intervals import Causal
+from ..values.masks import Full
+from ..values.score import Bias
+from ..values.tables import Dense
 
 __all__ = ["install", "uninstall"]
 

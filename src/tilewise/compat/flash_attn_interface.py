@@ -22,8 +22,8 @@ Any head size up to 256 works, on the CPU up to 512; v may have another than q a
 import torch
 from torch import Tensor
 
-from ..api import attention_qkvpacked
-from ..layout import Varlen
+from ..attention.api import attention_qkvpacked
+from ..values.layout import Varlen
 from .flash_attn.arguments import Length, Sides, number, options, refuse, sink_of, together
 from .flash_attn.cache import Angles, Cache, attend_cache
 from .flash_attn.call import Result, attend_chunks, combine

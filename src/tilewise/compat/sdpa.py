@@ -15,15 +15,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..api import FULL
-from ..backend import ON_TRITON, candidates, load, select
-from ..check import check_arguments, describe, describe_fake, dropout_seed
-from ..count import COUNTING, count_handed_back
-from ..known import Calls, kind_of, remember
-from ..mask import Causal, Dense, Mask
-from ..operator import PLAIN, attend, run, transformed
-from ..problem import Operands, Problem, Recipe, Unsupported, target_of
-from ..score import Bias, Score
+from ..attention.api import FULL
+from ..attention.eager import attend, run
+from ..call.backend import ON_TRITON, candidates, load, select
+from ..call.calls import Calls, kind_of, remember
+from ..call.check import check_arguments, describe, describe_fake, dropout_seed
+from ..call.count import COUNTING, count_handed_back
+from ..call.dispatch import PLAIN, transformed
+from ..call.operands import Operands
+from ..call.problem import Problem, target_of
+from ..call.recipe import Recipe
+from ..values.intervals import Causal
+from ..values.masks import Mask
+from ..values.score import Bias, Score
+from ..values.tables import Dense
+from ..values.value import Unsupported
 
 __all__ = ["install", "uninstall", "use"]
 

@@ -19,14 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import with_defaults
-from ..backend import select
-from ..check import check_arguments, check_results, describe
-from ..count import COUNTING, count_handed_back
-from ..layout import Varlen
-from ..mask import Causal, Full, Window
-from ..operator import attend, attend_backward
-from ..problem import Operands, Problem, Recipe, Saved
+from ..attention.api import with_defaults
+from ..attention.eager import attend, attend_backward
+from ..call.backend import select
+from ..call.check import check_arguments, check_results, describe
+from ..call.count import COUNTING, count_handed_back
+from ..call.operands import Operands, Saved
+from ..call.problem import Problem
+from ..call.recipe import Recipe
+from ..values.intervals import Causal, Window
+from ..values.layout import Varlen
+from ..values.masks import Full
 from .flash_attn.cache import cached_parts
 from .sdpa import check_devices
 

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from .. import quantize
-from ..mask import TileList
-from ..problem import Grads, Operands, Problem, Saved
+from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.problem import Problem
+from ..quantize import codes as quantize
+from ..values.tables import TileList
 from . import cached, fused, tiled
 from .precision import exact_products
 from .sequences import choose_tiles
@@ -48,7 +49,7 @@ class Cpu:
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         return ()
 
-    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+    def codes(self, problem: Problem, x: Operands) -> Codes:
         return quantize.quantize(problem, x)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import Mask
-from ..problem import Operands, Problem, Saved
+from ..call.operands import Operands, Saved
+from ..call.problem import Problem
+from ..values.masks import Mask
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_first
 
 FEW_ROWS = 64

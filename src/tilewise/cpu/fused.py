@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..problem import Grads, Operands, Problem, Saved, empty_parts
+from ..call.operands import Grads, Operands, Saved
+from ..call.problem import Problem, empty_parts
 from .sequences import compute_type
 
 aten = torch.ops.aten

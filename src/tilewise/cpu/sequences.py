@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import Mask
-from ..problem import Operands, Problem
-from ..score import Score
+from ..call.operands import Operands
+from ..call.problem import Problem
+from ..values.masks import Mask
+from ..values.score import Score
 
 COLUMNS = 256
 BUDGET = 1 << 19

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dropout import dropout_rescale, dropout_threshold, philox
-from ..merge import sink_gradient
-from ..problem import Grads, Operands, Problem, Saved, empty_parts
-from ..quantize import probabilities
-from ..score import Bias, Score
+from ..call.operands import Grads, Operands, Saved
+from ..call.problem import Problem, empty_parts
+from ..merge.sink import sink_gradient
+from ..quantize.codes import probabilities
+from ..values.dropout import dropout_rescale, dropout_threshold, philox
+from ..values.score import Bias, Score
 from .cached import cached_sequences
 from .sequences import (
     COLUMNS,

@@ -6,15 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import quantize
-from ..backend import load
-from ..host.launch import make_lists, on_device
-from ..host.quantize import quantized
+from ..call.backend import load
+from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.problem import Problem, TensorSpec
+from ..host.launch import on_device
+from ..host.lists import make_lists
 from ..host.tables import source_of_rows
-from ..mask import TileList
-from ..problem import Grads, Operands, Problem, Saved, TensorSpec
-from . import decode_launch, fp32_launch, launch, plan
-from .fp32_backward_launch import sizes_of
+from ..quantize import codes as quantize
+from ..quantize.launch import quantized
+from ..values.tables import TileList
+from . import launch, plan
+from .fp32 import launch as fp32_launch
+from .fp32.backward_launch import sizes_of
+from .split_keys import launch as decode_launch
 from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
 
 SHORTEST = 32
@@ -89,7 +93,7 @@ class Hopper:
         with on_device(x.q):
             return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
 
-    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+    def codes(self, problem: Problem, x: Operands) -> Codes:
         with on_device(x.q):
             return quantized(problem, x, _launches(problem)[1].compiled)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..problem import Problem
+from ..call.problem import Problem
 
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 TYPES |= {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}

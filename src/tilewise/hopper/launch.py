@@ -8,35 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.launch import (
-    Launch,
+from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.problem import Problem
+from ..host.arguments import (
     adjacent,
     batch_of,
-    bias_launches,
     cdiv,
-    current_stream,
     device_values,
     dropout,
-    empty,
-    empty_grads,
-    empty_saved,
     lengths,
     odd,
     odd_counts,
     packed,
-    renormalize_launches,
     rows,
-    size,
-    tile_lists,
     unplanned,
     unused,
     with_contiguous_lse,
     with_lse_shift,
 )
-from ..host.quantize import quantized
-from ..merge import with_sink
-from ..problem import Grads, Operands, Problem, Saved
-from ..quantize import Codes, blocks_of, eight_bits
+from ..host.bias import bias_launches, renormalize_launches
+from ..host.launch import Launch, current_stream
+from ..host.lists import tile_lists
+from ..host.outputs import empty, empty_grads, empty_saved, size
+from ..merge.sink import with_sink
+from ..quantize.codes import blocks_of, eight_bits
+from ..quantize.launch import quantized
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues

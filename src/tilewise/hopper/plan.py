@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.launch import cdiv, device_values, lengths, multiprocessors
+from ..call.operands import Operands
+from ..call.problem import Problem, empty_parts
+from ..call.recipe import KINDS, hides_later_keys
+from ..host.arguments import cdiv, device_values, lengths
+from ..host.launch import multiprocessors
 from ..host.replay import Replay
-from ..mask import OPEN
-from ..problem import KINDS, Operands, Problem, empty_parts, hides_later_keys
-from ..quantize import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
-from ..score import SoftCap
+from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
 from ..tile.ranges import Variant
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
+from ..values.score import SoftCap
+from ..values.value import OPEN
 from .backward import kernel as backward_kernel
 from .backward import scores as backward_scores
 from .backward.gqa_reduce import GqaSums

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call.problem import Problem
 from ..host.tables import in_use
-from ..problem import Problem
-from ..quantize import eight_bits
-from ..score import SoftCap
+from ..quantize.codes import eight_bits
+from ..values.score import SoftCap
 
 SINGLE = 64
 """Tokens up to which a head is a single tile."""

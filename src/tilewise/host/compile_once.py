@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
-from .shortcuts import know_triton
+from ..call.shortcuts import know_triton
 
 try:
     import fcntl

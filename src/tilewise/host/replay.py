@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..check import seen
+from ..call.check import seen
 from .direct import Map
 from .launch import Launch, current_stream, on_device, profiled
 

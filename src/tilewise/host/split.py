@@ -6,23 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Operands, Problem, Saved
+from ..call.operands import Operands, Saved
+from ..call.problem import Problem
 from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .launch import (
-    Launch,
-    batch_of,
-    cdiv,
-    current_stream,
-    device_values,
-    empty,
-    empty_saved,
-    rows,
-    rows_of_lse,
-    total_rows,
-)
+from .arguments import batch_of, cdiv, device_values, rows, rows_of_lse, total_rows
+from .launch import Launch, current_stream
+from .outputs import empty, empty_saved
 
 TINY = 2.0**-126
 COMBINED = 16

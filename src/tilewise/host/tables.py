@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ..backend import ORDER
+from ..call.backend import ORDER
 
 VARIABLE = "TILEWISE_TILES"
 Table = dict[Any, Any]

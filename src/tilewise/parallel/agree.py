@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..import_hook import when_imported
-from ..mask import Dense, Full, Mask, intersect
-from ..operator import NAMESPACE, OPERATORS
-from ..problem import KINDS
+from ..call.dispatch import NAMESPACE, OPERATORS
+from ..call.import_hook import when_imported
+from ..call.recipe import KINDS
+from ..values.masks import Full, Mask, intersect
+from ..values.tables import Dense
 from .exchange import Axes, alike, home_of, size_of, told
 from .held import Numbers, checked
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..api import SIGNATURE, with_defaults
-from ..check import autocast_type, cast
-from ..options import Everything, spell_out
-from ..problem import Unsupported
+from ..attention.api import SIGNATURE, with_defaults
+from ..call.check import autocast_type, cast
+from ..call.options import Everything, spell_out
+from ..values.value import Unsupported
 from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
 from .costs import VARIABLE, Cluster, Cost, current

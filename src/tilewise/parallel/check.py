@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import select
-from ..check import check_arguments, describe, describe_fake, dropout_seed, fits
-from ..mask import Dense, Full, Mask
-from ..operator import CHECK, intercepted
-from ..options import refuse_mask
-from ..problem import KINDS, Operands, TensorSpec
-from ..quantized import EightBits
-from ..score import Bias
+from ..call.backend import select
+from ..call.check import check_arguments, describe, describe_fake, dropout_seed, fits
+from ..call.dispatch import CHECK, intercepted
+from ..call.operands import Operands
+from ..call.options import refuse_mask
+from ..call.problem import TensorSpec
+from ..call.recipe import KINDS
+from ..values.masks import Full, Mask
+from ..values.products import EightBits
+from ..values.score import Bias
+from ..values.tables import Dense
 from .agree import Facts, of_numbers
 from .exchange import gather
 from .pieces import Pieces, spelt

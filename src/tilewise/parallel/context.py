@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..compat.transformers.view import SHARDED
-from ..mask import Full, Mask
+from ..values.masks import Full, Mask
 from .api import attention
 from .plans import Plan
 from .shardings import Sharding

@@ -7,9 +7,10 @@ dropout. So a call with DTensors becomes one of local tensors here, before any o
 from collections.abc import Sequence
 from typing import Any
 
-from .. import operator
-from ..import_hook import when_imported
-from ..problem import KINDS, Recipe
+from ..attention import eager
+from ..call.dispatch import BY_RANK
+from ..call.import_hook import when_imported
+from ..call.recipe import KINDS, Recipe
 
 Along = list[str | None]
 """What each dimension of a mesh divides: "B", the batch, "H", whole groups of heads, or nothing."""
@@ -31,7 +32,7 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     sizes += ["H"] * recipe.sink + ["?"] * recipe.of_layout
     own = [_local(t, size, along, mesh) for t, size in zip(x, [rows] * 3 + sizes, strict=True)]
     seed = seed.to_local() if isinstance(seed, DTensor) else seed
-    outputs = operator.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest)
+    outputs = eager.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest)
     places = [[Shard(size.index(c)) if c else Replicate() for c in along] for size in ("BMHD", "BHM")]
     o, lse = (DTensor.from_local(t, mesh, at, run_check=False) for t, at in zip(outputs, places, strict=True))
     return o, lse
@@ -87,7 +88,7 @@ def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
 
 
 def _register(module: Any) -> None:
-    operator.BY_RANK[module.DTensor] = attend
+    BY_RANK[module.DTensor] = attend
 
 
 when_imported("torch.distributed.tensor", _register)

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..check import check_arguments, describe_fake, dropout_seed
-from ..mask import Mask, intersect
-from ..operator import NAMESPACE, OPERATORS
-from ..problem import KINDS, Operands, Recipe
-from ..score import Score
+from ..call.check import check_arguments, describe_fake, dropout_seed
+from ..call.dispatch import NAMESPACE, OPERATORS
+from ..call.operands import Operands
+from ..call.recipe import KINDS, Recipe
+from ..values.masks import Mask, intersect
+from ..values.score import Score
 from .agree import literal, resolved
+from .ring import gradients, results
 from .shards import Shards, shards_of, wide
-from .walk import gradients, results
 
 Kept = tuple[Shards, str, Any, Tensor | None]
 """The problem in pieces, the plan, its group, and the sink."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask import Dense, Mask, intersect
-from ..operator import CHECK
+from ..call.dispatch import CHECK
+from ..values.masks import Mask, intersect
+from ..values.tables import Dense
 
 
 @dataclass(frozen=True)

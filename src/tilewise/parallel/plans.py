@@ -8,21 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..api import attention as attend
-from ..import_hook import when_imported
-from ..mask import Dense, Mask, intersect
-from ..place import Origin
-from ..score import Bias, Score
+from ..attention.api import attention as attend
+from ..call.import_hook import when_imported
+from ..values.masks import Mask, intersect
+from ..values.origin import Origin
+from ..values.score import Bias, Score
+from ..values.tables import Dense
 from .agree import written
 from .costs import Cluster, Cost, Sizes, cost
 from .graph import in_graph
 from .held import Numbers, held
 from .pieces import Pieces
 from .reach import Reach, reach, reach_of
+from .ring import walk
 from .shardings import Sharding, positive
 from .shards import CUT, joined, rows_of, shards_of
 from .ulysses import Swap, of_heads, spread_keys
-from .walk import walk
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import (
-    Causal,
-    Documents,
-    Mask,
-    PaddingKeys,
-    PaddingLengths,
-    PaddingRange,
-    Prefix,
-    Spans,
-    Window,
-)
+from ..values.intervals import Causal, PaddingKeys, PaddingLengths, PaddingRange, Prefix, Spans, Window
+from ..values.masks import Mask
+from ..values.tables import Documents
 from .held import Numbers, held
 
 Ends = tuple[Tensor | None, Tensor | None]

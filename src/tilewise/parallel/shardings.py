@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..mask import Mask, integer
+from ..values.masks import Mask
+from ..values.value import integer
 from .agree import Facts, agreed, together
 from .exchange import Axes, axes_of, gather, rank_of, scatter_sum, size_of
 from .pieces import Pieces, index, join, length, spelt

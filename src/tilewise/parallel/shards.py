@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_backward
-from ..mask import Causal, Dense, Documents, Full, Mask, Padding, PaddingKeys, Prefix, Spans, Window, intersect
-from ..merge import merge
-from ..place import Origin
-from ..score import Alibi, Bias, Score
+from ..attention.api import attention, attention_backward
+from ..merge.api import merge
+from ..values.intervals import Causal, Padding, PaddingKeys, Prefix, Spans, Window
+from ..values.masks import Full, Mask, intersect
+from ..values.origin import Origin
+from ..values.score import Alibi, Bias, Score
+from ..values.tables import Dense, Documents
 from .held import Numbers, held
 from .pieces import Box, Pieces, crop, index, join, length
 from .reach import Reach, reach

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mask import Dense, Mask, intersect
-from ..score import Alibi, Bias, Score
+from ..values.masks import Mask, intersect
+from ..values.score import Alibi, Bias, Score
+from ..values.tables import Dense
 from .exchange import swap
 from .pieces import Pieces, index, length
 

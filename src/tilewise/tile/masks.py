@@ -1,4 +1,4 @@
-"""Compute masks on the device, as mask.py describes them. Each mask is three functions.
+"""Compute masks on the device, as values/masks.py describes them. Each mask is three functions.
 
     keep(b, h, i, j, *captured)     tells whether row i sees key j, elementwise
     keys(b, i, *captured)           returns the interval [lo, hi) of keys that row i sees

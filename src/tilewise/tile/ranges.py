@@ -31,8 +31,8 @@ class Variant(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Hold what int8 Q and K lack (quantize.py): descale factors of rows and of blocks, q . mean; blocks of a head, as
-    2 n + 1."""
+    """Hold what int8 Q and K lack (quantize/codes.py): descale factors of rows and of blocks, q . mean; blocks of a
+    head, as 2 n + 1."""
 
     q_descale: object
     k_descale: object

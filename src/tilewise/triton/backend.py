@@ -1,19 +1,23 @@
 """The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .. import quantize
-from ..host.launch import NARROW, make_lists, on_device
-from ..host.quantize import quantized
+from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
+from ..host.arguments import NARROW
+from ..host.launch import on_device
+from ..host.lists import make_lists
 from ..host.tables import source_of_rows
-from ..mask import TileList
-from ..problem import MAX_HEAD_SIZE, Grads, Operands, Problem, Saved, TensorSpec, empty_parts
-from . import decode_launch, launch, tiles
+from ..quantize import codes as quantize
+from ..quantize.launch import quantized
+from ..values.tables import TileList
+from . import launch, tiles
+from .plan import plan
+from .split_keys import launch as decode_launch
 from .tiles import NO_MATRIX_UNITS, TARGETS, WITH_FP8, current, precision, precisions
 
 
@@ -80,24 +84,22 @@ class Portable:
 
     def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
         wide = _widened(problem, x)[0] if problem.target == "cpu" else problem
-        pl = launch.plan(wide)
+        pl = plan(wide)
         of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
         with on_device(x.q):
             return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
 
-    def codes(self, problem: Problem, x: Operands) -> quantize.Codes:
+    def codes(self, problem: Problem, x: Operands) -> Codes:
         with on_device(x.q):
-            return quantized(problem, x, launch.plan(problem).compiled)
+            return quantized(problem, x, plan(problem).compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
             wide, x = _widened(problem, x)
-            of: Any = decode_launch if splits(problem) else launch
-            saved = of.forward(wide, of.plan(wide), x, seed)
+            saved = _forward(wide, splits(problem), x, seed)
             return saved._replace(o=saved.o.to(problem.out_dtype))
-        of: Any = decode_launch if splits(problem) else launch
         with on_device(x.q):
-            return of.forward(problem, of.plan(problem), x, seed)
+            return _forward(problem, splits(problem), x, seed)
 
     def write_short(self, problem: Problem, x: Operands, saved: Saved, most: int) -> None:
         """Write o and lse of packed sequences of at most `most` queries on a cache."""
@@ -108,11 +110,17 @@ class Portable:
         if problem.target == "cpu":
             narrow, (wide, x) = x, _widened(problem, x)
             saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
-            grads = launch.backward(wide, launch.plan(wide), x, saved, do, dlse)
+            grads = launch.backward(wide, plan(wide), x, saved, do, dlse)
             dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(problem, narrow), grads[:3], strict=True))
             return Grads(dq, dk, dv, grads.extra)
         with on_device(x.q):
-            return launch.backward(problem, launch.plan(problem), x, saved, do, dlse)
+            return launch.backward(problem, plan(problem), x, saved, do, dlse)
+
+
+def _forward(p: Problem, split: bool, x: Operands, seed: Tensor | None) -> Saved:
+    if split:
+        return decode_launch.forward(p, decode_launch.plan(p), x, seed)
+    return launch.forward(p, plan(p), x, seed)
 
 
 @lru_cache(4096)

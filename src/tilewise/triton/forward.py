@@ -4,11 +4,12 @@
 import triton
 import triton.language as tl
 
+from ..quantize.rounding import on_e4m3_grid
+from ..quantize.rows import BLOCK_K, BLOCK_Q
 from ..tile.blocks import block, store_rows, width
 from ..tile.dropout import dropout_mask
 from ..tile.factors import left_slices, load_left, load_right, load_values, product
 from ..tile.masks import visible
-from ..tile.quantize import BLOCK_K, BLOCK_Q, on_e4m3_grid
 from ..tile.ranges import Place, key_range, list_at, partial_at, tile_at
 from ..tile.rows import fill_unused, first_block, row_values, rows_of
 from ..tile.schedule import assign, counts

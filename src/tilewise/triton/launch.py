@@ -1,102 +1,44 @@
-"""Launches: turn a problem and its operands into kernel arguments. The numerics are decided in the kernels."""
+"""Launches: turn a problem and its operands into kernel arguments."""
 
-from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..host.launch import (
-    Launch,
+from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.problem import Problem
+from ..host.arguments import (
     adjacent,
-    bias_launches,
     cdiv,
-    current_stream,
     device_values,
     dropout,
-    empty_grads,
-    empty_saved,
     lengths,
     odd,
     packed,
-    renormalize_launches,
     rows,
-    tile_lists,
     unplanned,
     unused,
     with_adjacent_rows,
     with_contiguous_lse,
     with_lse_shift,
 )
-from ..host.quantize import quantized
-from ..host.replay import Replay
-from ..merge import with_sink
-from ..problem import Grads, Operands, Problem, Saved
-from ..quantize import Codes, blocks_of, eight_bits, size_of
-from ..tile.blocks import Tile
+from ..host.bias import bias_launches, renormalize_launches
+from ..host.launch import Launch, current_stream
+from ..host.lists import tile_lists
+from ..host.outputs import empty_grads, empty_saved
+from ..merge.sink import with_sink
+from ..quantize.codes import blocks_of, eight_bits, size_of
+from ..quantize.launch import quantized
 from ..tile.ranges import Scales, Variant
 from ..tile.rows import Rows as RowsOf
 from ..tile.rows import RowValues
-from ..tile.schedule import Schedule
-from ..tile.softmax import LOG2E
 from . import backward as kernels
 from .forward import attention_forward
-from .tiles import Rows, Tiles, bias_tiles, current, precision
+from .plan import Plan, constants, schedule
 
-TINY = 2.0**-126
 DELTA_ROWS = 64
 DELTA_ROWS_WIDE = 16
 """Above head size 256, where more rows spill on gfx1100."""
-CACHED_KEYS = 32 << 20
-"""Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
-
-
-class Plan(NamedTuple):
-    """The parts of a launch that follow from the problem alone."""
-
-    forward: Tiles
-    dkdv: Tiles
-    dq: Tiles
-    bias: Tiles
-    c: float | None
-    """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""
-    unit: float
-    """Logits times this are in the backward's unit: base 2, or for fp32 natural log."""
-    section: int
-    listed: bool
-    """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
-    precision: str
-    """How products of the precision asked for are computed."""
-    values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
-    compiled: dict[Any, Any]
-    """The compiled kernels of this problem."""
-    replays: defaultdict[Any, Replay]
-    """The launches of the forward, by None, and those of backwards, by `unplanned`."""
-
-
-@lru_cache(4096)
-def plan(p: Problem) -> Plan:
-    """Plan a problem with the rows of tile sizes in use."""
-    return planned(p, current(p))
-
-
-def planned(p: Problem, chosen: Rows) -> Plan:
-    """Plan a problem with the given rows."""
-    per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
-    group = p.H // p.H_k
-    section = max(1, CACHED_KEYS // max(1, per_head)) * group
-    # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
-    # -inf * c is -inf; exp2(TINY) is still 1.
-    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
-    c = natural * LOG2E.value
-    values = None if p.extra else device_values(p, ())
-    unit = natural if p.dtype == torch.float32 else c
-    bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
-    kept: tuple[Any, ...] = {}, defaultdict(Replay)
-    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, *kept)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -206,15 +148,3 @@ def backward_launches(
 
     of_bias = constants(p, pl, pl.bias)
     yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)
-
-
-def schedule(*counts: int) -> Schedule:
-    """Return a schedule as a kernel argument."""
-    return Schedule(*map(odd, counts))
-
-
-def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
-    """Return a kernel's constants and compiler options."""
-    tile = Tile(p.H // p.H_k, size_of(p) if eight_bits(p) else p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
-    cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}

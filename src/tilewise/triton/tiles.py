@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call.problem import Problem
 from ..host.tables import in_use
-from ..problem import Problem
 
 
 class Tiles(NamedTuple):

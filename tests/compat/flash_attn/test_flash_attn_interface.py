@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.compat import flash_attn
 from tilewise.compat.flash_attn import (
     flash_attn_func,

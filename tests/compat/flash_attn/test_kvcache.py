@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import reference
+from tilewise.attention import reference
 from tilewise.compat import flash_attn_interface as three
 from tilewise.compat.flash_attn import cute, flash_attn_gpu, flash_attn_varlen_func, flash_attn_with_kvcache
 from tilewise.compat.flash_attn.cache import Cache

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from studies.accumulation import LARGEST, Accumulate, attention, rounded
-from tilewise import reference
+from tilewise.attention import reference
+from tilewise.call.check import describe
+from tilewise.call.operands import Operands
+from tilewise.call.recipe import Recipe
 
 EVERY = [
     Accumulate(scores, values, division, stability, exp2)
@@ -161,8 +164,8 @@ def test_with_the_factor_no_sum_ever_exceeds_the_largest_value(v, scale, depth, 
             seen.append(float(acc.abs().max()))
         return acc
 
-    x, accumulate = tw.problem.Operands(q, k, v, ()), Accumulate("fp32", "fp16", stability=True, exp2=exp2)
-    p = tw.check.describe(x, tw.problem.Recipe(), (0, 0))
+    x, accumulate = Operands(q, k, v, ()), Accumulate("fp32", "fp16", stability=True, exp2=exp2)
+    p = describe(x, Recipe(), (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounded, "dot", watched)
         o = rounded.forward(p, x, accumulate, depth, columns)
@@ -307,8 +310,8 @@ def test_chips_without_fp16_accumulators_refuse():
     needs("triton")
     from studies.accumulation import launch
 
-    x = tw.problem.Operands(*normal(4, 5), ())
-    p = tw.check.describe(x, tw.problem.Recipe(), (0, 0))
+    x = Operands(*normal(4, 5), ())
+    p = describe(x, Recipe(), (0, 0))
     for target in ("gfx942", "gfx1100", "sm_75", "sm_100"):
         (reason,) = launch.why_not(p._replace(target=target), BOTH)
         assert target in reason

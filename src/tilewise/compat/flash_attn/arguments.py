@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...mask import INTEGER_TYPES, Causal, Full, Mask, Window
-from ...problem import Unsupported
-from ...score import Alibi, Score, SoftCap
+from ...values.intervals import Causal, Window
+from ...values.masks import Full, Mask
+from ...values.score import Alibi, Score, SoftCap
+from ...values.value import INTEGER_TYPES, Unsupported
 
 Sides = Sequence[int | Tensor | None]
 Length = int | Tensor

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...api import attention
-from ...append import append_
-from ...layout import Cached
-from ...mask import Full
-from ...quantized import Quantized
-from ...rotary import rotary
+from ...append.api import append_
+from ...attention.api import attention
+from ...rotary.api import rotary
+from ...values.layout import Cached
+from ...values.masks import Full
+from ...values.products import Quantized
 from .arguments import Options, check_used, together
 
 

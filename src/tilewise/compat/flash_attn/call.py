@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...api import attention, attention_qkvpacked
-from ...check import dropout_seed
-from ...dropout import dropout_keep
-from ...layout import Cached, Layout, Varlen
-from ...merge import merge
-from ...operator import ReverseMode
-from ...problem import Unsupported
-from ...quantized import Quantized
+from ...attention.api import attention, attention_qkvpacked
+from ...call.check import dropout_seed
+from ...call.dispatch import ReverseMode
+from ...merge.api import merge
+from ...values.dropout import dropout_keep
+from ...values.layout import Cached, Layout, Varlen
+from ...values.products import Quantized
+from ...values.value import Unsupported
 from .arguments import Options
 
 Result = Any

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import attention
+from ...attention.api import attention
 from .arguments import Length, Options, Sides, number, options, refuse, sink_of
 from .call import combine
 from .sequences import Sequences, attend_sequences

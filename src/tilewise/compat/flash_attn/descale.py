@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...check_quantized import in_bf16, of_rows
-from ...problem import Unsupported
-from ...quantized import Quantized
+from ...call.check_quantized import in_bf16, of_rows
+from ...values.products import Quantized
+from ...values.value import Unsupported
 from .cache import Angles, Cache
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]

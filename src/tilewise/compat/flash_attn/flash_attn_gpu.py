@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import attention_backward
-from ...layout import Layout, Varlen
+from ...attention.api import attention_backward
+from ...values.layout import Layout, Varlen
 from .arguments import Length, Options, number, options, refuse, refuse_with_pages
 from .cache import Angles, Cache, attend_cache, cached_parts
 from .call import forward

@@ -41,7 +41,7 @@ where k and v are a part of them.
 
 from torch import Tensor
 
-from ...layout import Varlen
+from ...values.layout import Varlen
 from . import flash_attn_gpu
 from .arguments import Length, Sides, number, options, refuse_with_pages, sink_of
 from .cache import Angles, Cache, attend_cache, cached_parts

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import attention
-from ...layout import Cached, Varlen
-from ...mask import Causal, Dense, Full, Mask, Window
-from ...problem import Unsupported
-from ...score import Bias, Score, SoftCap
+from ...attention.api import attention
+from ...values.intervals import Causal, Window
+from ...values.layout import Cached, Varlen
+from ...values.masks import Full, Mask
+from ...values.score import Bias, Score, SoftCap
+from ...values.tables import Dense
+from ...values.value import Unsupported
 from .precision import PRECISION
 from .view import SHARDED, MaskView
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...layout import Cached
-from ...mask import Causal, Dense, Documents, Mask, Padding, Window, intersect, padding_facts, padding_run
-from ...problem import Unsupported
+from ...values.intervals import Causal, Padding, Window, padding_facts, padding_run
+from ...values.layout import Cached
+from ...values.masks import Mask, intersect
+from ...values.tables import Dense, Documents
+from ...values.value import Unsupported
 from .view import SHARDED, MaskView, Values, warn_drawn
 
 

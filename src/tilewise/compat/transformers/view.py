@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...check import autocast_type
-from ...layout import Cached
-from ...listed import listed
-from ...mask import Dense, Mask
-from ...operator import intercepted, transformed
-from ...problem import Unsupported
+from ...attention.lists import listed
+from ...call.check import autocast_type
+from ...call.dispatch import intercepted, transformed
+from ...values.layout import Cached
+from ...values.masks import Mask
+from ...values.tables import Dense
+from ...values.value import Unsupported
 
 DRAWN = (
     "{}, so that this mask of transformers is drawn as a tensor of all queries and keys: results are right, but its "

@@ -24,18 +24,7 @@ from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from ..parts.threads import as_tile, by_thread, positions
 from .gqa_reduce import add_partials, by_register
-from .keys import (
-    Step,
-    exists,
-    first_step,
-    is_partial,
-    keys_of,
-    next_step,
-    part_at,
-    part_of,
-    place_of,
-    within,
-)
+from .keys import Step, exists, first_step, is_partial, keys_of, next_step, part_at, part_of, place_of, within
 from .outputs import memory_of_gradients, store_gradient, wait_stores
 
 

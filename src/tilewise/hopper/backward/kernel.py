@@ -260,8 +260,8 @@ def compute(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr)
 
 @gluon.jit
 def counts_of(shape):
-    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py). With >> in place of //,
-    ptxas spills where registers are short."""
+    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/arguments.py). With >> in place of
+    //, ptxas spills where registers are short."""
     return Shape(
         shape.unit, shape.factor, shape.M // 2, shape.N // 2, shape.d // 2, shape.d_v // 2, shape.H // 2,
         shape.blocks // 2, shape.heads // 2, shape.section // 2, shape.tiles // 2, shape.key_tiles // 2,

@@ -2,7 +2,7 @@
 
 A thread holds columns 8 i + 2 r + e of S, where r is its number among four. As a left factor of 8 bits it must hold
 columns 16 h + 4 r + 2 b + e. V's keys are permuted inside each 16, so that column 16 h + 8 b + 2 r + e of P meets its
-row of V there. No entry then moves between threads (`tilewise.quantize` writes V so).
+row of V there. No entry then moves between threads (`quantize.codes` writes V so).
 
 The loop carries P as words: of single bytes, LLVM would keep each in a register.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.quantize import BLOCK_K, BLOCK_Q
+from ...quantize.rows import BLOCK_K, BLOCK_Q
 
 TINY = gl.constexpr(2.0**-126)
 P_SCALE_LOG2 = gl.constexpr(8)

@@ -97,8 +97,8 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def counts_of(shape):
-    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py). With >> in place of //,
-    ptxas spills where registers are short."""
+    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/arguments.py). With >> in place of
+    //, ptxas spills where registers are short."""
     return Shape(
         shape.M // 2, shape.N // 2, shape.d_v // 2, shape.H // 2, shape.group // 2, shape.heads // 2,
         shape.section // 2, shape.tiles // 2,

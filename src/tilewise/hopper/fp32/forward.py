@@ -313,7 +313,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, call, c, tile: gl.constexpr):
 
 @gluon.jit
 def counts_of(shape):
-    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/launch.py)."""
+    """Return a launch's shape. It hands counts over as 2 n + 1 (see `odd` in host/arguments.py)."""
     return Shape(
         shape.M >> 1, shape.N >> 1, shape.d_v >> 1, shape.H >> 1, shape.group >> 1, shape.heads >> 1,
         shape.section >> 1, shape.tiles >> 1, shape.blocks >> 1, shape.rows >> 1,

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ....rotary import rotary, rotary_qk
+from ....rotary.api import rotary, rotary_qk
 
 __all__ = [
     "RotaryEmbedding",

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ....api import attention
-from ....mask import Causal, Dense, Full, Mask, Padding
-from ....problem import Unsupported
+from ....attention.api import attention
+from ....values.intervals import Causal, Padding
+from ....values.masks import Full, Mask
+from ....values.tables import Dense
+from ....values.value import Unsupported
 from ..arguments import Sides, together
 from ..flash_attn_interface import (
     flash_attn_kvpacked_func,

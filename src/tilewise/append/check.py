@@ -1,0 +1,64 @@
+"""Check the arguments of append_, and describe the attention that reads what it writes."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..call.check import refuse_operands
+from ..call.operands import Operands
+from ..call.recipe import Recipe
+from ..values.intervals import Window
+from ..values.layout import Cached
+from ..values.rotation import check_columns, check_positions, check_tables
+from ..values.value import FLOATING_TYPES
+
+ITSELF = Window(0, 0)
+"""With it, attention reads the rows that append_ writes, so the same checks are made."""
+
+
+def check_append(
+    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, layout: Cached, cos: Tensor | None, sin: Tensor | None,
+    q: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise a TypeError or ValueError if new keys, values, q or angles do not fit the cache."""
+    refuse_operands(k=k, v=v, k_new=k_new, v_new=v_new, **({} if q is None else {"q": q}))
+    outer = (layout.lengths.shape[0],) if layout.cu_q is None else ()
+    shape = "(B, M, heads, head size)" if outer else "(T, heads, head size)"
+    for name, t, like in (("k_new", k_new, k), ("v_new", v_new, v), ("q", q, k)):
+        if t is None:
+            continue
+        if t.ndim != (4 if outer else 3) or t.shape[: len(outer)] != outer:
+            raise ValueError(f"append_: {name} must have shape {shape}, got {tuple(t.shape)}; reshape it, or set cu_q")
+        if t.shape[:-2] != k_new.shape[:-2]:
+            raise ValueError(
+                f"append_: {name} must have k_new's rows {tuple(k_new.shape[:-2])}, got {tuple(t.shape)}; "
+                "give each new key one"
+            )
+        heads = t.shape[-2:] if name != "q" else (like.shape[-2], t.shape[-1])
+        if heads != like.shape[-2:] or t.device != like.device:
+            raise ValueError(
+                f"append_: {name} must have the cache's heads and head size {tuple(like.shape[-2:])} on {like.device}, "
+                f"got {tuple(t.shape)} on {t.device}; reshape it, or move it with .to(...)"
+            )
+        if t.dtype not in FLOATING_TYPES or (name != "q" and like.itemsize > 1 and t.dtype != like.dtype):
+            raise TypeError(
+                f"append_: {name} must be of the cache's type {like.dtype}, got {t.dtype}; convert it with .to(...)"
+            )
+    for name, t in (("k", k), ("v", v)):
+        if t.stride(-1) != 1:
+            raise ValueError(
+                f"append_: {name} must have adjacent entries, got strides {t.stride()}; make it contiguous"
+            )
+    if (cos is None) != (sin is None) or (q is not None and cos is None):
+        raise ValueError("append_: cos must be given with sin, and with q, got one without; pass both, or leave q out")
+    if cos is not None and sin is not None:
+        check_tables(k_new, cos, sin)
+        check_columns(cos.shape[1], k.shape[-1])
+        check_positions(1, cos.shape[0])
+
+
+def reading(
+    k: Tensor, v: Tensor, k_new: Tensor, tensors: Sequence[Tensor], names: tuple[str, ...]
+) -> tuple[Operands, Recipe]:
+    """Return the call of attention that reads the rows of the new keys, which stand for its queries."""
+    return Operands(k_new, k, v, tuple(tensors)), Recipe((ITSELF.plain,), layout=(Cached.__name__, names, 0))

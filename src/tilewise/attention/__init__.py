@@ -1,0 +1,1 @@
+"""Attention: what a user calls, its operators and gradients, and the reference that specifies it."""

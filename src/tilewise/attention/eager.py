@@ -1,0 +1,234 @@
+"""The eager path of attention: back ends at once, or through one autograd.Function.
+
+A call takes one of two paths to a back end; `attend` decides. torch.compile, torch.export, checkpointing policies, vmap
+and every dispatch mode see two operators, `tilewise::attention` and `tilewise::attention_backward` (op.py). Plain eager
+calls skip the dispatcher. That takes a third of the host time, and it alone can carry the extra tensors that a back
+end saves for its backward, because operators have a fixed signature.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.backend import select
+from ..call.calls import Call
+from ..call.check import check_contents, describe
+from ..call.count import COUNTING, count_ran
+from ..call.dispatch import (
+    BY_RANK,
+    CHECK,
+    OPERATORS,
+    ReverseMode,
+    differentiated,
+    intercepted,
+    pick,
+    refuse_double_backward,
+    refuse_forward_mode,
+    transformed,
+)
+from ..call.import_hook import when_imported
+from ..call.operands import Saved
+from ..call.problem import Problem
+from ..call.recipe import EIGHT_BITS, Recipe, batched_ranks
+from .gradients import Longest, Tensors, check_given, operands_of, present, run_backward, save, spread
+
+
+def attend(
+    x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
+    refuse_forward_mode(*x)
+    if torch.compiler.is_compiling():
+        if differentiated():
+            return _outside_graphs(x, seed, recipe, longest)
+    elif transformed():
+        return _Transformed.apply((recipe, longest, None), seed, *x)
+    tensors = [t for t in (*x, seed) if t is not None]
+    if intercepted(tensors):
+        for kind, by_rank in BY_RANK.items():
+            if any(isinstance(t, kind) for t in tensors):
+                return by_rank(x, seed, recipe, longest)
+        return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
+    wants = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    return run(x, seed, (recipe, longest, problem), wants)
+
+
+def run(x: Tensors, seed: Tensor | None, call: Call, wants: bool) -> tuple[Tensor, Tensor]:
+    """Return o and lse of a call that nothing intercepts, differentiable if a gradient is wanted."""
+    return _apply_eager(call, seed, *x) if wants else run_forward(x, seed, *call)[:2]
+
+
+def attend_backward(
+    x: Tensors, saved: Saved, do: Tensor, dlse: Tensor | None, recipe: Recipe, longest: Longest, wanted: Sequence[bool]
+) -> Tensors:
+    """Return the gradients of `x` for a forward that returned `saved`, by the operator or at once."""
+    refuse_forward_mode(*x, do, dlse)
+    tensors = present((*x, *saved[:3], do, dlse))
+    call = recipe, longest, tuple(wanted)
+    if intercepted(tensors) and (torch.compiler.is_compiling() or not transformed()):
+        return spread(_by_operator(x, saved, do, dlse, call), False, wanted)
+    if transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return spread(_Gradient.apply(call, do, dlse, *saved[:3], *x), False, wanted)  # type: ignore[arg-type]
+    check_given(x, recipe, longest)
+    return run_backward(x, saved, do, dlse, call)
+
+
+def run_forward(
+    tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
+) -> Saved:
+    """Describe a call, check what its tensors hold, and run its forward on a back end."""
+    x = operands_of(tensors)
+    problem = problem or describe(x, recipe, longest)
+    if CHECK or not x.q.is_cuda:
+        check_contents(problem, x)
+    backend = select(problem)
+    if COUNTING:
+        count_ran(backend.name)
+    return backend.forward(problem, x, seed)
+
+
+def _by_operator(x: Tensors, saved: Saved, do: Tensor | None, dlse: Tensor | None, call: Any) -> list[Tensor]:
+    """Return the gradients that there are, by the operator."""
+    (recipe, longest, wanted), (o, lse, seed, _) = call, saved
+    text = recipe.encode()
+    return OPERATORS.attention_backward(do, dlse, *x[:3], list(x[3:]), seed, o, lse, text, *longest, list(wanted))
+
+
+def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what a backward reads of a call's tensors: after 8-bit products, only the shapes of what has codes."""
+    if recipe.precision not in EIGHT_BITS or (recipe.precision == "int8" and recipe.packed):
+        return tensors
+    count = 1 if recipe.packed else 2 if recipe.precision == "int8" else 3
+    return [*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:]]
+
+
+class _Eager(ReverseMode):
+    """The eager path: it has no dispatcher between autograd and the back end."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
+        o, lse, drawn, kept = run_forward(tensors, seed, *call)
+        ctx.call = call
+        save(ctx, *(_needed(call[0], tensors) if kept else tensors), o, lse, drawn, *kept)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
+        given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
+        tensors, (o, lse, seed, *kept) = given[:count], given[count:]
+        recipe, longest = ctx.call[0].of_gradients(), ctx.call[1]
+        wanted = tuple(ctx.needs_input_grad[5:])
+        if do is None and dlse is None:
+            return (None,) * (2 + len(tensors))
+        call = recipe, longest, wanted
+        if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
+            grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
+            return None, None, *spread(grads, recipe.packed, wanted)
+        return None, None, *run_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
+
+
+_apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
+"""`_Eager.apply` without its check for torch.func's transforms, which `attend` has done already."""
+
+
+class _Transformed(_Eager):
+    """The same path under torch.func's transforms, which need a separate setup_context and a rule for vmap."""
+
+    @staticmethod
+    def forward(call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
+        return attend(tensors, seed, *call)  # no transform is left, but a dispatch mode may want the operator
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, seed, *tensors = inputs
+        ctx.call = call
+        save(ctx, *tensors, *output, seed)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
+        return vmapped(info.batch_size, in_dims[2:], in_dims[1], tensors, seed, *call[:2])
+
+
+_outside_graphs = attend
+"""What `attend` calls while a graph is traced in which torch.func takes gradients; see `_leave_graphs`."""
+
+
+def _leave_graphs(dynamo: Any) -> None:
+    """Break such graphs, and let no part of the eager path into others: Dynamo cannot differentiate our operator."""
+    global _outside_graphs  # noqa: PLW0603, nothing else names it in a graph
+    reason = "torch.func's gradients of attention are computed outside of graphs; leave fullgraph out"
+    _outside_graphs = dynamo.disable(attend, reason=reason)
+    _Transformed.backward = staticmethod(dynamo.disable(_Eager.backward, reason=reason))
+
+
+when_imported("torch._dynamo", _leave_graphs)
+
+
+class _Gradient(ReverseMode):
+    """The backward as a function that transforms can see; differentiating it again is an error."""
+
+    @staticmethod
+    def forward(call: Any, do: Any, dlse: Any, o: Tensor, lse: Tensor, seed: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+        given = tensors, Saved(o, lse, seed), do, dlse, call
+        if intercepted(present((*tensors, o, lse, seed, do, dlse))):
+            return tuple(_by_operator(*given))
+        check_given(tensors, *call[:2])
+        return tuple(present(run_backward(*given)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_double_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:
+        calls = [pick(given, in_dims[1:], index) for index in range(info.batch_size)]
+        grads = [_Gradient.apply(call, *each) for each in calls]
+        return tuple(torch.stack(parts) for parts in zip(*grads, strict=True)), (0,) * len(grads[0])
+
+
+def vmapped(
+    size: int,
+    dims: Sequence[int | None],
+    seed_dim: int | None,
+    tensors: Tensors,
+    seed: Any,
+    recipe: Recipe,
+    longest: Longest,
+) -> Any:
+    """Fold the mapped dimension into the batch.
+
+    Packed sequences, a mapped sink or mapped tables of rotary, and dropout, whose mask depends on the batch index, run
+    one call at a time.
+    """
+    mapped = recipe.sink and dims[-1 - recipe.of_layout] is not None
+    mapped = mapped or (recipe.rotary and any(dim is not None for dim in dims[-2:]))
+    if recipe.layout or mapped or seed is not None:
+        calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
+        outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
+        return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
+    batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
+    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # neither is mapped here, so they need no folding
+    whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
+    o, lse = attend(whole, None, recipe, longest)
+    return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
+
+
+def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -> Tensor | None:
+    """Fold the mapped dimension into the batch dimension, which a tensor of `rank` dimensions has."""
+    if t is None:
+        return None
+    has_batch = t.ndim - (dim is not None) == rank
+    if dim is None and not has_batch:
+        return t
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    if not has_batch:
+        t = t[(slice(None), *(None,) * (rank - t.ndim + 1))]  # (size, 1, ...)
+    return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)

@@ -1,0 +1,130 @@
+"""Explain which back end would run a call, with which tiles, and why others refuse."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..call.backend import candidates, refusals, select
+from ..call.check import check_arguments, describe, describe_fake
+from ..call.operands import Operands
+from ..call.options import Everything, spell_out
+from ..call.problem import Problem, matmul_setting, target_of
+from ..call.recipe import Recipe
+from ..quantize.codes import eight_bits, empty_codes
+from ..values.products import Quantized
+from .api import SIGNATURE, with_defaults
+
+FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
+"""Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
+
+    `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
+    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles.
+    """
+
+    backend: str | None
+    tiles: str
+    refusals: dict[str, list[str]]
+    backward: str | None = None
+    backward_tiles: str = ""
+
+    def __str__(self) -> str:
+        lines, first = [f"{'back end':<10}{'verdict'}"], True
+        for name, reasons in self.refusals.items():
+            if name == self.backend == self.backward:
+                lines.append(f"{name:<10}runs this: {self.tiles}")
+            elif name == self.backend:
+                lines.append(f"{name:<10}runs the forward: {of_pass(self.tiles, backward=False)}")
+            elif name == self.backward:
+                lines.append(f"{name:<10}runs the backward: {of_pass(self.backward_tiles, backward=True)}")
+            elif reasons:
+                lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
+            else:
+                lines.append(f"{name:<10}also able, {'slower here by measurement' if first else 'asked later'}")
+            first = first and name != self.backend
+        return "\n".join(lines)
+
+
+def of_pass(tiles: str, backward: bool) -> str:
+    """Return what a text of tiles says of one pass, for a call whose passes run on two back ends."""
+    parts = tiles.split("; ")
+    return "; ".join(part for part in parts if part.startswith(("backward ", "dkdv ", "dq ")) == backward) or tiles
+
+
+def explain(
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
+    *,
+    device: str | None = None,
+    **options: Unpack[Everything],
+) -> Explanation:
+    """Explain which kernels `attention` would run for these arguments, without running them.
+
+    Args:
+        q, k, v, options: as for `attention`; the tensors may be on the meta device.
+        device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
+
+    Returns:
+        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward and .backward_tiles. Print it to
+        see a table.
+
+    Raises:
+        TypeError, ValueError: as for `attention`.
+    """
+    chosen = {
+        name: value for name, value in with_defaults("explain", options).items() if name not in ("seed", "return_lse")
+    }
+    x, recipe, longest = check_arguments(q, k, v, **chosen)
+    problem = problem_on(x, recipe, longest, device)
+    against = refusals(problem)
+    if all(against[name] for name in candidates(problem)):
+        return Explanation(None, "", against)
+    of_backward = problem._replace(recipe=recipe._replace(precision=None)) if eight_bits(problem) else problem
+    one, other = select(problem), select(of_backward, backward=True)
+    told = one.tiles(problem) + approximate(problem) + converted(q, x)
+    return Explanation(one.name, told, against, other.name, other.tiles(of_backward))
+
+
+spell_out(explain, SIGNATURE)
+
+
+def approximate(p: Problem) -> str:
+    """Say what 8-bit products mean for accuracy and speed; nothing for other calls."""
+    if not eight_bits(p):
+        return ""
+    of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
+    size = next((size for size in (64, 128, 256) if max(p.D, p.D_v) <= size), 256)
+    faster = p.N >= FASTER.get((str(p.recipe.precision), size), math.inf)
+    short = "" if faster else f"; with {p.N} keys not faster than 16 bits in every measurement"
+    of_qk = "e4m3" if p.recipe.quantized else "int8"
+    turned = "; the pass that writes codes turns q and k by rotary" if p.recipe.rotary else ""
+    count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
+    return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}{turned}; {count} bytes of codes and scales"
+
+
+def converted(q: Tensor | Quantized, x: Operands) -> str:
+    """Say that q, k and v of e4m3 were converted; nothing for other calls."""
+    if not isinstance(q, Quantized) or x.q.dtype.itemsize == 1:
+        return ""
+    return f"; q, k and v are converted to bf16 first, {sum(t.numel() * t.itemsize for t in x[:3])} bytes"
+
+
+def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:
+    """Return the checked Problem on a device, or on a chip that this machine need not have."""
+    matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
+    target = device or target_of(x.q.device)
+    if target == "meta":
+        raise ValueError(
+            "explain: device must name a chip for tensors on the meta device, got None; "
+            'pass device="cpu", "sm_90", "gfx942", …'
+        )
+    addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
+    return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)

@@ -1,0 +1,151 @@
+"""Launch the fp32 kernels on Hopper: split operands into 16-bit pieces, then run attention on the pieces."""
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.operands import Grads, Operands, Saved
+from ...call.problem import Problem
+from ...host.arguments import cdiv, device_values, lengths, odd_counts, packed, rows, unplanned, with_contiguous_lse
+from ...host.launch import Launch, current_stream
+from ...host.lists import tile_lists
+from ...host.outputs import empty_grads, empty_saved
+from ...host.replay import Replay
+from ...merge.sink import with_sink
+from ...tile.ranges import Variant
+from ...tile.schedule import assign, assign_each
+from ...tile.softmax import LOG2E
+from ..descriptors import Box, Descriptor, addressable, blocks_box, box
+from ..launch import by_row, counter, each
+from ..plan import SECTION, TINY, even_section, needs_mask_in_loop, processors
+from ..tiles import Fp32Forward, Kind, current_fp32
+from . import backward_launch as gradients
+from . import forward as kernels
+
+CACHED_KEYS = 32 << 20
+"""Let matrices that run concurrently share at most this many bytes of K and V, which stay in the L2 cache."""
+KEPT_SHARE = 256
+"""Keep pieces of K and V for the backward only if they take at most this part of the GPU's memory. A model has tens of
+layers, and all keep theirs at once."""
+KEPT_KEYS = 8192
+"""Keep them only up to this many keys. Products grow with the square of the length, so that beyond it splitting again
+costs almost nothing, and memory is what is short."""
+
+
+class Plan(NamedTuple):
+    """Hold everything about a launch that follows from the problem alone."""
+
+    forward: Fp32Forward
+    kind: Kind
+    c: float
+    """Turns logits into base 2, as a factor."""
+    q: Box
+    """Describes q to TMA."""
+    programs: int
+    shape: kernels.Shape
+    constants: dict[str, Any]
+    keeps: bool
+    """Says whether pieces of K and V are kept for the backward."""
+    listed: bool
+    values: tuple[Any, Any, Tensor | None] | None
+    compiled: dict[Any, Any]
+    replays: defaultdict[Any, Replay]
+    """Keep the launches of the forward, by None, and those of backwards, by `unplanned` and whether keys are kept."""
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Compute a problem's tiles and constants from the table row in use."""
+    return planned(p, current_fp32(p))
+
+
+def planned(p: Problem, row: Fp32Forward) -> Plan:
+    """Compute the same from any table row."""
+    sizes, group = gradients.sizes_of(p), p.H // p.H_k
+    kind, D = sizes.kind, sizes.D
+    in_block = sizes.row.B_c  # keys
+    tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
+    of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
+    least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would idle in the tail
+    section = even_section(heads, least) if p.recipe.mask else 1
+    tile = kernels.Tile(
+        2, row.B_c, in_block, D, kind.pieces, row.kv_stages, row.q_separate, row.paired, row.pingpong,
+        needs_mask_in_loop(p, 64, row.B_c), row.wait_pv, row.registers, kind.p_scale_log2,
+    )  # fmt: skip
+    shape = kernels.Shape(*lengths(p), p.D_v, p.H, group, heads, section, tiles, sizes.key_tiles, sizes.keys * in_block)
+    return Plan(
+        row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
+        min(heads * tiles, processors(p.q.device)), shape,
+        {"tile": tile, "order": assign if p.recipe.mask else assign_each, "num_warps": 4, "launch_pdl": True},
+        keeps(p), p.listed, None if p.extra else device_values(p, ()), {}, defaultdict(Replay),
+    )  # fmt: skip
+
+
+def keeps(p: Problem) -> bool:
+    """Return whether keeping pieces of K and V for the backward is worth the memory."""
+    sizes = gradients.sizes_of(p)
+    size = 2 * sizes.kind.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
+    return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
+
+
+@lru_cache(64)
+def memory(device: torch.device) -> int:
+    """Return the GPU's memory in bytes, or an H200's if there is no GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 139 << 30
+
+
+def forward_launches(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, keys: gradients.Keys, counter: Tensor
+) -> list[Launch]:
+    """Return the launches: list tiles if needed, split K and V into pieces, then attention, which begins while these
+    are made."""
+    parts, _, sink = pl.values or device_values(p, x.extra)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
+    scales = (keys.k_descale, keys.v_descale) if pl.kind.type == torch.float16 else (None, None)
+    B_c = pl.forward.B_c
+    k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
+    arguments = (
+        Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(saved.o), saved.lse, counter,
+        packed(p, x), Variant(parts, (), None, lists, sink), pl.c, odd_counts(pl.shape),
+    )  # fmt: skip
+    attend = Launch(kernels.attention_forward_fp32, pl.programs, arguments, pl.constants, pl.compiled)
+    return [*listing, gradients.split_launch(p, pl, x, keys, saved), attend]
+
+
+def boxes(pieces: Tensor, B_c: int) -> Descriptor:
+    """Describe pieces to TMA, row after row, in boxes of a tile."""
+    size = pieces.shape[-1]
+    return Descriptor(pieces, blocks_box((pieces.numel() // size, size), (B_c, size), pieces.dtype))
+
+
+def pairs(pieces: Tensor, B_c: int) -> Descriptor:
+    """Describe pieces to TMA in boxes of a tile in two pieces, the second below the first."""
+    count, blocks, rows, size = pieces.shape
+    return Descriptor(pieces, blocks_box((count, blocks * rows, size), (2, B_c, size), pieces.dtype))
+
+
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
+    """Compute o, lse and pieces of K and V, and keep the pieces if the plan says so."""
+    saved = empty_saved(p, x, seed)
+    keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
+    zeros = counter(x.q.device, stream)
+    tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
+    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
+    return saved._replace(kept=keys) if pl.keeps else saved
+
+
+def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+    """Compute dq, dk, dv, and the gradients that extra tensors want."""
+    do = torch.zeros_like(saved.o) if do is None else addressable(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
+    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
+    stream = current_stream(x.q.device)
+    zeros = counter(x.q.device, stream)
+    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
+    replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
+    replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
+    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))

@@ -1,0 +1,1 @@
+"""Few queries: the keys are split among programs."""

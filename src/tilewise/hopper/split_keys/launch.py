@@ -1,0 +1,105 @@
+"""Launch the kernels that split keys on Hopper, for few rows of queries."""
+
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...call.operands import Operands, Saved
+from ...call.problem import Problem
+from ...host import split as host_split
+from ...host.arguments import adjacent, device_values, power_of_2, rows
+from ...host.launch import Launch, multiprocessors
+from ...host.replay import Replay
+from ...tile.line import Split
+from ..descriptors import Box, Descriptor, box
+from ..plan import width
+from ..tiles import padded
+from .kernel import attention_decode
+
+ROWS = 16
+"""Rows of queries in a tile."""
+STAGES = 12
+"""Tiles in shared memory, 16 kB each."""
+SEQUENCES = 256
+"""The most sequences, as registers hold the line."""
+REGISTERS = 112
+"""Of a thread, before the roles divide them: programs of `attention_combine` fit beside."""
+LONG, LOADED = 1024, 2048
+"""Keys of a sequence, and of a program, from which on these kernels are faster than the portable ones."""
+
+
+class Plan(NamedTuple):
+    """The parts of a launch that follow from the problem alone, named as the portable kernel's."""
+
+    split: Split
+    programs: int
+    partial: int
+    boxes: tuple[Box, Box]
+    """Describe k and v to TMA, in boxes of 64 columns."""
+    values: tuple[Any, Any, Tensor | None] | None
+    compiled: dict[Any, Any]
+    replay: Replay
+    most: int | None = None
+
+
+def splits(p: Problem) -> bool:
+    """Tell whether these kernels can run a problem that `why_not` does not refuse."""
+    few = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
+    return few and not p.rows_packed and (p.few_rows or (p.recipe.cached and p.out_dtype == p.dtype))
+
+
+def slower(p: Problem) -> bool:
+    """Tell whether the portable kernels are faster: these take longer to begin and to end, so they want many keys."""
+    keys = min(p.N, width(p) + p.M)
+    return keys < LONG or p.B * keys < LOADED * programs_of(p)
+
+
+def programs_of(p: Problem) -> int:
+    """Return how many programs share the keys of a key head: one a multiprocessor in all."""
+    return max(1, multiprocessors(p.q.device) // p.H_k)
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Plan a problem: one program a multiprocessor."""
+    G, D = p.H // p.H_k, padded(p)
+    page = p.k.shape[1] if p.in_layout("table") is not None else 0
+    B_C = 8192 // D
+    W = host_split.dividing(p, ROWS, programs_of(p))
+    split = Split(
+        G, p.D, p.D_v, page, ROWS, B_C, 0, power_of_2(p.B), B_C, STAGES, "ieee", HOPPER=True, EARLY=True
+    )  # fmt: skip
+    k, v = (box(t.shape, t.stride, gcd(page, B_C), 64, p) for t in (p.k, p.v))
+    values = None if p.extra else device_values(p, ())
+    return Plan(split, W, host_split.numbers(p, split, W), (k, v), values, {}, Replay())
+
+
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
+    """Compute o and lse."""
+    return host_split.forward(p, pl, x, seed, launches)
+
+
+def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
+    """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
+    outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
+    K, V = (Descriptor(t, seen) for t, seen in zip(x[1:3], pl.boxes, strict=True))
+    arguments = (
+        rows(adjacent(x.q)), K, V, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs,
+    )  # fmt: skip
+    constants = {"split": pl.split, "D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
+    decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
+    return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
+
+
+def told(p: Problem) -> str:
+    """Describe what runs a problem, for `explain`."""
+    split, W, *_ = pl = plan(p)
+    sums = f"at most {2 * W} partial sums" if pl.partial else "no partial sums"
+    looked = split.B_C // pl.boxes[0].block_shape[2]
+    pages = f"; pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile" if split.P else ""
+    return (
+        f"splits keys, {ROWS} rows of {split.G} heads x {split.B_C} keys, 4 warps and one that loads, {STAGES} stages; "
+        f"{W} programs for each of {p.H_k} key heads; {sums}{pages}"
+    )

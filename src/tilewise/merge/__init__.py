@@ -1,0 +1,1 @@
+"""Partial results into one."""

@@ -1,0 +1,1 @@
+"""Q, K and V in 8 bits."""

@@ -1,0 +1,79 @@
+"""Compute what follows from a problem alone: tiles, grid sizes, and constants of kernels."""
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.problem import Problem
+from ..host.arguments import device_values, odd
+from ..host.replay import Replay
+from ..quantize.codes import eight_bits, size_of
+from ..tile.blocks import Tile
+from ..tile.schedule import Schedule
+from ..tile.softmax import LOG2E
+from .tiles import Rows, Tiles, bias_tiles, current, precision
+
+TINY = 2.0**-126
+CACHED_KEYS = 32 << 20
+"""Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
+
+
+class Plan(NamedTuple):
+    """The parts of a launch that follow from the problem alone."""
+
+    forward: Tiles
+    dkdv: Tiles
+    dq: Tiles
+    bias: Tiles
+    c: float | None
+    """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""
+    unit: float
+    """Logits times this are in the backward's unit: base 2, or for fp32 natural log."""
+    section: int
+    listed: bool
+    """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
+    precision: str
+    """How products of the precision asked for are computed."""
+    values: tuple[Any, Any, Tensor | None] | None
+    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
+    compiled: dict[Any, Any]
+    """The compiled kernels of this problem."""
+    replays: defaultdict[Any, Replay]
+    """The launches of the forward, by None, and those of backwards, by `unplanned`."""
+
+
+@lru_cache(4096)
+def plan(p: Problem) -> Plan:
+    """Plan a problem with the rows of tile sizes in use."""
+    return planned(p, current(p))
+
+
+def planned(p: Problem, chosen: Rows) -> Plan:
+    """Plan a problem with the given rows."""
+    per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
+    group = p.H // p.H_k
+    section = max(1, CACHED_KEYS // max(1, per_head)) * group
+    # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
+    # -inf * c is -inf; exp2(TINY) is still 1.
+    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
+    c = natural * LOG2E.value
+    values = None if p.extra else device_values(p, ())
+    unit = natural if p.dtype == torch.float32 else c
+    bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
+    kept: tuple[Any, ...] = {}, defaultdict(Replay)
+    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, *kept)
+
+
+def schedule(*counts: int) -> Schedule:
+    """Return a schedule as a kernel argument."""
+    return Schedule(*map(odd, counts))
+
+
+def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
+    """Return a kernel's constants and compiler options."""
+    tile = Tile(p.H // p.H_k, size_of(p) if eight_bits(p) else p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
+    cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}

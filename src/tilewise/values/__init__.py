@@ -1,0 +1,1 @@
+"""What a call is made of: masks, scores, layouts, products, origins, angles, dropout. It imports nothing of ours."""

@@ -1,0 +1,308 @@
+"""Masks of intervals: each row sees one interval of keys, given by `keys(i)`. From it follow the tiles to compute.
+
+Padding by bools and Spans are here, too, though their keys may be several intervals.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import Full, Mask
+from .value import INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """Show query i the keys j <= i + N - M: its own position and all before it.
+
+    The last query is aligned with the last key (bottom-right alignment).
+    """
+
+    device = "causal"
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return True
+
+    def keys(self, i: Any) -> Ends:
+        return -OPEN, i + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """Show query i the keys j with i + N - M - left <= j <= i + N - M + right: a sliding window.
+
+    left and right are ints >= 0, or None for no limit. Raises TypeError or ValueError for anything else.
+    """
+
+    left: int | None
+    right: int | None
+    device = "window"
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            if side is None:
+                continue
+            side = integer(f"Window: {name}", side, "an int >= 0, or None for an open side")
+            if side < 0:
+                raise ValueError(f"Window: {name} must be an int >= 0 or None, got {side}; pass None for an open side")
+            object.__setattr__(self, name, constant(side))
+
+    def keys(self, i: Any) -> Ends:
+        lo = -OPEN if self.left is None else i - min(self.left, OPEN)
+        return lo, OPEN if self.right is None else i + min(self.right, OPEN) + 1
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.right == 0
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return tuple([OPEN if side is None else min(side, OPEN) for side in (self.left, self.right)])
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """Show every query the keys j < length of its batch entry, and beyond them be causal (prefix LM).
+
+    lengths: (B,), int32 or int64. Raises TypeError or ValueError for other types or shapes.
+    """
+
+    lengths: Tensor
+    device = "prefix"
+    captures = ("lengths",)
+    shapes = ("B",)
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, self.lengths)
+
+    def keys(self, i: Any) -> Ends:
+        return -OPEN, torch.maximum(per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.lengths.contiguous(),)
+
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        offset = constant(place.row - place.column - (N - M))
+        lengths = (_from(self.lengths, place.column, N),)
+        return PrefixAt.rebuild((offset,), lengths) if offset else Prefix.rebuild((), lengths)
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixAt(At, Prefix):
+    """Show what Prefix does, at a place."""
+
+    offset: int
+    device = "prefix_at"
+
+    def keys(self, i: Any) -> Ends:
+        return super().keys(i + self.offset)
+
+
+class Padding(Mask):
+    """Hide padded keys; queries stay.
+
+    keys: lengths (B,), int32 or int64; or bool (B, N), true where the key is real.
+    starts: (B,), int32 or int64, with lengths: also hide the keys j < start, for batches that are padded on the left.
+
+    The last query stays aligned with the last key, whatever is hidden. Raises TypeError or ValueError for other types
+    or shapes.
+    """
+
+    def __new__(cls, keys: Tensor | None = None, starts: Tensor | None = None) -> "Padding":
+        by_key = isinstance(keys, Tensor) and keys.dtype == torch.bool
+        kind = PaddingKeys if by_key else PaddingLengths if starts is None else PaddingRange
+        return object.__new__(cls if cls is not Padding else kind)
+
+    def __init__(self, keys: Tensor, starts: Tensor | None = None) -> None:
+        if starts is not None and len(self.captures) == 1:
+            raise ValueError(
+                "Padding: starts must be None with a bool tensor, got both; leave starts out, or pass lengths"
+            )
+        for name, tensor in zip(self.captures, (keys, starts), strict=False):
+            object.__setattr__(self, name, tensor)
+            self.check(name, tensor)
+
+    def check(self, name: str, tensor: Any) -> None:
+        """Raise TypeError or ValueError for a tensor of another type or shape."""
+        _check_lengths(self, tensor, name)
+
+    @staticmethod
+    def of(real: Tensor) -> Mask:
+        """Return the cheapest mask that hides padded keys. This synchronises with a GPU, once.
+
+        real: bool (B, N), true where the key is real. The result is Full if all are, an interval mask if each row's
+        real keys are one run (lengths, or lengths and starts), else Padding(real). Raises TypeError or ValueError for
+        other types or shapes.
+        """
+        by_key = PaddingKeys(real)
+        whole, prefix, run = torch.stack(padding_facts(real)).tolist()
+        return Full() if whole else padding_run(real, prefix) if run else by_key
+
+
+def padding_facts(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether, in every row of bool (B, N), all are true; the true ones are a prefix; they are one run."""
+    steps = real[:, 1:].int() - real[:, :-1].int()  # (B, N - 1)
+    begins = (steps > 0).sum(1) + real[:, :1].sum(1)
+    return real.all(), (steps <= 0).all(), (begins <= 1).all()
+
+
+def padding_run(real: Tensor, prefix: bool) -> Padding:
+    """Return the interval mask of bool (B, N) whose rows' true entries are one run each; `prefix`: from 0 on."""
+    lengths = real.sum(1, dtype=torch.int32)
+    if prefix:
+        return PaddingLengths(lengths)
+    starts = torch.zeros_like(lengths) if real.shape[1] == 0 else real.int().argmax(1).int()
+    return PaddingRange(starts + lengths, starts)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingLengths(Padding):
+    """Show the keys j < length: Padding given as lengths (B,)."""
+
+    lengths: Tensor
+    device = "padding"
+    captures = ("lengths",)
+    shapes = ("B",)
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding"
+
+    def keys(self, i: Any) -> Ends:
+        return -OPEN, per_batch(self.lengths)
+
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), (_from(self.lengths, place.column, N),))
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.lengths.contiguous(),)
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingRange(Padding):
+    """Show the keys start <= j < length: Padding given as lengths (B,) and starts (B,)."""
+
+    lengths: Tensor
+    starts: Tensor
+    device = "padding_range"
+    captures = ("lengths", "starts")
+    shapes = ("B", "B")
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding"
+
+    def keys(self, i: Any) -> Ends:
+        return per_batch(self.starts), per_batch(self.lengths)
+
+    def placed(self, place: Any, M: int, N: int) -> Mask:
+        return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lengths.contiguous(), self.starts.contiguous()
+
+    def check_contents(self, N: Any) -> None:
+        _check_range(self, self.lengths, N)
+        _check_range(self, self.starts, N, "starts")
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class PaddingKeys(Padding):
+    """Hide padded keys: Padding given as bool (B, N), true where the key is real."""
+
+    real: Tensor
+    device = "padding_keys"
+    captures = ("real",)
+    shapes = ("BN",)
+    interval = False
+    varlen = False
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding (bool)"
+
+    def check(self, name: str, tensor: Any) -> None:
+        check_type("Padding: keys", tensor, (torch.bool,), "bool")
+        if tensor.ndim != 2:
+            raise ValueError(
+                f"Padding: a bool tensor must have shape (B, N), got {tuple(tensor.shape)}; "
+                "give each batch entry a row of keys"
+            )
+
+    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
+        return self.real[:, None, None, :][..., j[0]]
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (self.real, *self.real.stride(), problem.N)
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Mask):
+    """Show row r of batch entry b the keys lo[b, r] <= j < hi[b, r]: an interval for each row, none where hi <= lo.
+
+    lo and hi: (B, M), int32 or int64, of which neither decreases along a row. Sorted documents, blocks of frames and
+    parts of longer sequences are such intervals, and need no lists of tiles. Raises TypeError or ValueError for other
+    types or shapes.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    device = "spans"
+    captures = ("lo", "hi")
+    shapes = ("BM", "BM")
+    varlen = False
+
+    def __post_init__(self) -> None:
+        for name in self.captures:
+            tensor = getattr(self, name)
+            check_type(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
+            if tensor.ndim != 2:
+                raise ValueError(
+                    f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
+                )
+
+    def ends(self, i: Any, shift: int) -> Ends:
+        rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
+        return self.lo[:, None, rows, None], self.hi[:, None, rows, None]  # (B, 1, rows, 1)
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
+
+    def check_contents(self, N: Any) -> None:
+        for name, tensor in zip(self.captures, self.tensors, strict=True):
+            if bool((tensor.diff(dim=1) < 0).any()):
+                raise ValueError(
+                    f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
+                    "use Dense for a mask that is no such interval"
+                )
+
+
+def _from(ends: Tensor, column: int, N: int) -> Tensor:
+    """Return positions in the whole as positions among N keys that begin at `column`."""
+    return (ends - column).clamp(0, N)
+
+
+def _check_lengths(mask: Mask, lengths: Any, what: str = "lengths") -> None:
+    name = mask.public_name()
+    check_type(f"{name}: {what}", lengths, INTEGER_TYPES, "int32 or int64")
+    if lengths.ndim != 1:
+        raise ValueError(
+            f"{name}: {what} must have shape (B,), got {tuple(lengths.shape)}; give each batch entry one number"
+        )
+
+
+def _check_range(mask: Mask, lengths: Tensor, N: Any, what: str = "lengths") -> None:
+    if bool(((lengths < 0) | (lengths > N)).any()):
+        raise ValueError(
+            f"{mask.public_name()}: {what} must lie between 0 and the number of keys, got {lengths.tolist()}; "
+            "clamp them with .clamp(...)"
+        )

@@ -1,0 +1,180 @@
+"""Value: what masks, scores, layouts and the other options of a call derive from.
+
+A value holds plain numbers, and captured tensors that kernels read.
+"""
+
+import operator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+OPEN = 1 << 30
+"""It means "no bound" at either end of an interval; check.py refuses sequences as long as this."""
+
+Ends = tuple[Any, Any]
+INTEGER_TYPES = (torch.int32, torch.int64)
+FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Unsupported(NotImplementedError, ValueError):  # noqa: N818, users type this name
+    """No back end can run the call, or the requested one cannot; the message gives the reasons and a remedy.
+
+    It is a ValueError, and through NotImplementedError a RuntimeError, which users of other libraries may catch.
+    """
+
+
+def constant(number: Any) -> Any:
+    """Return the number. Under torch.compile, specialise a symbolic one: members of a set are constants."""
+    (plain,) = {number}
+    return plain
+
+
+def integer(name: str, number: Any, allowed: str) -> int:
+    """Return the number as an int (NumPy's and symbolic ones pass), or raise a TypeError naming what is allowed."""
+    if isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool):
+        return number  # type: ignore[return-value]
+    if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name} must be {allowed}, got {number!r}; convert it with int(...)")
+    return operator.index(number)
+
+
+class Frozen:
+    """Instances are equal if they have one class, equal numbers and the very same tensors."""
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        """Return the arguments the value was made of, in order."""
+        return tuple([getattr(self, name) for name in getattr(self, "__match_args__", ())])
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = zip(self._fields, other._fields, strict=True)
+        return all([a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs])
+
+    def __hash__(self) -> int:
+        return hash((type(self), *[id(field) if isinstance(field, Tensor) else field for field in self._fields]))
+
+
+V = TypeVar("V", bound="Value")
+
+
+class Value(Frozen):
+    """Masks and scores derive from this class: they hold plain numbers, and captured tensors that kernels read."""
+
+    device: ClassVar[str]
+    """The prefix of the value's kernel functions."""
+    captures: ClassVar[tuple[str, ...]] = ()
+    """The names of the captured tensors."""
+    shapes: ClassVar[tuple[str, ...]] = ()
+    """The shape of each captured tensor, by the names of a Problem's sizes: "BN" is (B, N)."""
+    broadcasts: ClassVar[bool] = False
+    """Whether captured tensors may also have any shape that broadcasts to theirs."""
+    unbatched: ClassVar[bool] = False
+    """Whether captured tensors may leave out their first dimension, the batch."""
+    interval: ClassVar[bool] = True
+    """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
+    varlen: ClassVar[bool] = True
+    """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
+
+    @classmethod
+    def public_name(cls) -> str:
+        """Return the name by which users know the class."""
+        return cls.__name__
+
+    @classmethod
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[int, ...]]:
+        """Return the shape of each captured tensor with all its dimensions, in a problem with sizes B, H, M and N.
+
+        `numbers` are the value's own, as in `plain`.
+        """
+        return [tuple([getattr(problem, size) for size in shape]) for shape in cls.shapes]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the captured tensors, in order."""
+        return tuple(getattr(self, name) for name in self.captures)
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """Return class name and numbers, hashable. With the tensors, `rebuild` makes the value from them."""
+        numbers = [constant(getattr(self, name)) for name in self.__match_args__ if name not in self.captures]  # type: ignore[attr-defined]
+        return (type(self).__name__, *numbers)
+
+    @classmethod
+    def rebuild(cls: type[V], numbers: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> V:
+        """Build the value from its numbers and tensors, without checks."""
+        value = object.__new__(cls)
+        numbers_left, tensors_left = iter(numbers), iter(tensors)
+        for name in cls.__match_args__:  # type: ignore[attr-defined]
+            given = tensors_left if name in cls.captures else numbers_left
+            object.__setattr__(value, name, next(given))
+        return value
+
+    def to(self: V, device: torch.device | str | int) -> V:
+        """Return the value with its tensors on a device; itself if it has none."""
+        return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
+
+    def at(self, b: int, count: int = 1) -> Any:
+        """Return the value for `count` batch entries from b on; its tensors keep their batch dimension."""
+        if not self.captures:
+            return self
+        pairs = zip(self.tensors, self.shapes, strict=True)
+        entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
+        return self.rebuild(self.plain[1:], tuple(entries))
+
+    def placed(self, place: Any, M: int, N: int) -> Any:
+        """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
+
+        By default it describes the call's own rows and keys, wherever they are.
+        """
+        return self
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides.
+
+        `problem` has the sizes B, H, M and N.
+        """
+        return self.plain[1:]
+
+    def check_contents(self, N: Any) -> None:
+        """Raise ValueError if the captured tensors hold wrong numbers. This synchronises with a GPU.
+
+        N: the number of keys, or a tensor of one number per batch entry.
+        """
+
+
+class At(Value):
+    """What derives from this class and from a value is that value at a place: the call's row i is `offset` rows further
+    down than its keys say. Its kernel functions take the offset last."""
+
+    offset: int
+
+    @classmethod
+    def public_name(cls) -> str:
+        return cls.__bases__[-1].__name__
+
+    def arguments(self, problem: Any) -> tuple[Any, ...]:
+        return (*super().arguments(problem), self.offset)
+
+
+def per_batch(lengths: Tensor) -> Tensor:
+    return lengths[:, None, None, None]  # (B, 1, 1, 1)
+
+
+def check_type(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allowed: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor of type {allowed}, got {type(tensor).__name__}; "
+            "convert it with torch.as_tensor(...)"
+        )
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}; convert it with .to(...)")
+    check_strided(name, tensor)
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor without strides, such as a sparse one."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense()")
