@@ -43,7 +43,7 @@ LOADED = {
 MOVED = {
     "use": ("guide", "support", "numerics"),
     "results": ("performance", "fp32", "accuracy", "accumulation"),
-    "internals": ("architecture", *(f"adr/{path.stem}" for path in ROOT.glob("docs/internals/adr/00*.md"))),
+    "internals": ("architecture", *(f"adr/{path.stem}" for path in ROOT.glob("docs/internals/adr/000*.md"))),
 }
 """Pages that lay in docs/ itself."""
 SETS = {"source": "srcset", "img": "srcset"}
