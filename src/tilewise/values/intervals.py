@@ -1,6 +1,6 @@
 """Masks of intervals: each row sees one interval of keys, given by `keys(i)`. From it follow the tiles to compute.
 
-Padding by bools and Spans are here, too, though their keys may be several intervals.
+Padding by bools, whose keys may be several runs, is here beside its siblings; its `interval` is false.
 """
 
 from dataclasses import dataclass
