@@ -18,7 +18,7 @@ def device(request, monkeypatch):
         launch, in_torch = op._launcher(), op.append_in_torch
 
         def run(k, v, k_new, v_new, q, y, call):
-            if not len(call.layout["lengths"]):  # as on a GPU
+            if not len(call.layout.lengths):  # as on a GPU
                 return in_torch(k, v, k_new, v_new, q, y, call)
             return launch(k, v, k_new, v_new, q, None if q is None else y, call)
 

@@ -41,7 +41,9 @@ FORMS = {
     "ArgumentTypeError": re.compile("must .+, got .+"),  # the rest is argparse's and cli/parser.py's
     **dict.fromkeys(("AssertionError", "NotImplementedError"), re.compile(".*")),  # not for users
 }
-MADE_ELSEWHERE = ("bench/measure.py", "cli/shadow.py", "host/tables.py", "call/dispatch.py", "warm/warm.py")
+MADE_ELSEWHERE = ("bench/measure.py", "cli/shadow.py", "host/tables.py", "call/dispatch.py", "values/value.py",
+    "warm/warm.py",
+)  # fmt: skip
 """Files that also raise with text from a process, a library, a constant or a function."""
 
 

@@ -235,7 +235,7 @@ def test_torchs_setting_for_determinism_is_compiled_in_and_compiled_anew():
         compiled(q)
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    recipes = [Recipe.decode(text) for code in graphs for text in re.findall(r"None, '(.*?)', ", code)]
+    recipes = [Recipe.decode(text) for code in graphs for _, text in re.findall(r"""None, (["'])(\(.*?\))\1, """, code)]
     assert [recipe.deterministic for recipe in recipes] == [False, True]
 
 

@@ -417,7 +417,7 @@ def test_nothing_has_results_of_its_shape(precision, B, M, N, backend):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
 @BOTH
 def test_the_kernels_take_what_is_given(precision):
-    quantized = pytest.importorskip("tilewise.quantize.launch").quantized
+    quantized = pytest.importorskip("tilewise.quantize.launch").codes_of
     (q, k, v), options = case("padded")
     given = tw.EightBits.of(precision, q, k)
     p, x = call(q, k, v, given, **options)

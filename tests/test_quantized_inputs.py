@@ -9,6 +9,7 @@ import tilewise as tw
 from tilewise.attention import reference
 from tilewise.call.check import check_arguments, describe
 from tilewise.quantize import codes as quantize
+from tilewise.quantize import dequantize
 
 bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
 BACKENDS = [None, *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
@@ -95,7 +96,7 @@ def test_codes_are_the_tensors_themselves():
         q, k, v, tw.Full(), (), None, None, 0.0, tw.Varlen(CU_Q, CU_K), "fp8", False, None
     )  # fmt: skip
     p = describe(x, recipe, longest)
-    seen = quantize.multiplied(p, x, quantize.quantize(p, x))
+    seen = dequantize.multiplied(p, x, quantize.quantize(p, x))
     of_rows = torch.searchsorted(CU_Q, torch.arange(130), right=True) - 1
     scale = q.scale.repeat_interleave(2, 1)[of_rows][..., None]
     assert torch.equal(seen.q[:130], q.x[:130].float() * scale)
@@ -106,7 +107,7 @@ def test_codes_are_the_tensors_themselves():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_kernel_copies_the_same_bytes(packed):
-    quantized = pytest.importorskip("tilewise.quantize.launch").quantized
+    quantized = pytest.importorskip("tilewise.quantize.launch").codes_of
     first = () if packed else (2,)
     q, k, v = drawn((*first, 140, 4, 64), (*first, 310, 2, 64), (*first, 310, 2, 40), scales=(3 if packed else 2, 2))
     layout = tw.Varlen(CU_Q, CU_K) if packed else None
@@ -115,7 +116,7 @@ def test_a_kernel_copies_the_same_bytes(packed):
     want, got = quantize.quantize(p, x), quantized(p, x, {})
     if packed:  # other blocks than those of sequences are not written
         seen = zip(
-            quantize.multiplied(p, x, want)[:3], quantize.multiplied(p, x, got)[:3], (130, 300, 300), strict=True
+            dequantize.multiplied(p, x, want)[:3], dequantize.multiplied(p, x, got)[:3], (130, 300, 300), strict=True
         )
         assert all(torch.equal(a[:rows], b[:rows]) for a, b, rows in seen)
     else:
@@ -160,7 +161,7 @@ def test_what_is_refused_says_why():
         tw.attention(q, k, v, precision="int8")
     with pytest.raises(ValueError, match=r"k's scale must have shape \(\), \(2,\) or \(1, 2\), one number"):
         tw.attention(q, tw.Quantized(k.x, torch.ones(3)), v)
-    with pytest.raises(ValueError, match=r"q must have shape \(B, length, heads, head size\), got \(8, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"q must have shape \(batch, length, heads, head size\), got \(8, 2, 16\)"):
         tw.attention(tw.Quantized(q.x[0], q.scale), k, v)
     with pytest.raises(ValueError, match="v's scale must be finite and > 0"):
         tw.attention(q, k, tw.Quantized(v.x, torch.zeros(())), precision="fp8")

@@ -9,8 +9,9 @@ from .attention.lists import listed
 from .call.count import Calls, count_calls
 from .merge.api import merge
 from .rotary.api import rotary, rotary_qk
+from .values.cached import Cached
 from .values.intervals import Causal, Padding, Prefix, Spans, Window
-from .values.layout import Cached, Varlen
+from .values.layout import Padded, Varlen
 from .values.masks import Full, Mask
 from .values.origin import Origin
 from .values.products import EightBits, Quantized
@@ -34,6 +35,7 @@ __all__ = [
     "Full",
     "Mask",
     "Origin",
+    "Padded",
     "Padding",
     "Prefix",
     "Quantized",

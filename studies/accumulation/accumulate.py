@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.call.check import check_number
+from tilewise.values.value import number_in
 
 LARGEST = torch.finfo(torch.float16).max
 """65504, the largest number of fp16."""
@@ -42,9 +42,7 @@ class Accumulate:
                     f"Accumulate: {name} must be {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
                 )
         if not isinstance(self.stability, bool):
-            check_number(
-                "Accumulate: stability", self.stability, "True, False, or the largest |v|, >= 0", 0.0, math.inf
-            )
+            number_in("Accumulate: stability", self.stability, "True, False, or the largest |v|, >= 0", 0.0, math.inf)
         if self.stability is not False and self.division == "in-loop":
             raise ValueError(
                 "Accumulate: stability is for division='delayed', because dividing in the loop cancels it; "

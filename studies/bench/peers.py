@@ -22,8 +22,9 @@ import tilewise as tw
 from tilewise.call.check import describe
 from tilewise.call.operands import Operands, Saved
 from tilewise.call.problem import target_of
-from tilewise.call.recipe import EIGHT_BITS, PRECISIONS, Recipe
+from tilewise.call.recipe import Recipe
 from tilewise.cpu.backend import Cpu
+from tilewise.values.products import EIGHT_BITS, PRECISIONS, EightBits, Scaled
 
 from .suites import Case
 from .variants import VARIANTS, Variant
@@ -128,9 +129,9 @@ def _of_codes(precision: str) -> Peer:
         from tilewise.quantize.launch import quantized
 
         as_they_are, made = precision == "e4m3", {}
-        name = "fp8" if as_they_are else precision
-        recipe = Recipe(mask=(("Causal",),) if case.causal else (), precision=name, quantized=as_they_are)
         scales = (torch.ones(case.batch, case.heads, device=device),) * 3 if as_they_are else ()
+        products = Scaled(*scales) if as_they_are else EightBits(precision)
+        recipe = Recipe(mask=(("Causal",),) if case.causal else (), products=products.plain)
 
         def call(*tensors: Tensor) -> Tensor:
             at = tuple([t.data_ptr() for t in tensors])
@@ -138,7 +139,7 @@ def _of_codes(precision: str) -> Peer:
                 q, k, v = (t.detach().to(torch.float8_e4m3fn if as_they_are else t.dtype) for t in tensors)
                 x = Operands(q, k, v, scales)
                 p = describe(x, recipe, (0, 0))
-                made[at] = p, x, quantized(p, x, {}).present()
+                made[at] = p, x, quantized(p, x, {})
             p, x, codes = made[at]
             saved, where = empty_saved(p, x, None)._replace(kept=codes), x.q.device
             stream = current_stream(where)

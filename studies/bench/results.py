@@ -15,8 +15,8 @@ import torch
 
 from tilewise import explain
 from tilewise.call.problem import target_of
-from tilewise.call.recipe import EIGHT_BITS
 from tilewise.cli.machine import device_name, versions
+from tilewise.values.products import EIGHT_BITS
 
 from . import state
 from .peers import CHANGED

@@ -22,8 +22,9 @@ from tilewise.call.backend import load
 from tilewise.call.check import describe, describe_fake
 from tilewise.call.operands import Operands, Saved
 from tilewise.call.problem import Problem, matmul_setting, target_of
-from tilewise.call.recipe import PRECISIONS, Recipe
+from tilewise.call.recipe import Recipe
 from tilewise.host.tables import label
+from tilewise.values.products import PRECISIONS, products_of
 
 from ..bench.accuracy import NAMES, Inputs, Truth
 from ..bench.engine import Watch
@@ -273,7 +274,7 @@ def _module(backend: str, name: str) -> Any:
 
 def _recipe(backend: str, case: Case, precision: str | None) -> Recipe:
     mask = (("Causal",),) if case.causal else ()
-    return Recipe(mask=mask, dropout=case.dropout, precision=precision, backend=backend)
+    return Recipe(mask=mask, dropout=case.dropout, products=products_of(precision).plain, backend=backend)
 
 
 def _problem(backend: str, case: Case, device: torch.device, precision: str | None = None) -> Problem:

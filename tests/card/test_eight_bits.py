@@ -8,6 +8,7 @@ from tilewise.attention import reference
 from tilewise.call.backend import select
 from tilewise.call.check import check_arguments, describe
 from tilewise.quantize import codes as quantize
+from tilewise.quantize import dequantize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 bf16 = torch.bfloat16
@@ -67,7 +68,7 @@ def test_e4m3_tensors_are_copied_as_they_are(D, packed):
     )  # fmt: skip
     p = describe(x, recipe, longest)
     want, got = quantize.quantize(p, x), select(p).codes(p, x)
-    for a, b in zip(quantize.multiplied(p, x, want)[:3], quantize.multiplied(p, x, got)[:3], strict=True):
+    for a, b in zip(dequantize.multiplied(p, x, want)[:3], dequantize.multiplied(p, x, got)[:3], strict=True):
         assert torch.equal(a, b)
     if not packed:  # zeros after the last row, too
         for field, a, b in zip(quantize.Codes._fields, want, got, strict=True):

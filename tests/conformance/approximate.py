@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.call.check import check_arguments, describe
 from tilewise.quantize import codes as quantize
+from tilewise.quantize import dequantize
 from tilewise.values.dropout import dropout_keep, dropout_rescale
 
 from .cases import Call, Case
@@ -34,7 +35,7 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
     x, recipe, longest = check_arguments(call.q, call.k, call.v, *given)
     p = describe(x, recipe, longest)
     codes = quantize.quantize(p, x)
-    q, k, v = (t.double() for t in quantize.multiplied(p, x, codes)[:3])
+    q, k, v = (t.double() for t in dequantize.multiplied(p, x, codes)[:3])
 
     def rounded(t: Tensor) -> Tensor:
         return t.to(p.dtype).double()
@@ -52,7 +53,7 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
     top = torch.cat([S, sink[:, None, None].expand(*S.shape[:3], 1)], -1).amax(-1, keepdim=True)
     m = top.masked_fill(top.isneginf(), 0.0) + turn * torch.log(torch.tensor(2.0))
     P = torch.exp(S - m)
-    of_product = quantize.probabilities(p, P) if p.recipe.precision == "fp8" else rounded(P)
+    of_product = dequantize.probabilities(p, P) if p.recipe.precision == "fp8" else rounded(P)
     if lines and p.recipe.precision == "fp8" and not call.score:
         of_product = torch.where((j & 8) > 0, on_a_line(P), of_product)
     summed = of_product if p.recipe.precision == "fp8" and not call.score else P
@@ -63,9 +64,9 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
         Z = dropout_keep(int(call.seed), heads, i - shift, j, case.dropout) * dropout_rescale(case.dropout)
     o = rounded(torch.einsum("bhmn,bnhd->bmhd", of_product * Z / l.masked_fill(l == 0.0, 1.0), repeat(v)))
     L = m + torch.log(l)  # of the codes' logits
-    results = {"o": o, "lse": L[..., 0] + quantize.shift_of(p, x, codes)}
+    results = {"o": o, "lse": L[..., 0] + dequantize.shift_of(p, x, codes)}
 
-    q, k, v = (t.double() for t in quantize.dequantized(p, x, codes)[:3])
+    q, k, v = (t.double() for t in dequantize.dequantized(p, x, codes)[:3])
     do = torch.zeros_like(o) if call.do is None else call.do.double()
     dlse = torch.zeros_like(results["lse"]) if call.dlse is None else call.dlse.double()
     P = torch.exp(S - L.masked_fill(L.isneginf(), 0.0))
@@ -78,7 +79,7 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
         dS = change.pull(dS, stages[n], i, j, shift)
     gradients["dq"] = torch.einsum("bhmn,bnhd->bmhd", dS, repeat(k)) * p.scale
     if quantize.smooths(p):  # rows of dS sum to dlse, and K lost its mean
-        missing = dlse.transpose(1, 2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
+        missing = dlse.transpose(1, 2)[..., None] * dequantize.mean_of_keys(p, x, codes) * p.scale
         gradients["dq"] = gradients["dq"] + missing.masked_fill(L.transpose(1, 2).isneginf(), 0.0)
     gradients["dk"] = torch.einsum("bhmn,bmhd->bnhd", dS, q) * p.scale
     for name in ("dk", "dv"):

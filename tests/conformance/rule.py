@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
 from tilewise.attention import reference
-from tilewise.call.recipe import EIGHT_BITS
 from tilewise.values.dropout import dropout_keep, dropout_rescale
 from tilewise.values.masks import intersect
+from tilewise.values.products import EIGHT_BITS
 
 from .approximate import TURNS, emulated
 from .cases import Call, Case

@@ -89,7 +89,8 @@ class Products(TorchDispatchMode):
 def products(mask, *shape, layout=()):
     """How many of them a forward makes, of q, k and v of one shape; `layout`: cu_seqlens, and the longest sequence."""
     q = torch.randn(shape)
-    recipe = Recipe(tuple(part.plain for part in mask.parts), layout=("Varlen", ("cu_q", "cu_k")) if layout else ())
+    layouts = {"layout": ("Varlen", ("cu_q", "cu_k"))} if layout else {}
+    recipe = Recipe(tuple(part.plain for part in mask.parts), **layouts)
     x = Operands(q, q, q, (layout[0], layout[0]) if layout else ())
     with chosen("cpu-tiled"), Products() as seen:
         load("cpu").forward(describe(x, recipe, layout[1:] * 2 or (0, 0)), x, None)

@@ -16,8 +16,8 @@ import torch
 
 import tilewise as tw
 from hub.write import write as write_hub
-from tilewise.call.recipe import PRECISIONS
 from tilewise.triton.tiles import TARGETS
+from tilewise.values.products import PRECISIONS
 from tilewise.values.value import Value
 
 ROOT = Path(__file__).parents[2]

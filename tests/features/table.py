@@ -31,9 +31,9 @@ from conformance.cases import (
 )
 
 import tilewise as tw
-from tilewise.call.recipe import EIGHT_BITS, PRECISIONS
 from tilewise.values import value
 from tilewise.values.layout import Layout
+from tilewise.values.products import EIGHT_BITS, PRECISIONS
 
 H = 2
 """Query heads, but for GQA and MQA."""

@@ -157,7 +157,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         pl = decode_launch.plan(p)
         return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)
-    if recipe.cached:
+    if p.layout.page(p) is not None:
         return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl, q.device), torch.empty_like(q)
     narrow = saved._replace(o=do)  # a backward reads o in q's type

@@ -17,6 +17,7 @@ import tilewise as tw
 from tilewise.attention.explain import problem_on
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Saved
+from tilewise.call.problem import lse_shape
 from tilewise.hopper import launch, plan
 from tilewise.quantize.codes import empty_codes
 
@@ -44,7 +45,7 @@ def compiled(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bo
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, q, q, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")
-    lse = meta(*((H, B * S) if recipe.varlen else (B, H, S)), dtype=torch.float32)
+    lse = meta(*lse_shape(p.q.shape), dtype=torch.float32)
     saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
     if precision:
         saved = saved._replace(kept=empty_codes(p, o.device).present())

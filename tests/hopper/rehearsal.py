@@ -96,9 +96,7 @@ def rehearse_forward(
     pl = plan(p)
     tile, made = pl.constants["tile"]._replace(**changed), pl.shape
     rows = 64 * tile.WARPGROUPS
-    blocks = (
-        (p.q.shape[0] // 64 + p.B, p.k.shape[0] // 128 + p.B) if p.recipe.varlen else (-(-p.M // 64), -(-p.N // 128))
-    )
+    blocks = p.query_blocks(64), p.key_blocks(128)
     codes = Codes(*[Numbers()] * 4, *(Scalar(odd(n)) for n in blocks)) if tile.QK_BITS == 8 else None
     lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
     variant = variant_of(p, x, lists)
@@ -152,7 +150,7 @@ def given(counts: Any, coded: Any = odd_counts) -> Any:
 def rows_of(p: Problem, box: Box) -> Any:
     """Where an output is stored row by row; None if it never is. The box gets the type of q."""
     box.dtype = p.dtype
-    if not p.rows_packed and p.out_dtype == p.dtype:
+    if p.layout.cu_q is None and p.out_dtype == p.dtype:
         return None
     return SimpleNamespace(name=box.name, ptr=SimpleNamespace(dtype=SimpleNamespace(element_ty=p.out_dtype)))
 
@@ -175,7 +173,7 @@ def packed_of(p: Problem, x: Operands) -> Packed | None:
 def cache_of(p: Problem, x: Operands) -> Batch | None:
     """Where keys lie in a cache."""
     least = FULL if mixed(p) else None
-    return Batch(*map(memory_of, batch_of(p, x, least=least))) if p.recipe.cached else None
+    return None if p.layout.page(p) is None else Batch(*map(memory_of, batch_of(p, x, least=least)))
 
 
 def memory_of(given: Any) -> Any:

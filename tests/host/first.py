@@ -337,18 +337,21 @@ def of_others() -> Iterator[tuple[str, Any]]:
     import torch
 
     from tilewise.append import launch as append
+    from tilewise.append.in_torch import Append
     from tilewise.host.launch import Launch
     from tilewise.merge import launch as merge
     from tilewise.rotary import launch as rotary
+    from tilewise.values.cached import Cached
+    from tilewise.values.rotation import Angles
 
     def of(*shape: int, dtype: Any = torch.bfloat16) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x, table, lse = of(1, 1, 1, 64), of(1, 32), of(1, 1, 1, dtype=torch.float32)
-    for name, layout in (("row", {}), ("page", {"table": of(1, 1, dtype=torch.int32)})):
-        layout["lengths"] = of(1, dtype=torch.int32)
-        for cos in (None, table):
-            call = SimpleNamespace(cos=cos, sin=cos, interleaved=False, layout=layout, capacity=1)
+    lengths = of(1, dtype=torch.int32)
+    for name, layout in (("row", Cached(lengths)), ("page", Cached(lengths, of(1, 1, dtype=torch.int32)))):
+        for angles in (None, Angles(table, table)):
+            call = Append(layout, angles, 1)
             yield f"append a {name}", lambda call=call: append.launches(x, x, x, x, x, torch.empty_like(x), call, {})
     yield "merge", lambda: [merge.merge_launch(x, lse, [(x, lse)], {})]
 

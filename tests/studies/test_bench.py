@@ -20,7 +20,7 @@ from studies.bench.results import Row
 from studies.bench.suites import BACKWARD, BOTH, FORWARD, SUITES, Case, Suite
 from studies.pages import field, report
 from tilewise.attention import reference
-from tilewise.call.recipe import PRECISIONS
+from tilewise.values.products import PRECISIONS
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -3,11 +3,10 @@
 from torch import Tensor
 
 from ..call.calls import Calls, kind_of, remember
-from ..call.check_cache import refuse_gradients, unquantized, with_scales
 from ..call.dispatch import OPERATORS
-from ..values.layout import Cached
+from ..values.cached import Cached
 from ..values.masks import Full
-from ..values.products import Quantized
+from ..values.products import Quantized, unwrap_cache
 from .check import check_append, reading
 from .op import write
 
@@ -56,18 +55,16 @@ def append_(
         raise TypeError(
             f"append_: layout must be a Cached, got {layout!r}; write layout=tilewise.Cached(lengths, table)"
         )
-    scales: tuple[Tensor, ...] = ()
-    if isinstance(k, Quantized) or isinstance(v, Quantized):
-        k, v, scales = unquantized(k, v, layout)
+    k, v, lies = unwrap_cache(k, v, layout)
     operands = {"k": k, "v": v, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "q": q}
-    given, tensors = {name: t for name, t in operands.items() if t is not None}, [*layout.tensors, *scales]
-    kind = kind_of([*given.values(), *tensors], FULL, (), layout, False, " ".join(given))
+    given, tensors = {name: t for name, t in operands.items() if t is not None}, lies.tensors
+    kind = kind_of([*given.values(), *tensors], FULL, (), lies, False, " ".join(given))
     if kind not in KNOWN:
         check_append(layout=layout, **operands)
-        refuse_gradients(*given.values())
-        names = (with_scales(layout.plain) if scales else layout.plain)[1]
+        layout.refuse_gradients(*given.values())
+        names = lies.plain[1]
         if kind is None:
-            turned = OPERATORS.append_(k, v, k_new, v_new, tensors, repr(names), cos, sin, bool(interleaved), q)
+            turned = OPERATORS.append_(k, v, k_new, v_new, list(tensors), repr(names), cos, sin, bool(interleaved), q)
             return None if q is None else turned
         remember(KNOWN, kind, *reading(k, v, k_new, tensors, names), (0, 0))
     (*_, problem), _ = KNOWN[kind]

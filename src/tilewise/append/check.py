@@ -7,9 +7,9 @@ from torch import Tensor
 from ..call.check import refuse_operands
 from ..call.operands import Operands
 from ..call.recipe import Recipe
+from ..values.cached import Cached
 from ..values.intervals import Window
-from ..values.layout import Cached
-from ..values.rotation import check_columns, check_positions, check_tables
+from ..values.rotation import Angles
 from ..values.value import FLOATING_TYPES
 
 ITSELF = Window(0, 0)
@@ -52,9 +52,10 @@ def check_append(
     if (cos is None) != (sin is None) or (q is not None and cos is None):
         raise ValueError("append_: cos must be given with sin, and with q, got one without; pass both, or leave q out")
     if cos is not None and sin is not None:
-        check_tables(k_new, cos, sin)
-        check_columns(cos.shape[1], k.shape[-1])
-        check_positions(1, cos.shape[0])
+        angles = Angles(cos, sin)
+        angles.check(k_new)
+        angles.check_columns(k.shape[-1])
+        angles.check_positions(1)
 
 
 def reading(

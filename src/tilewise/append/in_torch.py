@@ -1,21 +1,19 @@
 """append_ in plain torch, and where new keys lie in a cache."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..values.rotation import turned
+from ..values.layout import Layout
+from ..values.rotation import Angles
 
 
 class Append(NamedTuple):
-    """What `append_` does beside its operands: the layout's tensors by name, the angles, and the cache's rows."""
+    """What `append_` does beside its operands: the layout, the angles, and the cache's rows."""
 
-    layout: Mapping[str, Tensor]
-    cos: Tensor | None
-    sin: Tensor | None
-    interleaved: bool
+    layout: Layout
+    angles: Angles | None
     capacity: int
     kind: Any = None
     """All that a launch depends on but addresses, if it is known."""
@@ -26,17 +24,16 @@ def append_in_torch(
 ) -> None:
     """Write and turn, in plain torch."""
     b, row, there = places(k_new, call)
-    if call.cos is not None and call.sin is not None:
-        at = row.masked_fill(~there, 0).clamp(0, len(call.cos) - 1)
-        c, s = (t[at].to(torch.promote_types(k_new.dtype, torch.float32))[:, None] for t in (call.cos, call.sin))
-        k_new = turned(k_new.reshape(-1, *k_new.shape[-2:]), c, s, call.interleaved)
+    if call.angles is not None:
+        at = row.masked_fill(~there, 0).clamp(0, len(call.angles.cos) - 1)
+        k_new = call.angles.rotate(k_new.reshape(-1, *k_new.shape[-2:]), at)
         if q is not None:
-            y.copy_(turned(q.reshape(-1, *q.shape[-2:]), c, s, call.interleaved).view(y.shape))
+            y.copy_(call.angles.rotate(q.reshape(-1, *q.shape[-2:]), at).view(y.shape))
     t, b, row, entry = addresses(b, row, there, k, call)
-    for name, pages, new in (("k_scale", k, k_new), ("v_scale", v, v_new)):
+    for scale, pages, new in ((call.layout.k_scale, k, k_new), (call.layout.v_scale, v, v_new)):
         rows = new.reshape(-1, *new.shape[-2:])[t]
-        if name in call.layout:
-            factor = call.layout[name].expand(len(call.layout["lengths"]), k.shape[2])[b][..., None]
+        if scale is not None:
+            factor = scale.expand(len(call.layout.lengths), k.shape[2])[b][..., None]
             bits = (rows.float() / factor).clamp(-448.0, 448.0).to(pages.dtype).view(torch.uint8)
             pages.view(torch.uint8)[entry, row] = bits
         else:
@@ -45,11 +42,11 @@ def append_in_torch(
 
 def places(k_new: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor]:
     """Return of each new key its sequence, its row, and whether a sequence has it."""
-    lengths = call.layout["lengths"].long()
+    lengths, cu_q = call.layout.lengths.long(), call.layout.cu_q
     B, count = len(lengths), k_new.shape[:-2].numel()
     t = torch.arange(count, device=k_new.device)
-    if "cu_q" in call.layout:
-        ends = call.layout["cu_q"].long().clamp(0, count)
+    if cu_q is not None:
+        ends = cu_q.long().clamp(0, count)
         b = torch.searchsorted(ends, t, right=True) - 1
         there, row = (b >= 0) & (b < B), torch.zeros_like(t)
         own = b[there]
@@ -64,11 +61,11 @@ def addresses(b: Tensor, row: Tensor, there: Tensor, k: Tensor, call: Append) ->
     layout, P = call.layout, max(1, k.shape[1])
     t = there.nonzero()[:, 0]
     b, row = b[t], row[t]
-    fits = (row >= (layout["starts"].long()[b] if "starts" in layout else 0)) & (row < call.capacity)
+    fits = (row >= (0 if layout.starts is None else layout.starts.long()[b])) & (row < call.capacity)
     t, b, row = t[fits], b[fits], row[fits]
-    entry = layout["index"].long()[b] if "index" in layout else b
-    if "table" in layout:
-        table = layout["table"].long()
+    entry = b if layout.index is None else layout.index.long()[b]
+    if layout.table is not None:
+        table = layout.table.long()
         fits = (entry >= 0) & (entry < len(table))
         t, b, row = t[fits], b[fits], row[fits]
         entry, row = table[entry[fits], row // P], row % P

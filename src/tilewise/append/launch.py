@@ -15,8 +15,9 @@ HEADS = 8
 
 def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor | None, call: Any) -> None:
     """Write k_new and v_new into k and v, and q, turned, into y. `call` is an append.Append."""
-    given = k, v, k_new, v_new, q, y, call.cos, call.sin, *call.layout.values()
-    kind = cache_append, tuple(call.layout), q is None, call.cos is None, call.interleaved
+    angles = call.angles
+    given = k, v, k_new, v_new, q, y, *(() if angles is None else (angles.cos, angles.sin)), *call.layout.tensors
+    kind = cache_append, call.layout.plain, q is None, angles and angles.interleaved
     launch_kept(
         kind,
         [t for t in given if t is not None],
@@ -34,21 +35,22 @@ def launches(
     count = k_new.shape[:-2].numel()
     if not count:
         return []
-    B, M = len(call.layout["lengths"]), k_new.shape[-3]
-    batch = batch_from(call.layout.get, B, M, count, call.capacity)
-    turn, pairs = None, 0
-    if call.cos is not None:
-        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (call.cos, call.sin))
+    layout, B, M = call.layout, len(call.layout.lengths), k_new.shape[-3]
+    batch = batch_from(layout, B, M, count, call.capacity)
+    turn, pairs, interleaved = None, 0, False
+    if call.angles is not None:
+        cos, sin = call.angles.adjacent()
         turn, pairs = Turn(cos, sin, cos.stride(0), sin.stride(0), odd(len(cos))), cos.shape[1]
+        interleaved = call.angles.interleaved
     heads = min(HEADS, power_of_2(H_k))
     new = New(
-        d, d_v, pairs, k.shape[1] if "table" in call.layout else 0, call.interleaved, heads,
+        d, d_v, pairs, 0 if layout.table is None else k.shape[1], interleaved, heads,
         power_of_2(max(1, pairs)),
         power_of_2(d - 2 * pairs) if d > 2 * pairs else 0, power_of_2(d_v),
         power_of_2(B),
     )  # fmt: skip
     given = [None if t is None else rows(adjacent(t)) for t in (q, y, k_new, v_new)]
     programs = count * (cdiv(H, heads) + cdiv(H_k, heads))
-    entries, pages = len(call.layout.get("table", k)), len(k)
-    arguments = (*given, rows(k), rows(v), batch, turn, scales_of(call.layout.get, B, H_k), H, H_k, entries, pages)
+    entries, pages = len(k if layout.table is None else layout.table), len(k)
+    arguments = (*given, rows(k), rows(v), batch, turn, scales_of(layout, B, H_k), H, H_k, entries, pages)
     return [Launch(cache_append, programs, arguments, {"new": new, "num_warps": 4}, compiled)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.check import check_contents, describe, describe_fake
 from ..call.dispatch import CHECK, NAMESPACE
 from ..call.operands import Operands
+from ..values.rotation import Angles
 from .check import reading
 from .in_torch import Append, append_in_torch
 
@@ -22,7 +23,8 @@ def write(
     """Write and turn, by the kernel on a GPU with Triton, else in torch. `problem`: that of `reading`."""
     if CHECK or not k.is_cuda:
         check_contents(problem, Operands(k_new, k, v, tuple(tensors)))
-    call = Append(dict(zip(problem.recipe.layout[1], tensors, strict=True)), cos, sin, interleaved, problem.N, kind)
+    angles = None if cos is None or sin is None else Angles(cos, sin, interleaved)
+    call = Append(problem.recipe.layout_of(tensors), angles, problem.N, kind)
     y = k_new.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch = _launcher() if k.is_cuda and problem.B else None
     if launch is None:

@@ -9,11 +9,12 @@ from torch import Tensor
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
 from ..call.calls import KNOWN, kind_of, remember
-from ..call.check import autocast_type, cast, check_arguments, check_results, dropout_seed
+from ..call.check import autocast_type, cast, check_arguments, check_results, layout_given
 from ..call.operands import Saved
 from ..call.options import Everything, Options, refuse_unknown, spell_out
 from ..call.recipe import KINDS
-from ..values.layout import Cached, Layout, Varlen
+from ..values.dropout import Dropout
+from ..values.layout import Layout
 from ..values.masks import Full, Mask
 from ..values.origin import Origin
 from ..values.products import EightBits, Quantized
@@ -111,17 +112,17 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
-    tensors: tuple[Any, ...] = (q, k, v, *layout.tensors) if isinstance(layout, (Varlen, Cached)) else (q, k, v)
+    tensors: tuple[Any, ...] = (q, k, v, *layout_given(layout).tensors)
     kind = kind_of(
         tensors, mask, score, layout, deterministic, scale, dropout, precision, backend, out_dtype, sink, place
     )
     if kind is not None and (found := KNOWN.get(kind)) is not None:
-        o, lse = run(tensors, dropout_seed(seed, tensors[0], dropout), *found)
+        o, lse = run(tensors, Dropout(dropout).seed(seed, tensors[0]), *found)
         return (o, lse) if return_lse else o
     x, recipe, longest = check_arguments(
         q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
     )
-    drawn = dropout_seed(seed, x.q, recipe.dropout)
+    drawn = Dropout(recipe.dropout).seed(seed, x.q)
     o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
     if kind is not None and x.q is q and x.k is k and x.v is v:  # autocast changed nothing
         remember(KNOWN, kind, x, recipe, longest)
@@ -164,18 +165,12 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}; convert it with torch.as_tensor(...)")
-    if isinstance(chosen["layout"], Cached):
-        raise ValueError("layout must be None or a Varlen with qkv, got a Cached; call attention with q and the cache")
-    shape = "(B, N, 3, H, D)" if chosen["layout"] is None else "(T, 3, H, D)"
-    if qkv.ndim != shape.count(",") + 1 or qkv.shape[-3] != 3:
-        packed = qkv.ndim == 4 and chosen["layout"] is None
-        hint = "pass layout=Varlen(...) for packed sequences" if packed else "stack q, k and v in front of the heads"
-        raise ValueError(f"qkv must have shape {shape}, got {tuple(qkv.shape)}; {hint}")
+    layout_given(chosen["layout"]).check_qkv(qkv)
     if (kind := autocast_type(qkv)) is not None:
         qkv = cast(qkv, kind)
     q, k, v = qkv.unbind(-3)
     x, recipe, longest = check_arguments(q, k, v, **chosen)
-    drawn = dropout_seed(seed, qkv, recipe.dropout)
+    drawn = Dropout(recipe.dropout).seed(seed, qkv)
     o, lse = attend((qkv, None, None, *x.extra), drawn, recipe._replace(packed=True), longest)
     return (o, lse) if return_lse else o
 
@@ -224,8 +219,7 @@ def attention_backward(
         raise TypeError("attention_backward: options must not have return_lse, got one; leave it out")
     chosen = with_defaults("attention_backward", options)
     seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
-    if isinstance(chosen["layout"], Cached):
-        raise Unsupported("Cached is for inference and has no backward; gather the keys and pass them without a layout")
+    layout_given(chosen["layout"]).refuse_backward()
     if isinstance(q, Quantized):
         raise Unsupported("Quantized q, k and v are for inference and have no backward; pass 16-bit tensors")
     x, recipe, longest = check_arguments(q, k, v, **chosen)
@@ -237,9 +231,9 @@ def attention_backward(
     learns = [
         getattr(KINDS[name], "learns", False) for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures
     ]
-    learns += [recipe.sink] * recipe.sink + [False] * recipe.of_layout
+    learns += [recipe.sink] * recipe.sink + [False] * recipe.own
     wanted = [learned and t.requires_grad for learned, t in zip(learns, x.extra, strict=True)]
-    saved = Saved(o.contiguous() if delta is None else o, lse, dropout_seed(seed, x.q, recipe.dropout))
+    saved = Saved(o.contiguous() if delta is None else o, lse, Dropout(recipe.dropout).seed(seed, x.q))
     grads = attend_backward((*x[:3], *x.extra), saved, do, dlse, recipe, longest, wanted)
     return (*grads[:3], *[grad for grad, want in zip(grads[3:], wanted, strict=True) if want])
 

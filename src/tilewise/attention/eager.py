@@ -31,7 +31,7 @@ from ..call.dispatch import (
 from ..call.import_hook import when_imported
 from ..call.operands import Saved
 from ..call.problem import Problem
-from ..call.recipe import EIGHT_BITS, Recipe, batched_ranks
+from ..call.recipe import Recipe, batched_ranks
 from .gradients import Longest, Tensors, check_given, operands_of, present, run_backward, save, spread
 
 
@@ -98,9 +98,7 @@ def _by_operator(x: Tensors, saved: Saved, do: Tensor | None, dlse: Tensor | Non
 
 def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return what a backward reads of a call's tensors: after 8-bit products, only the shapes of what has codes."""
-    if recipe.precision not in EIGHT_BITS or (recipe.precision == "int8" and recipe.packed):
-        return tensors
-    count = 1 if recipe.packed else 2 if recipe.precision == "int8" else 3
+    count = recipe.products_of(tensors).coded(recipe.packed)
     return [*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:]]
 
 
@@ -205,26 +203,25 @@ def vmapped(
 ) -> Any:
     """Fold the mapped dimension into the batch.
 
-    Packed sequences, a mapped sink or mapped tables of rotary, and dropout, whose mask depends on the batch index, run
+    Packed sequences, mapped tensors without a batch (a sink), and dropout, whose mask depends on the batch index, run
     one call at a time.
     """
-    mapped = recipe.sink and dims[-1 - recipe.of_layout] is not None
-    mapped = mapped or (recipe.rotary and any(dim is not None for dim in dims[-2:]))
-    if recipe.layout or mapped or seed is not None:
+    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))
+    whole = all([dim is None or rank is not None for dim, rank in zip(dims, ranks, strict=False)])
+    if not (whole and recipe.uniform and seed is None):
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
-    ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))  # neither is mapped here, so they need no folding
-    whole = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
-    o, lse = attend(whole, None, recipe, longest)
+    folded = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
+    o, lse = attend(folded, None, recipe, longest)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
-def _fold(t: Tensor | None, dim: int | None, rank: int, size: int, batch: int) -> Tensor | None:
+def _fold(t: Tensor | None, dim: int | None, rank: int | None, size: int, batch: int) -> Tensor | None:
     """Fold the mapped dimension into the batch dimension, which a tensor of `rank` dimensions has."""
-    if t is None:
-        return None
+    if t is None or rank is None:
+        return t
     has_batch = t.ndim - (dim is not None) == rank
     if dim is None and not has_batch:
         return t

@@ -13,7 +13,7 @@ from ..call.operands import Operands
 from ..call.options import Everything, spell_out
 from ..call.problem import Problem, matmul_setting, target_of
 from ..call.recipe import Recipe
-from ..quantize.codes import eight_bits, empty_codes
+from ..quantize.codes import empty_codes
 from ..values.products import Quantized
 from .api import SIGNATURE, with_defaults
 
@@ -87,7 +87,7 @@ def explain(
     against = refusals(problem)
     if all(against[name] for name in candidates(problem)):
         return Explanation(None, "", against)
-    of_backward = problem._replace(recipe=recipe._replace(precision=None)) if eight_bits(problem) else problem
+    of_backward = problem.products.for_backward(problem)
     one, other = select(problem), select(of_backward, backward=True)
     told = one.tiles(problem) + approximate(problem) + converted(q, x)
     return Explanation(one.name, told, against, other.name, other.tiles(of_backward))
@@ -98,14 +98,15 @@ spell_out(explain, SIGNATURE)
 
 def approximate(p: Problem) -> str:
     """Say what 8-bit products mean for accuracy and speed; nothing for other calls."""
-    if not eight_bits(p):
+    products = p.products
+    if not products.codes:
         return ""
-    of_pv = "e4m3" if p.recipe.precision == "fp8" else "16-bit"
+    of_pv = "e4m3" if products.codes_of_v else "16-bit"
     size = next((size for size in (64, 128, 256) if max(p.D, p.D_v) <= size), 256)
-    faster = p.N >= FASTER.get((str(p.recipe.precision), size), math.inf)
+    faster = p.N >= FASTER.get((str(products.name), size), math.inf)
     short = "" if faster else f"; with {p.N} keys not faster than 16 bits in every measurement"
-    of_qk = "e4m3" if p.recipe.quantized else "int8"
-    turned = "; the pass that writes codes turns q and k by rotary" if p.recipe.rotary else ""
+    of_qk = "e4m3" if products.scales else "int8"
+    turned = "" if products.angles is None else "; the pass that writes codes turns q and k by rotary"
     count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
     return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}{turned}; {count} bytes of codes and scales"
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from ..call.check import describe_fake
+from ..call.dispatch import OPERATORS
 from ..call.import_hook import when_imported
 from ..call.operands import Operands
 from ..call.recipe import Recipe
+from . import op  # noqa: F401, which registers the operators
 from .gradients import Longest, operands_of
-from .op import attention_backward_op, attention_op
 
 
 def _forward_flops(
@@ -35,22 +35,13 @@ def _pairs(q: Tensor, k: Tensor, extra: Sequence[Tensor], recipe: str, longest: 
     Lengths of packed sequences are read, which synchronises with a GPU. Fake tensors hold no lengths, so each of their
     sequences counts as long as the longest. Those in a cache count as long as its capacity.
     """
-    *_, M, H, _ = q.shape
-    if Recipe.decode(recipe).cached:
-        p = describe_fake(Operands(q, k, k, tuple(extra)), Recipe.decode(recipe), longest)
-        return q.shape[:-2].numel() * H * p.N
-    if not Recipe.decode(recipe).varlen:
-        return q.shape[0] * H * M * k.shape[-3]
-    ends = extra[-2:]
-    if any(cu.is_meta or is_fake(cu) for cu in ends):
-        return H * (ends[0].shape[0] - 1) * longest[0] * longest[1]
-    rows, keys = (cu.long().diff().clamp(0, most) for cu, most in zip(ends, longest, strict=True))
-    return H * int((rows * keys).sum())
+    p = describe_fake(Operands(q, k, k, tuple(extra)), Recipe.decode(recipe), longest)
+    return p.H * p.recipe.layout_of(extra).pairs(p)
 
 
 def _register_flops(counter: Any) -> None:
-    counter.register_flop_formula(attention_op._opoverload.overloadpacket, get_raw=True)(_forward_flops)
-    counter.register_flop_formula(attention_backward_op._opoverload.overloadpacket, get_raw=True)(_backward_flops)
+    counter.register_flop_formula(OPERATORS.attention, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(OPERATORS.attention_backward, get_raw=True)(_backward_flops)
 
 
 when_imported("torch.utils.flop_counter", _register_flops)

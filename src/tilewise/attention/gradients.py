@@ -12,7 +12,8 @@ from ..call.dispatch import CHECK, OPERATORS
 from ..call.operands import Codes, Grads, Operands, Saved
 from ..call.problem import Problem
 from ..call.recipe import Recipe
-from ..quantize import codes as quantize
+from ..quantize import dequantize as quantize
+from ..quantize.codes import smooths
 
 Longest = tuple[int, int]
 Tensors = Sequence[Any]
@@ -44,10 +45,11 @@ def run_backward(
     if saved.o.dtype != x.q.dtype or (do is not None and do.dtype != x.q.dtype):
         saved, do, dlse = _narrowed(x.q, saved, do, dlse)
     problem = describe(x, *call)
-    if quantize.eight_bits(problem):
-        grads = _backward_of_codes(problem, x, saved, do, dlse, call)
-    else:
+    exact = problem.products.for_backward(problem)
+    if exact is problem:
         grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
+    else:
+        grads = _backward_of_codes(problem, x, saved, do, dlse, call)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
     return *own, *grads.extra
 
@@ -87,17 +89,16 @@ def _backward_of_codes(
         seen = Operands(q, k, v, x.extra)
     shift = quantize.shift_of(p, x, codes)
     lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
-    of_codes = describe(seen, call[0]._replace(precision=None), *call[1:])
+    of_codes = describe(seen, call[0].exact(), *call[1:])
     own = saved._replace(lse=lse, kept=())
     grads = select(of_codes, backward=True).backward(of_codes, seen, own, do, dlse)
-    if dlse is not None and quantize.smooths(p):
+    if dlse is not None and smooths(p):
         missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
         grads.q.add_(torch.where(lse.isneginf().transpose(-1, -2)[..., None], 0.0, missing).to(grads.q.dtype))
-    if p.recipe.rotary:
-        cos, sin = quantize.tables_of(p, x)
-        ends = x.extra[-2:] if p.recipe.varlen else (None, None)
-        for t, cu in zip((grads.q, grads.k), ends, strict=True):
-            t.copy_(OPERATORS.rotary([t], cos, sin, None, cu, 0, p.recipe.rotary == "neighbours", True)[0])
+    if (angles := call[0].products_of(x.extra).angles) is not None:
+        layout = call[0].layout_of(x.extra)
+        for t, cu in ((grads.q, layout.cu_q), (grads.k, layout.cu_k)):
+            t.copy_(OPERATORS.rotary([t], angles.cos, angles.sin, None, cu, 0, angles.interleaved, True)[0])
     return grads
 
 

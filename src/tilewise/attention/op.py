@@ -9,6 +9,7 @@ from torch import Tensor
 from ..call.check import describe_fake
 from ..call.dispatch import NAMESPACE, OPERATORS, pick, refuse_double_backward
 from ..call.operands import Saved
+from ..call.problem import lse_shape
 from ..call.recipe import Recipe
 from .eager import run_forward, vmapped
 from .gradients import operands_of, present, run_backward, save, spread
@@ -54,9 +55,8 @@ def attention_backward_op(
 def _(q: Tensor, k: Any, v: Any, extra: Any, seed: Any, recipe: str, max_q: int, max_k: int) -> Any:
     x = operands_of((q, k, v, *extra))
     p = describe_fake(x, Recipe.decode(recipe), (max_q, max_k))
-    rows = (p.H, q.shape[0]) if p.rows_packed else (p.B, p.H, p.M)
     o = q.new_empty((*x.q.shape[:-1], p.D_v), dtype=p.out_dtype)
-    return o, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return o, q.new_empty(lse_shape(x.q.shape), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 @attention_backward_op.register_fake

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..values.layout import Cached, Layout, Varlen
+from ..values.layout import PADDED, Layout
 from ..values.masks import Mask
 from .check import asks_for_determinism, autocast_type, describe, seen
 from .dispatch import intercepted, transformed
@@ -22,7 +22,6 @@ KNOWN: Calls = {}
 """Those of `attention`."""
 MOST = 4096
 """How many kinds of calls are kept."""
-LAYOUTS = {type(None), Varlen, Cached}
 NUMBERS = {type(None), float, str, torch.dtype}
 """Types of options of which equal values make equal calls."""
 
@@ -42,8 +41,8 @@ def kind_of(
         or not NUMBERS.issuperset(map(type, options))
         or not isinstance(mask, Mask)
         or type(score) is not tuple
-        or type(layout) not in LAYOUTS
-        or (type(layout) is Varlen and None in (layout.max_q, layout.max_k))
+        or not isinstance(layout or PADDED, Layout)
+        or (layout is not None and layout.unread)
     ):
         return None
     values = mask.parts + mask.lists + score
@@ -53,7 +52,7 @@ def kind_of(
         tensors = seen(x), tuple([t.requires_grad for t in x])
     except RuntimeError:  # a sparse tensor has no address
         return None
-    of_layout = None if layout is None else (layout.plain, layout.longest())
+    of_layout = ((layout or PADDED).plain, (layout or PADDED).longest())
     matmul = matmul_setting() if x[0].dtype == torch.float32 else None
     plain = len(score), tuple([(type(value), value.plain) for value in values])
     ordered = bool(deterministic) or asks_for_determinism()

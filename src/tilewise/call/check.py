@@ -3,7 +3,6 @@
 Errors name the argument, its value, what is allowed and the remedy.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,21 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..values.layout import Cached, Layout, Varlen
+from ..values.dropout import Dropout
+from ..values.layout import PADDED, Layout
 from ..values.masks import Mask
-from ..values.origin import Origin
-from ..values.products import EightBits, Quantized
-from ..values.rotation import check_columns, check_positions
+from ..values.origin import WHOLE, Origin
+from ..values.products import EightBits, Quantized, unwrap
 from ..values.score import Score
 from ..values.tables import TileList
-from ..values.value import FLOATING_TYPES, OPEN, Unsupported, Value, constant
+from ..values.value import FLOATING_TYPES, OPEN, Value, number_in
 from .backend import ORDER
-from .check_cache import check_cache, check_cache_contents, refuse_gradients, with_scales
-from .check_quantized import check_scales, given_beforehand, refuse_gradients_of_e4m3, without_scales
 from .operands import Operands
 from .options import refuse_mask, refuse_score
-from .problem import MAX_HEAD_SIZE, Problem, TensorSpec, matmul_setting, target_of
-from .recipe import EIGHT_BITS, KINDS, PRECISIONS, Recipe
+from .problem import MAX_HEAD_SIZE, Problem, TensorSpec, lse_shape, matmul_setting, target_of
+from .recipe import KINDS, Recipe
 
 TRANSPOSE = (
     "did you mean q.transpose(1, 2), and so k and v? Shapes are (batch, length, heads, head size); those of torch's "
@@ -64,32 +61,16 @@ def check_arguments(
     place: Origin | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
-    scales: tuple[Tensor, ...] = ()
-    of_all: tuple[Tensor, ...] = ()  # the scales of q, k and v where all are in e4m3
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        q, k, v, of_all, scales = _unwrap(q, k, v, layout, precision)
-    if not q.layout is k.layout is v.layout is torch.strided:
-        refuse_operands(q=q, k=k, v=v)
-    told: tuple[Tensor, ...] = ()
-    tables, rotary = told, None
-    if isinstance(precision, EightBits):
-        precision, told, tables, rotary = given_beforehand(precision, q, layout)
+    lies, origin = layout_given(layout), origin_given(place)
+    q, k, v, lies, products = unwrap(q, k, v, lies, precision)
+    refuse_operands(q=q, k=k, v=v)
+    products = products.prepared(q, lies)
     if not isinstance(mask, Mask):
         refuse_mask(mask)
     changes = _scores(score)
-    if layout is not None and not isinstance(layout, (Varlen, Cached)):
-        raise TypeError(
-            f"layout must be None, a Varlen or a Cached, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)"
-        )
     if scale is not None:
-        scale = check_number("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
-    left_out = type(dropout) is float and dropout == 0.0  # torch.compile needs the constant itself
-    dropout = 0.0 if left_out else check_number("dropout", dropout, "a probability in [0, 1)", 0.0, 1.0)
-    if precision is not None and precision not in (*PRECISIONS, *EIGHT_BITS):
-        raise ValueError(
-            f"precision must be None or one of {', '.join((*PRECISIONS, *EIGHT_BITS))}, got {precision!r}; "
-            "leave it out to follow torch.get_float32_matmul_precision()"
-        )
+        scale = number_in("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
+    drop = Dropout.of(dropout)
     if backend is not None and backend not in ORDER:
         raise ValueError(
             f"backend must be None or one of {', '.join(ORDER)}, got {backend!r}; leave it out to have one chosen"
@@ -97,74 +78,53 @@ def check_arguments(
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
-    if not of_all and (kind := autocast_type(q)) is not None:
-        q = cast(q, kind)
-        k, v = (k, v) if scales else (cast(k, kind), cast(v, kind))
+    scaled = products.scaled + lies.scaled
+    if (kind := autocast_type(q)) is not None:
+        q, k, v = (t if name in scaled else cast(t, kind) for name, t in zip(("q", "k", "v"), (q, k, v), strict=True))
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
-    values: tuple[Value, ...] = parts + changes
-    check_values(values)
-    if place is not None:
-        parts, changes = [_placed(each, place, q, k, layout, rotary) for each in (parts, changes)]
-        values = parts + changes
-    captured = [t for value in values if value.captures for t in value.tensors]
-    of_sink, of_layout = () if sink is None else (sink,), () if layout is None else (*layout.tensors, *scales)
-    extra = (*captured, *of_sink, *of_all, *told, *tables, *of_layout)
-    if isinstance(layout, Cached):
-        refuse_gradients(q, k, v, *extra)
-    if of_all:
-        refuse_gradients_of_e4m3(of_all, extra)
+    check_values(parts + changes)
+    products.check_origin(origin)
+    parts, changes = (lies.place(values, origin, q, k) for values in (parts, changes))
+    captured = [t for value in parts + changes if value.captures for t in value.tensors]
+    extra = (*captured, *(() if sink is None else (sink,)), *products.tensors, *lies.tensors)
+    for option in (lies, products):
+        option.refuse_gradients(q, k, v, *extra)
     recipe = Recipe(
         tuple([part.plain for part in parts]),
         tuple([change.plain for change in changes]),
         sink is not None,
-        () if layout is None else with_scales(layout.plain) if scales else layout.plain,
+        lies.plain,
         scale,
-        dropout,
-        precision,
+        drop.probability,
+        products.plain,
         bool(deterministic) or asks_for_determinism(),
         backend,
-        out_dtype=_out_dtype(out_dtype, torch.bfloat16 if of_all else q.dtype),
-        place=None if place is None or not dropout else _counters(place, q),
-        quantized=bool(of_all),
-        given=bool(told),
-        rotary=rotary,
+        out_dtype=_out_dtype(out_dtype, products.dtype(q.dtype)),
+        origin=origin.of_heads(q.shape[-2]).plain if drop.probability else (),
     )
-    return Operands(q, k, v, extra), recipe, (0, 0) if layout is None else layout.longest()
+    return Operands(q, k, v, extra), recipe, lies.longest()
 
 
-def _placed(
-    values: tuple[Any, ...], place: Origin, q: Tensor, k: Tensor, layout: Layout | None, rotary: str | None
-) -> tuple[Any, ...]:
-    """Return masks or scores as they are at a place in the whole."""
+def layout_given(layout: Any) -> Layout:
+    """Return what `layout=` says, by default a padded batch, or raise TypeError."""
+    if layout is None:
+        return PADDED
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be None, a Varlen or a Cached, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)"
+        )
+    return layout
+
+
+def origin_given(place: Any) -> Origin:
+    """Return what `place=` says, by default a whole, or raise TypeError."""
+    if place is None:
+        return WHOLE
     if not isinstance(place, Origin):
         raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
-    if rotary and (place.row or place.column):
-        raise ValueError(
-            f"place must have row=0 and column=0 where EightBits has cos and sin, got {place.row} and {place.column}; "
-            "rotate q and k by tilewise.rotary before, and leave cos and sin out"
-        )
-    if layout is None:
-        return tuple([value.placed(place, q.shape[-3], k.shape[-3]) for value in values])
-    if place.row or place.column:
-        raise ValueError(
-            f"place must have row=0 and column=0 with a layout, got {place.row} and {place.column}; "
-            "pass whole sequences, or leave row and column out"
-        )
-    return values
-
-
-def _counters(place: Origin, q: Tensor) -> tuple[int, int, int, int, int] | None:
-    """Return from where dropout counts, as the recipe holds it; None if that is the call's own beginning."""
-    heads = q.shape[-2] if place.heads is None else place.heads
-    if place.head + q.shape[-2] > heads:
-        raise ValueError(
-            f"place must have room for q's {q.shape[-2]} heads, got head {place.head} of {heads}; "
-            "pass heads=, the number of the whole's query heads"
-        )
-    found = place.row, place.column, place.head, heads, place.batch
-    return None if found == (0, 0, 0, q.shape[-2], 0) else found
+    return place
 
 
 def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:
@@ -208,14 +168,6 @@ def asks_for_determinism() -> bool:
 asks_for_determinism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _unwrap(
-    q: Any, k: Any, v: Any, layout: Layout | None, precision: str | EightBits | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    if Quantized not in (type(q), type(k), type(v)):
-        refuse_operands(q=q, k=k, v=v)
-    return without_scales(q, k, v, layout, precision)
-
-
 def refuse_operands(**operands: Any) -> None:
     """Raise TypeError or ValueError for what is no strided tensor."""
     for name, tensor in operands.items():
@@ -242,11 +194,9 @@ def check_results(
     """Raise a TypeError or ValueError if a forward's results and their gradients do not fit its operands."""
     if dlse is not None and delta is not None:
         raise ValueError("dlse and delta must not be given both, got two tensors; leave out dlse, which delta contains")
-    if x.q.ndim != 4 - recipe.varlen or x.v.ndim != x.q.ndim:
+    if x.q.ndim not in (3, 4) or x.v.ndim != x.q.ndim:
         return  # `checked` says so
-    *rows, H, _ = x.q.shape
-    of_o = (*rows, H, x.v.shape[-1])
-    of_lse = (H, *rows) if recipe.varlen else (*rows[:1], H, *rows[1:])
+    of_o, of_lse = (*x.q.shape[:-1], x.v.shape[-1]), lse_shape(x.q.shape)
     row_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     own = (x.q.dtype, torch.float32) if recipe.out_dtype else (x.q.dtype,)
     for name, t in (("do", do), ("o", o), ("lse", lse), ("dlse", dlse), ("delta", delta)):
@@ -263,27 +213,6 @@ def check_results(
             f"{name} must be a tensor of {kinds[0]} with shape {shape} on {x.q.device}, got {got}; "
             "pass the forward's results, and gradients that fit them"
         )
-
-
-def dropout_seed(seed: int | Tensor | None, q: Tensor, dropout: float) -> Tensor | None:
-    """Return dropout's seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back."""
-    if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise TypeError(
-                f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}; "
-                "pass an int, or leave it out to have one drawn"
-            )
-        if seed.device != q.device:
-            raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
-    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an int or a scalar int64 tensor, got {seed!r}; leave it out to have one drawn")
-    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit 64 bits, got {seed}; pass one in [-2^63, 2^63)")
-    if dropout == 0.0:
-        return None
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=q.device)
 
 
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
@@ -317,10 +246,11 @@ def describe_fake(x: Operands, recipe: Recipe, longest: tuple[int, int], target:
 
 def checked(p: Problem) -> Problem:
     """Return the problem if shapes, types and devices fit; else raise a TypeError or ValueError with the remedy."""
-    check_cache(p) if p.recipe.cached else _check_shapes(p)
+    p.layout.check(p)
     _check_types(p)
     _check_heads(p)
-    _check_recipe(p)
+    p.products.check(p)
+    _check_lists(p)
     _check_extra(p)
     return p
 
@@ -335,23 +265,12 @@ def check_values(values: Sequence[Value]) -> None:
             )
 
 
-def _check_shapes(p: Problem) -> None:
-    rank, shape = (3, "(T, heads, head size)") if p.recipe.varlen else (4, "(batch, length, heads, head size)")
-    for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-        if len(spec.shape) != rank:
-            hint = "pass layout=Varlen(...) for packed sequences" if len(spec.shape) == 3 else "reshape it"
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(spec.shape)}; {hint}")
-    if not p.recipe.varlen and not p.q.shape[0] == p.k.shape[0] == p.v.shape[0]:
-        sizes = f"{p.q.shape[0]}, {p.k.shape[0]}, {p.v.shape[0]}"
-        raise ValueError(f"q, k and v must have one batch size, got {sizes}; expand those of size 1 with .expand(...)")
-
-
 def _check_types(p: Problem) -> None:
+    scaled = p.products.scaled + p.layout.scaled
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-        quantized = p.recipe.quantized or (name != "q" and p.in_layout(f"{name}_scale") is not None)
-        if not quantized and spec.dtype not in FLOATING_TYPES:
+        if name not in scaled and spec.dtype not in FLOATING_TYPES:
             raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
-        if not quantized and spec.dtype != p.q.dtype:
+        if name not in scaled and spec.dtype != p.q.dtype:
             raise TypeError(
                 f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
             )
@@ -390,34 +309,14 @@ def _check_heads(p: Problem) -> None:
 
 def _heads_first(p: Problem) -> Problem:
     """Return the problem with q, k and v transposed, to see whether they were laid out with the heads first."""
-    if p.recipe.layout:
+    if not p.layout.uniform:
         return p
     q, k, v = (s._replace(shape=(s.shape[0], s.shape[2], s.shape[1], s.shape[3])) for s in (p.q, p.k, p.v))
     return p._replace(q=q, k=k, v=v)
 
 
-def _check_recipe(p: Problem) -> None:
-    r = p.recipe
-    if r.precision in EIGHT_BITS and p.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"precision must be None or one of {', '.join(PRECISIONS)} for {p.dtype}, got {r.precision!r}; "
-            "convert q, k and v to fp16 or bf16 for 8-bit products"
-        )
-    if r.precision in PRECISIONS and p.dtype != torch.float32:
-        cast = torch._C._is_any_autocast_enabled()  # type: ignore[attr-defined]
-        raise ValueError(
-            f"precision must be None, int8 or fp8 for any type but fp32, got {r.precision!r} with {p.dtype}"
-            f"{', autocast is on' if cast else ''}; leave it out, or "
-            f"{'turn autocast off for this call' if cast else 'convert q, k and v to fp32'}"
-        )
-    if r.varlen:
-        for kind in p.kinds:
-            if not (kind.varlen and kind.interval):
-                raise Unsupported(
-                    f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
-                    "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
-                )
-    for name, *numbers in r.mask:
+def _check_lists(p: Problem) -> None:
+    for name, *numbers in p.recipe.mask:
         if name == TileList.__name__ and (made_for := numbers[-2:]) != [p.M, p.N]:
             raise ValueError(
                 f"mask must be listed for {p.M} queries and {p.N} keys, got one for {made_for[0]} and {made_for[1]}; "
@@ -435,8 +334,7 @@ def _check_lengths(p: Problem) -> None:
             raise ValueError(
                 f"{name} must have fewer than 2^30 = {OPEN} rows in a sequence, got {length}; split the sequence"
             )
-    if p.recipe.rotary:
-        check_positions(max(p.M, p.N), p.extra[p.after_sink + 2 * p.recipe.given].shape[0])
+    p.products.check_lengths(p)
 
 
 def _check_extra(p: Problem) -> None:
@@ -444,7 +342,7 @@ def _check_extra(p: Problem) -> None:
     for kind, (_, *numbers) in zip(p.kinds, p.recipe.mask + p.recipe.score, strict=True):
         for n, whole in enumerate(kind.whole_shapes(p, tuple(numbers))):
             spec, name = next(specs), f"{kind.public_name()}: {kind.captures[n]}"
-            _same_device(p, name, spec)
+            p.check_devices({name: spec})
             if fits(kind, spec.shape, whole):
                 continue
             if kind.broadcasts:
@@ -456,26 +354,12 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(f"{name} must {allowed}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
         spec = next(specs)
-        _same_device(p, "sink", spec)
+        p.check_devices({"sink": spec})
         if tuple(spec.shape) != (p.H,):
             hint = TRANSPOSE if tuple(spec.shape) == (_heads_first(p).H,) else "give each query head one logit"
             raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
-    for name in ("q", "k", "v") if p.recipe.quantized else ():
-        _same_device(p, f"{name}'s scale", next(specs))
-    for name in ("mean", "balance") if p.recipe.given else ():
-        spec, whole = next(specs), (p.B, p.H_k, p.D)
-        _same_device(p, f"EightBits: {name}", spec)
-        if tuple(spec.shape) != whole:
-            raise ValueError(
-                f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(spec.shape)}; make it fit k"
-            )
-    if p.recipe.rotary:
-        check_columns(next(specs).shape[1], p.D)
-        next(specs)
-    for name, spec in zip(p.recipe.layout[1] if p.recipe.layout else (), specs, strict=True):
-        _same_device(p, f"{p.recipe.layout[0]}: {name}", spec)
 
 
 def fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -485,48 +369,10 @@ def fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> b
     return tuple(shape) == whole or (kind.unbatched and tuple(shape) == whole[1:])
 
 
-def _same_device(p: Problem, name: str, spec: TensorSpec) -> None:
-    if spec.device != p.q.device:
-        raise ValueError(f"{name} must be on q's device {p.q.device}, got {spec.device}; move it with .to(...)")
-
-
 def check_contents(problem: Problem, x: Operands) -> None:
     """Check the values in cu_seqlens, in lengths and in scales. This synchronises with a GPU."""
-    N: Any = problem.N
     masks, scores, _ = problem.values(x.extra)
-    if problem.recipe.quantized or problem.recipe.given:
-        check_scales(problem, x)
-    if problem.recipe.varlen:
-        cu_q, cu_k = x.extra[-2:]
-        check_offsets("cu_q", cu_q, problem.q.shape[0], problem.max_q)
-        check_offsets("cu_k", cu_k, problem.k.shape[0], problem.max_k)
-        N = cu_k.diff()
-    if problem.recipe.cached:
-        N = check_cache_contents(problem, x, masks)
+    problem.recipe.products_of(x.extra).check_contents()
+    N = problem.recipe.layout_of(x.extra).check_contents(problem, masks)
     for value in masks + scores:
         value.check_contents(N)
-
-
-def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
-    """Raise ValueError unless `cu` cuts `total` rows, or some of them, into sequences of at most `longest` rows."""
-    steps = cu.diff()
-    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
-        raise ValueError(
-            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
-            "write the cumulative sum of the lengths"
-        )
-    if steps.numel() and int(steps.max()) > longest:
-        raise ValueError(
-            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
-            "pass that, or None to have it read"
-        )
-
-
-def check_number(name: str, number: Any, allowed: str, low: float, high: float) -> float:
-    """Return a finite float in [low, high), or raise an error that names the argument."""
-    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be {allowed}, got {number!r}; pass a number, or leave it out")
-    number = constant(float(number))
-    if not (math.isfinite(number) and low <= number < high):
-        raise ValueError(f"{name} must be {allowed}, got {number}; leave it out for the default")
-    return number

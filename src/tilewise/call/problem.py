@@ -4,17 +4,23 @@ It adds to a `Recipe` the shapes, types, strides and device of the operands. The
 depend on it alone.
 """
 
+import math
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..values.dropout import Dropout
+from ..values.layout import Layout, Sizes
 from ..values.masks import Mask
+from ..values.origin import Origin, origin_of
+from ..values.products import PREFERENCE, Products
 from ..values.score import Bias, Score
 from ..values.value import Value
 from .operands import Operands
-from .recipe import EIGHT_BITS, KINDS, PREFERENCE, Recipe, hides_later_keys
+from .recipe import KINDS, Recipe, hides_later_keys
 
 MAX_HEAD_SIZE = 512
 
@@ -68,42 +74,81 @@ class Problem(Call):
     def __getstate__(self) -> None:
         """Leave what is computed once out of a pickle, as another process hashes text to other numbers."""
 
+    @property
+    def sink_at(self) -> int:
+        """Return where the sink is among the extra operands, if there is one."""
+        return len(self.extra) - self.recipe.own - 1
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return the layout, with specs in place of tensors."""
+        return self.recipe.layout_of(self.extra)
+
+    @cached_property
+    def products(self) -> Products:
+        """Return the products, with specs in place of tensors."""
+        return self.recipe.products_of(self.extra)
+
+    @cached_property
+    def dropout(self) -> Dropout:
+        """Return the dropout."""
+        return Dropout(self.recipe.dropout)
+
+    @cached_property
+    def origin(self) -> Origin:
+        """Return from where dropout counts."""
+        return origin_of(self.recipe.origin)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return the sizes that follow from the layout."""
+        return self.layout.sizes(self.q.shape, self.k.shape, (self.max_q, self.max_k))
+
     @cached_property
     def B(self) -> int:  # noqa: N802
         """Return the number of batch entries or packed sequences."""
-        if self.recipe.cached:
-            return self.in_layout("lengths").shape[0]
-        return self.extra[-1].shape[0] - 1 if self.recipe.varlen else self.q.shape[0]
+        return self.sizes.B
 
     @cached_property
     def M(self) -> int:  # noqa: N802
         """Return the number of queries of the longest batch entry."""
-        if self.recipe.cached and self.rows_packed:
-            return self.max_q or self.q.shape[0]
-        return self.max_q if self.recipe.varlen else self.q.shape[1]
+        return self.sizes.M
 
     @cached_property
     def N(self) -> int:  # noqa: N802
         """Return the number of keys of the longest batch entry; of a cache, its capacity."""
-        if (table := self.in_layout("table")) is not None:
-            return table.shape[1] * self.k.shape[1]
-        return self.max_k if self.recipe.varlen else self.k.shape[1]
+        return self.sizes.N
 
     @cached_property
-    def rows_packed(self) -> bool:
-        """Tell whether q is (T, H, D), without a dimension for the batch."""
-        return len(self.q.shape) == 3
+    def batch(self) -> int:
+        """Return how many batch entries have rows of q of their own: 1 for packed sequences, which share them."""
+        return math.prod(self.q.shape[:-3])
+
+    @cached_property
+    def queries(self) -> int:
+        """Return the rows of q, of all batch entries."""
+        return math.prod(self.q.shape[:-2])
+
+    def query_blocks(self, size: int) -> int:
+        """Return how many blocks of `size` queries a head has; of packed sequences, all together."""
+        return self.layout.blocks(self.q.shape[-3], self.B, size)
+
+    def key_blocks(self, size: int) -> int:
+        """Return how many blocks of `size` keys a head has; of packed sequences, all together."""
+        return self.layout.blocks(self.sizes.keys, self.B, size)
 
     @property
-    def after_sink(self) -> int:
-        """Return where the `Recipe.of_layout` extra operands after the sink begin."""
-        return len(self.extra) - self.recipe.of_layout
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of q, k and v by name."""
+        return {"q": self.q.shape, "k": self.k.shape, "v": self.v.shape}
 
-    def in_layout(self, name: str, extra: tuple[Any, ...] | None = None) -> Any:
-        """Return a layout's tensor from `extra`, by default its spec; None if the layout has none of that name."""
-        extra = self.extra if extra is None else extra
-        names = self.recipe.layout[1] if self.recipe.layout else ()
-        return extra[len(extra) - len(names) + names.index(name)] if name in names else None
+    def check_devices(self, named: Mapping[str, Any]) -> None:
+        """Raise ValueError unless tensors, given by their names, are on q's device."""
+        for name, spec in named.items():
+            if spec.device != self.q.device:
+                raise ValueError(
+                    f"{name} must be on q's device {self.q.device}, got {spec.device}; move it with .to(...)"
+                )
 
     @cached_property
     def H(self) -> int:  # noqa: N802
@@ -128,7 +173,7 @@ class Problem(Call):
     @cached_property
     def dtype(self) -> torch.dtype:
         """Return the type of q, k and v; where these are in e4m3, that of o."""
-        return torch.bfloat16 if self.recipe.quantized else self.q.dtype
+        return self.products.dtype(self.q.dtype)
 
     @cached_property
     def out_dtype(self) -> torch.dtype:
@@ -139,11 +184,6 @@ class Problem(Call):
     def scale(self) -> float:
         """Return the factor on the logits."""
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
-
-    @cached_property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """Return from where dropout counts: row, column, head, of how many heads, and batch entry."""
-        return self.recipe.place or (0, 0, 0, self.H, 0)
 
     @cached_property
     def kinds(self) -> tuple[type[Value], ...]:
@@ -161,24 +201,13 @@ class Problem(Call):
         return not all([kind.interval for kind in self.kinds])
 
     @cached_property
-    def off_counters(self) -> list[str]:
-        """Return why a GPU's dropout cannot begin at the place, whose counters are for 16 rows and 64 keys."""
-        row, column, *_ = self.place
-        if not self.recipe.place or not (row % 16 or column % 64):
-            return []
-        return [
-            f"its dropout counts rows in 16s and keys in 64s, got place with row {row} and column {column}; "
-            "choose multiples of these"
-        ]
-
-    @cached_property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         recipe = self.recipe
-        left_out = recipe.layout or recipe.dropout or recipe.out_dtype or self.listed or self.biased
-        left_out = left_out or recipe.precision in EIGHT_BITS
+        left_out = recipe.dropout or recipe.out_dtype or self.listed or self.biased or self.products.codes
         return (
-            not left_out
+            self.layout.uniform
+            and not left_out
             and self.dtype.itemsize == 2
             and 0 < self.M * (self.H // self.H_k) <= 64
             and self.M <= 16
@@ -206,6 +235,12 @@ class Problem(Call):
             built.append(kind.rebuild(tuple(numbers), tuple(next(tensors) for _ in kind.captures)))
         count = len(self.recipe.mask)
         return tuple(built[:count]), tuple(built[count:]), next(tensors) if self.recipe.sink else None
+
+
+def lse_shape(q: tuple[int, ...]) -> tuple[int, ...]:
+    """Return lse's shape for q's: (B, H, M), packed (H, T)."""
+    *batch, M, H, _ = q
+    return *batch, H, M
 
 
 def empty_parts(p: Problem, x: Operands) -> tuple[Tensor, ...]:

@@ -1,15 +1,17 @@
 """Recipe: the options of a call, without tensors. It passes through PyTorch's dispatcher as text."""
 
 import ast
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from ..values import intervals, masks, score, tables
-from ..values.layout import Cached, Varlen
+from ..values.cached import Cached
+from ..values.layout import PADDED, Layout, Padded, Varlen
 from ..values.origin import Origin
-from ..values.products import EightBits, Quantized
+from ..values.products import EXACT, EightBits, Exact, Products, Quantized, Scaled, products_of
 from ..values.value import Value
 
 KINDS: dict[str, type[Value]] = {
@@ -20,67 +22,64 @@ KINDS: dict[str, type[Value]] = {
 }
 """Every class of mask or score that a recipe can name: those in values/ that name kernel functions."""
 
-SAVED = masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits
+SAVED = masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits, Padded
 """What torch.load may find."""
 torch.serialization.add_safe_globals([*SAVED])
 torch.serialization.add_safe_globals(  # by their names in 0.1.0
     [(kind, f"tilewise.{file}.{kind.__name__}") for kind in SAVED for file in ("mask", "score", "layout")]
 )
 
-PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
-EIGHT_BITS = ("int8", "fp8")
-"""Names of precision for fp16 and bf16: approximations, never chosen by None or by torch's settings."""
-PREFERENCE = {
-    "highest": ("bf16x6", "ieee"),
-    "high": ("fp16x3", "tf32x3", "bf16x6", "ieee"),
-    "medium": ("tf32", "fp16x3", "tf32x3", "bf16x6", "ieee"),
-}
-"""What `precision=None` selects for each torch.get_float32_matmul_precision(): the first that is available."""
-
 
 class Recipe(NamedTuple):
-    """The caller's options, without tensors. A mask or score is (class name, numbers...).
+    """The caller's options, without tensors.
 
-    A layout is (class name, names of its tensors, numbers...), or () for a padded batch.
+    A mask or score is (class name, numbers...). Layout and products are (class name, names of their tensors,
+    numbers...). The origin is its numbers, () of a whole.
     """
 
     mask: tuple[tuple[Any, ...], ...] = ()
     score: tuple[tuple[Any, ...], ...] = ()
     sink: bool = False
-    layout: tuple[Any, ...] = ()
+    layout: tuple[Any, ...] = PADDED.plain
     scale: float | None = None
     dropout: float = 0.0
-    precision: str | None = None
+    products: tuple[Any, ...] = EXACT.plain
     deterministic: bool = False
     backend: str | None = None
     packed: bool = False
     """Whether q, k and v are views of one tensor; then their gradients must be, too."""
     out_dtype: str | None = None
     """"float32" for results of 16-bit inputs in fp32; None for results in the inputs' type."""
-    place: tuple[int, int, int, int, int] | None = None
-    """The whole's row, column, head, number of heads and batch entry, from which dropout counts; None without it."""
-    quantized: bool = False
-    """Whether q, k and v are in e4m3; then their three scales (B, H_k) follow the sink."""
-    given: bool = False
-    """Whether K's mean and the balance of 8-bit products, (B, H_k, D), follow these."""
-    rotary: str | None = None
-    """How pairs lie where 8-bit products turn q and k, "halves" or "neighbours"; then cos and sin, (positions, R / 2),
-    follow. None for no rotary."""
+    origin: tuple[int | None, ...] = ()
+    """From where dropout counts."""
 
     @property
-    def varlen(self) -> bool:
-        """Tell whether the rows are packed sequences, as `Varlen` describes them."""
-        return self.layout[:1] == (Varlen.__name__,)
+    def precision(self) -> str | None:
+        """Return the name of the products asked for."""
+        return self.products[2]
 
     @property
-    def cached(self) -> bool:
-        """Tell whether the keys are in a cache, as `Cached` describes it."""
-        return self.layout[:1] == (Cached.__name__,)
+    def uniform(self) -> bool:
+        """Tell whether all batch entries have M queries and N keys."""
+        return OPTIONS[self.layout[0]].uniform
 
     @property
-    def of_layout(self) -> int:
-        """Return how many of the extra operands, the last ones, are what 8-bit products are told, or the layout's."""
-        return 3 * self.quantized + 2 * self.given + 2 * bool(self.rotary) + (len(self.layout[1]) if self.layout else 0)
+    def own(self) -> int:
+        """Return how many of the extra operands, the last ones, are those of products and layout."""
+        return len(self.products[1]) + len(self.layout[1])
+
+    def layout_of(self, tensors: Sequence[Any]) -> Layout:
+        """Return the layout with its tensors, which are the last, or with their specs."""
+        return _rebuilt(self.layout, tensors[len(tensors) - len(self.layout[1]) :])
+
+    def products_of(self, tensors: Sequence[Any]) -> Products:
+        """Return the products with their tensors, which are in front of the layout's, or with their specs."""
+        first = len(tensors) - self.own
+        return _rebuilt(self.products, tensors[first : first + len(self.products[1])])
+
+    def exact(self, precision: str | None = None) -> "Recipe":
+        """Return the recipe with products of the inputs' type. All tensors stay; nothing reads those of products."""
+        return self._replace(products=(Exact.__name__, self.products[1], precision))
 
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
@@ -93,11 +92,20 @@ class Recipe(NamedTuple):
     @staticmethod
     @lru_cache(4096)
     def decode(text: str) -> "Recipe":
-        """Read the recipe that `encode` wrote."""
+        """Read the recipe that `encode` wrote, in 0.1.0, too."""
         recipe = Recipe(*ast.literal_eval(text))
-        if isinstance(recipe.layout, bool):  # version 0.1.0 wrote whether the layout was a Varlen
-            recipe = recipe._replace(layout=("Varlen", ("cu_q", "cu_k")) if recipe.layout else ())
+        if isinstance(recipe.layout, bool):  # whether the layout was a Varlen, and the name of a precision
+            layout = ("Varlen", ("cu_q", "cu_k")) if recipe.layout else PADDED.plain
+            recipe = recipe._replace(layout=layout, products=products_of(recipe.products).plain)  # type: ignore[arg-type]
         return recipe
+
+
+OPTIONS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Padded, Varlen, Cached, Exact, EightBits, Scaled)}
+"""Every layout and kind of products that a recipe can name."""
+
+
+def _rebuilt(plain: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
+    return OPTIONS[plain[0]].rebuild(plain, tensors)
 
 
 @lru_cache(64)
@@ -107,8 +115,9 @@ def hides_later_keys(part: tuple[Any, ...]) -> bool:
     return not kind.captures and kind.rebuild(part[1:], ()).hides_later_keys
 
 
-def batched_ranks(recipe: Recipe) -> tuple[int, ...]:
-    """Return for every extra operand of a padded batch its number of dimensions if the first is the batch."""
-    ranks = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
-    of_codes = [2] * 3 * recipe.quantized + [3] * 2 * recipe.given + [3] * 2 * bool(recipe.rotary)
-    return (*ranks, *[2] * recipe.sink, *of_codes)  # a sink (H,) and rotary's tables (positions, R / 2) have no batch
+def batched_ranks(recipe: Recipe) -> list[int | None]:
+    """Return for every extra operand of a padded batch its number of dimensions if the first is the batch; None for
+    one that has no batch."""
+    of_values = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
+    of_products = [OPTIONS[recipe.products[0]].ranks.get(name) for name in recipe.products[1]]
+    return [*of_values, *[None] * recipe.sink, *of_products]

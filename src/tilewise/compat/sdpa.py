@@ -19,12 +19,13 @@ from ..attention.api import FULL
 from ..attention.eager import attend, run
 from ..call.backend import ON_TRITON, candidates, load, select
 from ..call.calls import Calls, kind_of, remember
-from ..call.check import check_arguments, describe, describe_fake, dropout_seed
+from ..call.check import check_arguments, describe, describe_fake
 from ..call.count import COUNTING, count_handed_back
 from ..call.dispatch import PLAIN, transformed
 from ..call.operands import Operands
 from ..call.problem import Problem, target_of
 from ..call.recipe import Recipe
+from ..values.dropout import Dropout
 from ..values.intervals import Causal
 from ..values.masks import Mask
 from ..values.score import Bias, Score
@@ -200,7 +201,7 @@ def _route(
         kind = kind_of(of_call, CAUSAL if is_causal else FULL, (), None, False, dropout_p, scale)
     if kind is not None and (found := TAKEN.get((kind, enable_gqa))) is not None:
         x = _operands(of_call, is_causal)
-        o = run(x, dropout_seed(None, query, dropout_p), *found)[0]
+        o = run(x, Dropout(dropout_p).seed(None, query), *found)[0]
         return _as_given(of_call, None, dropout_p, enable_gqa, o)
     against = _against_call(of_call, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if against is None:
@@ -214,7 +215,7 @@ def _route(
             against = str(error).partition(";")[0]
         else:
             if against is None:
-                seed = dropout_seed(None, x.q, recipe.dropout)
+                seed = Dropout(recipe.dropout).seed(None, x.q)
                 o = attend((*x[:3], *x.extra), seed, recipe, longest, problem)[0]
                 if kind is not None:
                     remember(TAKEN, (kind, enable_gqa), x, recipe, longest)

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..call.operands import Codes, Grads, Operands, Saved
 from ..call.problem import Problem
-from ..quantize import codes as quantize
+from ..quantize.codes import quantize
+from ..quantize.dequantize import multiplied, shift_of
 from ..values.tables import TileList
 from . import cached, fused, tiled
 from .precision import exact_products
@@ -27,7 +28,7 @@ class Cpu:
         """Check the device alone: plain fp32 is accurate enough for every precision."""
         if problem.target != "cpu":
             return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
-        return quantize.against(problem)
+        return problem.products.against(problem)
 
     def slower(self, problem: Problem, backward: bool) -> bool:
         return False
@@ -35,13 +36,13 @@ class Cpu:
     def tiles(self, problem: Problem) -> str:
         """Describe the path taken, and the tile size of the tiled path."""
         heads, rows, columns = choose_tiles(problem)
-        if problem.recipe.cached:
+        if "cache" in problem.layout.needs:
             width = cached.FEW_COLUMNS if cached.few_rows(problem) else columns
             if self.fuse and not cached.why_not_fused(problem):
                 return "PyTorch's fused CPU kernel, keys from a cache, one sequence at a time"
             return f"tiled torch, keys from a cache, one sequence and {width} keys at a time"
         tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
-        if not self.fuse or fused.why_not(problem) or quantize.eight_bits(problem):
+        if not self.fuse or fused.why_not(problem):
             return tiles
         of_backward = f"; backward: {tiles}" if fused.why_not_backward(problem) else ""
         return f"PyTorch's fused CPU kernel{of_backward}"
@@ -50,10 +51,10 @@ class Cpu:
         return ()
 
     def codes(self, problem: Problem, x: Operands) -> Codes:
-        return quantize.quantize(problem, x)
+        return quantize(problem, x)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        if quantize.eight_bits(problem):
+        if problem.products.codes:
             return self._forward_of_codes(problem, x, seed)
         # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
         with exact_products(torch.float32 if cached.few_rows(problem) else problem.dtype):
@@ -68,8 +69,8 @@ class Cpu:
         """Multiply what the codes stand for. fp32 sums of int8 products are exact."""
         codes = self.codes(p, x)
         with exact_products(torch.float32):
-            saved = tiled.forward(p, quantize.multiplied(p, x, codes), seed)
-        blind, shift = saved.lse.isneginf(), quantize.shift_of(p, x, codes)
+            saved = tiled.forward(p, multiplied(p, x, codes), seed)
+        blind, shift = saved.lse.isneginf(), shift_of(p, x, codes)
         return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), kept=codes.present())
 
     def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:

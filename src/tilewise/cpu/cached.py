@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.operands import Operands, Saved
 from ..call.problem import Problem
+from ..values.layout import Layout
 from ..values.masks import Mask
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_first
 
@@ -68,7 +69,8 @@ def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     """
     masks, scores, _ = p.values(x.extra)
     q = x.q.reshape(-1, p.H, p.D)
-    invariant = p.recipe.layout[2] > 0
+    layout = p.recipe.layout_of(x.extra)
+    invariant = layout.invariant > 0
     width = FEW_COLUMNS if few_rows(p) else COLUMNS
     buffers = _buffers(p, x.k, width), _buffers(p, x.v, width)
     for b, rows, entry, start, N in _places(p, x):
@@ -81,7 +83,7 @@ def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             length = last if invariant else N
             keys, values = (
                 Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, length, t.shape[-1]), scale)
-                for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, x, b), strict=True)
+                for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, layout, b), strict=True)
             )
             where = slice(rows.start + piece.start, rows.start + piece.stop)
             heads = max(1, choose_tiles(p, (1, COLUMNS) if invariant else (M, N))[0] * COLUMNS // width)
@@ -116,14 +118,14 @@ def fused(p: Problem, x: Operands) -> Saved:
 def why_not_fused(p: Problem) -> list[str]:
     """Return what a call with a cache needs that `fused` lacks."""
     against = {
-        "keys without a cache": not p.recipe.cached,
-        "several queries": p.rows_packed or p.M != 1 or p.B == 0,
+        "keys without a cache": "cache" not in p.layout.needs,
+        "several queries": p.layout.unbounded or p.M != 1 or p.B == 0,
         "a mask that is no interval": p.listed,
-        "pieces of keys": p.recipe.cached and p.recipe.layout[2] > 0,
+        "pieces of keys": p.layout.invariant > 0,
         "scores or a sink": bool(p.recipe.score) or p.recipe.sink,
         "8-bit keys": p.k.dtype != p.dtype,
         "another head size for v": p.D_v != p.D,
-        "too many keys to gather at once": p.in_layout("table") is not None and p.N > MOST_COLUMNS,
+        "too many keys to gather at once": p.layout.table is not None and p.N > MOST_COLUMNS,
         "entries that are not adjacent": any([spec.stride[-1] != 1 for spec in (p.q, p.k, p.v)]),
     }
     return [what for what, lacking in against.items() if lacking]
@@ -134,7 +136,7 @@ def few_rows(p: Problem) -> bool:
 
     Where the layout is invariant, one query at a time is computed.
     """
-    return p.recipe.cached and (p.recipe.layout[2] > 0 or p.M * (p.H // p.H_k) <= FEW_ROWS)
+    return "cache" in p.layout.needs and (p.layout.invariant > 0 or p.M * (p.H // p.H_k) <= FEW_ROWS)
 
 
 def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:
@@ -147,32 +149,28 @@ def _gathered(p: Problem, t: Tensor, width: int) -> Tensor | None:
     """Allocate what pages of `width` keys are gathered into; None without pages."""
     bits = torch.uint8 if t.itemsize == 1 else t.dtype
     pages = width // max(1, t.shape[1]) + 2
-    return t.new_empty(pages, *t.shape[1:], dtype=bits) if "table" in p.recipe.layout[1] else None
+    return t.new_empty(pages, *t.shape[1:], dtype=bits) if p.layout.table is not None else None
 
 
-def scales_of(p: Problem, x: Operands, b: int) -> list[Tensor | None]:
+def scales_of(p: Problem, layout: Layout, b: int) -> list[Tensor | None]:
     """Return the scales of a sequence's keys and values, (H_k,) each, or None."""
-    found = [p.in_layout(name, x.extra) for name in ("k_scale", "v_scale")]
     kind = compute_type(p)
-    return [None if t is None else t.expand(p.B, p.H_k)[b].to(kind) for t in found]
+    return [None if t is None else t.expand(p.B, p.H_k)[b].to(kind) for t in (layout.k_scale, layout.v_scale)]
 
 
 def _places(p: Problem, x: Operands) -> Iterator[tuple[int, slice, int, int, int]]:
     """Yield of each sequence its number, its queries' rows, its entry of the cache, its first row and its length."""
-    found: dict[str, Any] = {
-        name: None if (t := p.in_layout(name, x.extra)) is None else t.tolist()
-        for name in ("lengths", "starts", "index", "cu_q")
-    }
-    ends = found["cu_q"] or [b * p.M for b in range(p.B + 1)]
-    for b, length in enumerate(found["lengths"]):
-        start = found["starts"][b] if found["starts"] else 0
-        entry = found["index"][b] if found["index"] else b
+    layout = p.recipe.layout_of(x.extra)
+    starts, index, ends = (None if t is None else t.tolist() for t in (layout.starts, layout.index, layout.cu_q))
+    ends = ends or [b * p.M for b in range(p.B + 1)]
+    for b, length in enumerate(layout.lengths.tolist()):
+        start, entry = starts[b] if starts else 0, index[b] if index else b
         yield b, slice(ends[b], ends[b + 1]), entry, start, max(0, min(length, p.N) - start)
 
 
 def _entry(p: Problem, x: Operands, t: Tensor, entry: int) -> tuple[Tensor, Tensor | None]:
     """Return a sequence's part of a contiguous cache, or the pages and which of them are its own."""
-    table = p.in_layout("table", x.extra)
+    table = p.recipe.layout_of(x.extra).table
     return (t[entry], None) if table is None else (t, table[entry])
 
 

@@ -15,7 +15,8 @@ def why_not(p: Problem) -> list[str]:
     r = p.recipe
     causal = r.mask == (("Causal",),) and p.M in (1, p.N)
     against = {
-        "packed sequences or a cache": bool(r.layout),
+        "packed sequences or a cache": not p.layout.uniform,
+        "products in 8 bits": p.products.codes,
         "this mask": bool(r.mask) and not causal,
         "scores": bool(r.score),
         "a sink": r.sink,

@@ -55,15 +55,12 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     """Yield all batch entries or packed sequences; consecutive ones of equal lengths together, if they fit one tile."""
     kind = compute_type(p)
     masks, scores, _ = p.values(x.extra)
-    if p.recipe.varlen:
-        ends_q, ends_k = (cu.tolist() for cu in x.extra[-2:])
-    else:
-        ends_q, ends_k = ([b * length for b in range(p.B + 1)] for length in (p.M, p.N))
+    ends_q, ends_k = p.recipe.layout_of(x.extra).ends(p)
     for b, count, heads in _together(p, ends_q, ends_k):
         rows, columns = (slice(ends[b], ends[b + count]) for ends in (ends_q, ends_k))
         entries = slice(b, b + count)
         q, k, v = (
-            heads_first(rows_of(p, t, entries, part), kind)
+            heads_first(p.layout.rows_of(t, entries, part), kind)
             for t, part in zip(x[:3], (rows, columns, columns), strict=True)
         )
         own = [m.at(b, count) for m in masks], [c.at(b, count) for c in scores]
@@ -96,22 +93,6 @@ def heads_first(rows: Tensor, kind: torch.dtype) -> Tensor:
 
 def count_of(s: Sequence) -> int:
     return s.b.stop - s.b.start
-
-
-def rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """Return a view (entries, length, heads, size) of some batch entries."""
-    return t[rows].unflatten(0, _split(b, rows)) if p.recipe.layout else t[b]
-
-
-def lse_rows_of(p: Problem, t: Tensor, b: slice, rows: slice) -> Tensor:
-    """Return a view (entries, heads, length) of some batch entries."""
-    return t[:, rows].unflatten(1, _split(b, rows)).transpose(0, 1) if p.recipe.layout else t[b]
-
-
-def _split(b: slice, rows: slice) -> tuple[int, int]:
-    """Return the number of entries in packed rows, and their common length."""
-    count = b.stop - b.start
-    return count, (rows.stop - rows.start) // count
 
 
 def compute_type(p: Problem) -> torch.dtype:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..call.operands import Grads, Operands, Saved
-from ..call.problem import Problem, empty_parts
+from ..call.problem import Problem, empty_parts, lse_shape
 from ..merge.sink import sink_gradient
-from ..quantize.codes import probabilities
-from ..values.dropout import dropout_rescale, dropout_threshold, philox
+from ..quantize.dequantize import probabilities
+from ..values.dropout import philox
 from ..values.score import Bias, Score
 from .cached import cached_sequences
 from .sequences import (
@@ -26,8 +26,6 @@ from .sequences import (
     count_of,
     heads_first,
     heads_in_turn,
-    lse_rows_of,
-    rows_of,
     sequences,
 )
 
@@ -54,20 +52,16 @@ class Tile(NamedTuple):
 def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     kind = compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v, dtype=p.out_dtype)
-    lse = x.q.new_empty((p.H, x.q.shape[:-2].numel()) if p.recipe.layout else (p.B, p.H, p.M), dtype=kind)
-    cu_q = p.in_layout("cu_q", x.extra)
-    if cu_q is not None:
+    lse = x.q.new_empty(lse_shape(x.q.shape), dtype=kind)
+    if (cu_q := p.recipe.layout_of(x.extra).cu_q) is not None:
         _unowned(o, cu_q).zero_()
         _unowned(lse.T, cu_q).fill_(-torch.inf)
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
-    rows = o.view(-1, p.H, p.D_v) if p.recipe.layout else o
-    for s in cached_sequences(p, x) if p.recipe.cached else sequences(p, x):
+    for s in (sequences if p.layout.page(p) is None else cached_sequences)(p, x):
         for h_k in heads_in_turn(s):
             for i0 in range(0, s.q.shape[1], B_r):
-                _forward_tile(p, s, h_k, i0, (rows, lse), sink, seed)
-    if p.recipe.layout and not p.rows_packed:
-        lse = lse.view(p.H, p.B, p.M).transpose(0, 1).contiguous()
+                _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
     return Saved(o, lse, seed)
 
 
@@ -102,9 +96,11 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
         acc, m = acc.mul_(alpha), m_new
     acc.div_(l.masked_fill(l == 0.0, 1.0))
     o, lse = outputs
-    rows_of(p, o, s.b, s.rows)[:, i0:i1, h] = acc.view(count_of(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
+    p.layout.rows_of(o, s.b, s.rows)[:, i0:i1, h] = (
+        acc.view(count_of(s), -1, i1 - i0, p.D_v).transpose(1, 2).to(o.dtype)
+    )
     L = m + torch.log(l) if p.recipe.score else (m + torch.log2(l)) * LN2
-    lse_rows_of(p, lse, s.b, s.rows)[:, h, i0:i1] = L.view(count_of(s), -1, i1 - i0)
+    p.layout.lse_of(lse, s.b, s.rows)[:, h, i0:i1] = L.view(count_of(s), -1, i1 - i0)
 
 
 def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None) -> Grads:
@@ -117,22 +113,23 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
     for s in sequences(p, x):
-        do_s = heads_first(rows_of(p, do, s.b, s.rows), kind)
-        L = lse_rows_of(p, saved.lse, s.b, s.rows) * _base(p)
+        do_s = heads_first(p.layout.rows_of(do, s.b, s.rows), kind)
+        L = p.layout.lse_of(saved.lse, s.b, s.rows) * _base(p)
         L = L.masked_fill(L == -torch.inf, 0.0).flatten(0, 1)
-        delta_s = lse_rows_of(p, delta, s.b, s.rows).flatten(0, 1)
+        delta_s = p.layout.lse_of(delta, s.b, s.rows).flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
-        dk_s, dv_s = (rows_of(p, grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
+        dk_s, dv_s = (p.layout.rows_of(grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
         for h_k in heads_in_turn(s):
             lost = _lost(p, s, h_k, L)
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
-        rows_of(p, dq, s.b, s.rows).copy_(dq_s.unflatten(0, (count_of(s), p.H)).transpose(1, 2))
-    if p.recipe.varlen:
-        for grad, cu in zip((dq, dk, dv), x.extra[-2:] + x.extra[-1:], strict=True):
+        p.layout.rows_of(dq, s.b, s.rows).copy_(dq_s.unflatten(0, (count_of(s), p.H)).transpose(1, 2))
+    layout = p.recipe.layout_of(x.extra)
+    for grad, cu in ((dq, layout.cu_q), (dk, layout.cu_k), (dv, layout.cu_k)):
+        if cu is not None:
             _unowned(grad, cu).zero_()
     if p.recipe.sink:
-        index = p.after_sink - 1
+        index = p.sink_at
         if p.wanted[index]:
             extra[index] = sink_gradient(x.extra[index], saved.lse.to(kind), delta)
     typed = [None if g is None else g.to(t.dtype) for g, t in zip(extra, x.extra, strict=True)]
@@ -316,9 +313,9 @@ def _dropout_factor(p, s, tile, seed):
 
     Each counter is computed only once, for all blocks of 16 rows and 64 columns that overlap the tile.
     """
-    first, column, head, heads, batch = p.place
+    first, column, heads, matrix = p.origin.counters(p.H)
     each = _range(s, 0, s.q.shape[0])[tile.h, None, None]
-    row = (batch + s.b.start + each // p.H) * heads + head + each % p.H
+    row = (s.b.start + each // p.H) * heads + matrix + each % p.H
     i0, i1, j0, j1 = tile.i0 + first, tile.i1 + first, tile.j0 + column, tile.j1 + column
     c_i = _range(s, i0 // 16 * 8, -(-i1 // 16) * 8)[:, None]
     c_j = _range(s, j0 // 64 * 8, -(-j1 // 64) * 8)
@@ -328,8 +325,8 @@ def _dropout_factor(p, s, tile, seed):
     numbers = numbers.view(2, 2, 4, len(row), -1, 8, len(c_j) // 8, 8)  # bit 3 of i, of j, bits 5 and 4; heads, i, j
     numbers = numbers.permute(3, 4, 0, 5, 6, 2, 1, 7).reshape(len(row), 2 * len(c_i), 8 * len(c_j))
     numbers = numbers[:, i0 % 16 :, j0 % 64 :][:, : i1 - i0, : j1 - j0]
-    keep = numbers >= dropout_threshold(p.recipe.dropout)
-    return keep.to(compute_type(p)).mul_(dropout_rescale(p.recipe.dropout))
+    keep = numbers >= p.dropout.threshold
+    return keep.to(compute_type(p)).mul_(p.dropout.rescale)
 
 
 def _stack(rows: Tensor, h_k: slice) -> Tensor:

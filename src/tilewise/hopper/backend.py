@@ -12,8 +12,7 @@ from ..call.problem import Problem, TensorSpec
 from ..host.launch import on_device
 from ..host.lists import make_lists
 from ..host.tables import source_of_rows
-from ..quantize import codes as quantize
-from ..quantize.launch import quantized
+from ..quantize.launch import codes_of
 from ..values.tables import TileList
 from . import launch, plan
 from .fp32 import launch as fp32_launch
@@ -37,7 +36,7 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         against = []
-        if p.recipe.cached:
+        if "cache" in p.layout.needs:
             against += _against_cache(p)
         if p.dtype == torch.float32:
             against += _against_fp32(p)
@@ -45,15 +44,15 @@ class Hopper:
             against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
         elif max(p.D, p.D_v) > 256:
             against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
-        against += quantize.against(p)
+        against += p.products.against(p)
         if p.D % 8 or p.D_v % 8:
             against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
         if p.N < 2 or 0 in (p.B, p.M):
             against.append("it needs a query and two keys")
         for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-            if not p.recipe.quantized and (reason := _unaddressable(spec)):
+            if name not in p.products.scaled and (reason := _unaddressable(spec)):
                 against.append(f"{name} {reason}; make it contiguous")
-        against += p.off_counters
+        against += p.origin.against()
         if p.recipe.deterministic and p.listed:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against
@@ -64,9 +63,9 @@ class Hopper:
         p, recipe = problem, problem.recipe
         if not backward and decode_launch.splits(p):
             return decode_launch.slower(p)
-        if not backward and (p.few_rows or (recipe.cached and _slower_on_cache(p))):
+        if not backward and (p.few_rows or ("cache" in p.layout.needs and _slower_on_cache(p))):
             return True
-        plain = p.dtype != torch.float32 and not (recipe.score or recipe.dropout or recipe.varlen or p.listed)
+        plain = p.dtype != torch.float32 and p.layout.uniform and not (recipe.score or recipe.dropout or p.listed)
         sizes, most = ((64, 128), SINGLE) if backward else ((128,), SHORTEST)
         return plain and padded(p) in sizes and max(p.M, p.N) <= most
 
@@ -82,7 +81,7 @@ class Hopper:
         if splits:
             of_forward = f"{decode_launch.told(problem)}; "
         rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
-        if problem.recipe.cached:
+        if "cache" in problem.layout.needs:
             rest = "" if splits else _told_of_cache(problem)
         return f"forward {of_forward}{rest}{source_of_rows(problem.q.device)}"
 
@@ -95,13 +94,13 @@ class Hopper:
 
     def codes(self, problem: Problem, x: Operands) -> Codes:
         with on_device(x.q):
-            return quantized(problem, x, _launches(problem)[1].compiled)
+            return codes_of(problem, x, _launches(problem)[1].compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         of, plan_of = _forward_of(problem)
         with on_device(x.q):
             saved = of.forward(problem, plan_of(problem), x, seed)
-            if problem.rows_packed and plan.mixed(problem):
+            if plan.mixed(problem):
                 portable: Any = load("triton")
                 portable.write_short(problem, x, saved, plan.FULL - 1)
             return saved
@@ -135,7 +134,7 @@ def _slower_on_cache(p: Problem) -> bool:
 
 def _told_of_cache(p: Problem) -> str:
     """Describe programs and look-ups of a call whose keys are in a cache."""
-    page, pl = plan.page_of(p), plan.plan(p)
+    page, pl = p.layout.page(p), plan.plan(p)
     looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
     of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
     short = f"sequences of fewer than {plan.FULL} queries on the portable kernel; "
@@ -145,16 +144,16 @@ def _told_of_cache(p: Problem) -> str:
 
 def _against_cache(p: Problem) -> list[str]:
     """Return what of a cache these kernels do not read."""
-    against, page = [], plan.page_of(p)
+    against, page = [], p.layout.page(p)
     if p.dtype == torch.float32:
         against.append("its fp32 kernels do not read caches")
     if p.k.dtype != p.dtype:
         against.append(f"it reads caches in q's type, got {str(p.k.dtype).removeprefix('torch.')}")
     if page and page % 8:
         against.append(f"pages must have a multiple of 8 rows, got {page}")
-    if page and p.in_layout("starts") is not None:
+    if page and p.layout.starts is not None:
         against.append("it reads pages from their first row, not from starts")
-    if p.recipe.layout[2]:
+    if p.layout.invariant:
         against.append("it does not sum keys in pieces, as invariant asks")
     return against
 

@@ -31,7 +31,7 @@ from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty, empty_grads, empty_saved, size
 from ..merge.sink import with_sink
-from ..quantize.codes import blocks_of, eight_bits
+from ..quantize.codes import blocks_of
 from ..quantize.launch import quantized
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
@@ -46,7 +46,7 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, row_blocks
+from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -57,17 +57,18 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     """Return one launch, and one before it if tiles are listed. With 8-bit products, `saved` holds the codes."""
     variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
     (q, k, v), scales = x[:3], None
-    if eight_bits(p):
+    if saved.kept:
         codes = Codes(*saved.kept)
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *map(odd, blocks_of(p)))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
-    cache = batch_of(p, x, least=FULL if mixed(p) else None) if p.recipe.cached else None
+    where = packed(p, x)
+    cache = None if p.layout.page(p) is None else batch_of(p, x, least=FULL if mixed(p) else None)
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
-    of_rows = rows(saved.o) if wide or p.rows_packed else None
+    of_rows = rows(saved.o) if wide or where is not None else None
     arguments = (
         Descriptor(q, of_q), Descriptor(k, of_k), Descriptor(v, of_v), scales,
-        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, packed(p, x), cache, unused(p, saved),
+        Descriptor(x.q if wide else saved.o, of_o), of_rows, saved.lse, counter, where, cache, unused(p, saved),
         variant, pl.forward_c, odd_counts(pl.shape),
     )  # fmt: skip
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
@@ -131,7 +132,7 @@ def main_launch(
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), sums_of_dq(scratch.dq), dK, dV,
-        (rows(grads.k), rows(grads.v)) if wide or p.recipe.varlen else (None, None), scratch, counter, where,
+        (rows(grads.k), rows(grads.v)) if wide or where is not None else (None, None), scratch, counter, where,
         variant, odd_counts(shape),
     )  # fmt: skip
     constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
@@ -180,9 +181,9 @@ def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
 @lru_cache(4096)
 def scratch_sizes(p: Problem, row: Any, loops: int) -> list[Any]:
     """Return the blocks of rows, and the sizes of a scratch's logs, delta, dq, ready (or None) and done."""
-    blocks = row_blocks(p, row.B_r) * p.H * (1 if p.recipe.varlen else p.B)
+    blocks = p.query_blocks(row.B_r) * p.H * p.batch
     sums = [size(torch.float32, blocks * row.B_r * width) for width in (1, 1, padded(p))]
-    ready = None if p.recipe.varlen or row.split_dkdv else size(torch.int32, loops)
+    ready = None if row.split_dkdv or not p.layout.uniform else size(torch.int32, loops)
     return [blocks, *sums, ready, size(torch.int32, p.B * p.H)]
 
 
@@ -196,8 +197,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved, device = empty_saved(p, x, seed), x.q.device
     stream = current_stream(device)
-    if eight_bits(p):
-        saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
+    saved = saved._replace(kept=quantized(p, x, pl.compiled))
     zeros = counter(device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept, zeros]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
@@ -219,14 +219,8 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
     """Reorder numbers from blocks of B_r rows into the layout of lse."""
-    if not p.recipe.varlen:
-        return numbers.view(p.B, p.H, -1)[..., : p.M]
-    cu = x.extra[-2]
-    row = torch.arange(p.q.shape[0], device=cu.device)
-    b = torch.bucketize(row, cu[1:], right=True).clamp(max=p.B - 1)
-    by_head = numbers.view(p.H, -1)
-    at = (cu[b] // B_r + b) * B_r + row - cu[b]
-    return by_head[:, at.clamp(0, by_head.shape[1] - 1)]  # bad cu_seqlens must stay inside
+    at = p.recipe.layout_of(x.extra).in_blocks(0, p.q.shape[-3], B_r)
+    return numbers.view(*p.q.shape[:-3], p.H, -1)[..., at]
 
 
 def counter(device: torch.device, stream: int | None) -> Tensor:

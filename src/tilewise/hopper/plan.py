@@ -18,7 +18,7 @@ from ..call.recipe import KINDS, hides_later_keys
 from ..host.arguments import cdiv, device_values, lengths
 from ..host.launch import multiprocessors
 from ..host.replay import Replay
-from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of, eight_bits
+from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.ranges import Variant
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
@@ -103,9 +103,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
         box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
-    tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
-    if p.recipe.cached and p.rows_packed:  # tiles of all sequences (see `sequence_of`), as nothing bounds one alone
-        tiles, heads = p.q.shape[0] // row.B_r + p.B, p.H
+    tiles, heads = p.layout.query_tiles(p, row.B_r)
     of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles)
@@ -127,16 +125,16 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 
 def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
     """Describe q, k and v to the forward's TMA, or their codes. A box of pages lies in one of them."""
-    rows, columns = (gcd(page, B_c), 64) if (page := page_of(p)) else (B_c, D)
+    rows, columns = (gcd(page, B_c), 64) if (page := p.layout.page(p)) else (B_c, D)
     q = box(p.q.shape, p.q.stride, 64, D, p)
     k, v = (box(t.shape, t.stride, rows, columns, p) for t in (p.k, p.v))
-    if eight_bits(p):
-        batch, (of_q, of_k) = 1 if p.recipe.varlen else p.B, blocks_of(p)
-        kind = torch.float8_e4m3fn if p.recipe.quantized else torch.int8
-        q = blocks_box((batch, p.H, of_q * BLOCK_Q, D), (1, 1, 64, D), kind)
-        k = blocks_box((batch, p.H_k, of_k * BLOCK_K, D), (1, 1, B_c, D), kind)
-        if p.recipe.precision == "fp8":
-            v = blocks_box((batch, p.H_k, of_k * D, BLOCK_K), (1, 1, D, B_c), torch.float8_e4m3fn)
+    if p.products.codes:
+        of_q, of_k = blocks_of(p)
+        kind = torch.float8_e4m3fn if p.products.scales else torch.int8
+        q = blocks_box((p.batch, p.H, of_q * BLOCK_Q, D), (1, 1, 64, D), kind)
+        k = blocks_box((p.batch, p.H_k, of_k * BLOCK_K, D), (1, 1, B_c, D), kind)
+    if p.products.codes_of_v:
+        v = blocks_box((p.batch, p.H_k, of_k * D, BLOCK_K), (1, 1, D, B_c), torch.float8_e4m3fn)
     return q, k, v
 
 
@@ -155,25 +153,20 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     tile = kernels.Tile(
         row.warpgroups, row.B_c, padded(p), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
-        PAGE=page_of(p),
+        PAGE=p.layout.page(p),
     )  # fmt: skip
-    return with_codes(p, tile) if eight_bits(p) else tile
+    return with_codes(p, tile) if p.products.codes else tile
 
 
 def mixed(p: Problem) -> bool:
     """Tell whether a pack may also hold sequences below FULL queries, which then run on the portable kernel."""
-    return p.rows_packed and p.recipe.cached and p.B > 1 and p.out_dtype == p.dtype
-
-
-def page_of(p: Problem) -> int | None:
-    """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
-    return (p.k.shape[1] if p.in_layout("table") is not None else 0) if p.recipe.cached else None
+    return p.layout.unbounded and p.B > 1 and p.out_dtype == p.dtype
 
 
 def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
     """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
     with scores every logit may be NaN by itself, which half of P's bits would not show."""
-    fp8, chosen = p.recipe.precision == "fp8", of_codes(p)
+    fp8, chosen = p.products.codes_of_v, of_codes(p)
     sums = chosen.sums and not p.recipe.score
     return tile._replace(
         BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh, SUMS=sums,
@@ -213,13 +206,13 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
     """Return the backward's factors and counts, and how many matrices run concurrently."""
     tiles, heads = cdiv(p.N, row.B_c), heads_per_loop(p, row)
     loops, section, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
-    if loops >= (MANY_ALIKE if same else MANY) * section and not (p.recipe.deterministic or p.recipe.varlen):
+    if loops >= (MANY_ALIKE if same else MANY) * section and p.layout.uniform and not p.recipe.deterministic:
         section = max(1 if same else min(2, section), section // 4)  # sums of dQ stay in the L2 cache
-    while p.recipe.varlen and p.H // heads % section:  # all from one sequence
+    while not p.layout.uniform and p.H // heads % section:  # all from one sequence
         section -= 1
     return backward_kernel.Shape(
-        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, row_blocks(p, row.B_r), loops, section, tiles,
-        key_tiles(p, row.B_c),
+        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, p.query_blocks(row.B_r), loops, section, tiles,
+        p.key_blocks(row.B_c),
     )  # fmt: skip
 
 
@@ -240,7 +233,7 @@ def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
 def under_diagonal(p: Problem, size: int) -> bool:
     """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
     corners."""
-    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and not p.recipe.layout
+    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and p.layout.uniform
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
@@ -282,11 +275,6 @@ def processors(device: torch.device) -> int:
     return max(1, multiprocessors(device) - MARGIN)
 
 
-def key_tiles(p: Problem, B_c: int) -> int:
-    """Count a head's key tiles in the GQA partial sums; for packed sequences, those of all sequences."""
-    return p.k.shape[0] // B_c + p.B if p.recipe.varlen else cdiv(p.N, B_c)
-
-
 def heads_per_loop(p: Problem, row: Any) -> int:
     """Return how many query heads of a key head one program of the backward loops over. Other programs take the rest
     (see backward/gqa_reduce.py)."""
@@ -301,11 +289,6 @@ def heads_per_loop(p: Problem, row: Any) -> int:
     return next(heads for heads in range(min(most, group), 0, -1) if fits(heads))
 
 
-def row_blocks(p: Problem, B_r: int) -> int:
-    """Count a head's query tiles in the sums of dQ; for packed sequences, those of all sequences."""
-    return p.q.shape[0] // B_r + p.B if p.recipe.varlen else cdiv(p.M, B_r)
-
-
 def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
     """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it. There are two, but
     one at head size 256, where an iteration takes longer."""
@@ -316,6 +299,6 @@ def empty_gqa_sums(p: Problem, row: Any, gqa_sums: int, device: torch.device) ->
     """Allocate GQA partial sums and zero their counters, or return None if one program has each key tile to itself."""
     if gqa_sums == 1:
         return None
-    blocks = key_tiles(p, row.B_c) * p.H_k * (1 if p.recipe.varlen else p.B)
+    blocks = p.key_blocks(row.B_c) * p.H_k * p.batch
     sums = torch.empty(blocks * 2 * row.B_c * padded(p), dtype=torch.float32, device=device)
     return GqaSums(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))

@@ -10,7 +10,6 @@ import torch
 
 from ..call.problem import Problem
 from ..host.tables import in_use
-from ..quantize.codes import eight_bits
 from ..values.score import SoftCap
 
 SINGLE = 64
@@ -160,12 +159,12 @@ def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
     rows = Rows(**{name: tables[name][key] for name, key in keys(p).items()})
-    return rows._replace(forward=of_codes(p).row) if eight_bits(p) else rows
+    return rows._replace(forward=of_codes(p).row) if p.products.codes else rows
 
 
 def of_codes(p: Problem) -> EightBits:
     """Return the row for the forward of a problem with 8-bit products."""
-    return EIGHT_BITS[padded(p), p.recipe.precision]
+    return EIGHT_BITS[padded(p), p.products.name]
 
 
 def keys(p: Problem) -> dict[str, Any]:

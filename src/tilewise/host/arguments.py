@@ -1,6 +1,5 @@
 """Values and tensors as kernel arguments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..tile import masks, scores
 from ..tile.cache import Batch, Scales
 from ..tile.dropout import Counters, Dropout
 from ..tile.rows import Output, Packed, Rows, Unused
-from ..values.dropout import dropout_rescale, dropout_threshold
+from ..values.layout import Layout
 from ..values.tables import TileList
 
 DEVICE_MASKS: Any = masks
@@ -85,25 +84,23 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
 
 def packed(p: Problem, x: Operands) -> Packed | None:
     """Return the layout's cu_seqlens as a kernel argument; where keys are in a cache, those of queries."""
-    if not p.rows_packed:
+    found = p.recipe.layout_of(x.extra).packed(p)
+    if found is None:
         return None
-    if p.recipe.cached:  # whose max_q bounds nothing, and whose keys are not packed
-        cu, longest = p.in_layout("cu_q", x.extra).contiguous(), odd(total_rows(p))
-        return Packed(cu, cu, longest, longest)
-    cu_q, cu_k = x.extra[-2:]
-    return Packed(cu_q.contiguous(), cu_k.contiguous(), odd(p.max_q), odd(p.max_k))
+    cu_q, cu_k, longest_q, longest_k = found
+    return Packed(cu_q.contiguous(), cu_k.contiguous(), odd(longest_q), odd(longest_k))
 
 
 def batch_of(p: Problem, x: Operands, least: int | None = None, most: int | None = None) -> Batch:
     """Return a cache as a kernel argument, for packed sequences of `least` to `most` queries."""
-    return batch_from(lambda name: p.in_layout(name, x.extra), p.B, p.M, total_rows(p), p.N, least, most)
+    return batch_from(p.recipe.layout_of(x.extra), p.B, p.M, p.queries, p.N, least, most)
 
 
-def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
-    """Return the tensors of a cache's layout, which `get` gives by name, and its sizes and bounds."""
-    tensors = (None if t is None else t.contiguous() for t in map(get, ("cu_q", "lengths", "starts", "index")))
-    cu_q, lengths, starts, index = tensors
-    table = get("table")
+def batch_from(layout: Layout, *sizes: int | None) -> Batch:
+    """Return the tensors of a layout, and its sizes and bounds."""
+    tensors = (layout.cu_q, layout.lengths, layout.starts, layout.index)
+    cu_q, lengths, starts, index = (None if t is None else t.contiguous() for t in tensors)
+    table = layout.table
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     width = 0 if table is None else odd(table.stride(0))
@@ -111,23 +108,18 @@ def batch_from(get: Callable[[str], Any], *sizes: int | None) -> Batch:
     return Batch(cu_q, lengths, starts, index, table, width, *given)  # type: ignore[call-arg]
 
 
-def scales_of(get: Callable[[str], Any], B: int, H_k: int) -> Scales | None:
+def scales_of(layout: Layout, B: int, H_k: int) -> Scales | None:
     """Return the scales of 8-bit keys and values of a cache's layout as a kernel argument."""
-    k, v = get("k_scale"), get("v_scale")
+    k, v = layout.k_scale, layout.v_scale
     if k is None:
         return None
     (k_batch, k_head), (v_batch, v_head) = (t.expand(B, H_k).stride() for t in (k, v))
     return Scales(k, k_batch, k_head, v, v_batch, v_head)
 
 
-def total_rows(p: Problem) -> int:
-    """Return how many rows of queries there are in all."""
-    return p.q.shape[0] if p.rows_packed else p.B * p.M
-
-
 def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -> Unused | None:
     """Return the tensors of which a kernel fills the rows outside all packed sequences: o and lse, or dq, dk and dv."""
-    if not p.rows_packed:
+    if p.layout.cu_q is None:
         return None
     of_queries, of_keys, lse = (), (), None
     if saved:
@@ -156,15 +148,13 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[A
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:
     if seed is None:
         return None
-    row, column, head, of_heads, batch = p.place
-    numbers = (row, column, of_heads, batch * of_heads + head)
-    counters = Counters(*map(odd, numbers)) if p.recipe.place else ()
-    return Dropout(seed, dropout_threshold(p.recipe.dropout), dropout_rescale(p.recipe.dropout), counters)
+    counters = Counters(*map(odd, p.origin.counters(p.H))) if p.recipe.origin else ()
+    return Dropout(seed, p.dropout.threshold, p.dropout.rescale, counters)
 
 
 def lengths(p: Problem) -> tuple[int, int]:
     """Return M and N as the kernels take them: for packed sequences, the total numbers of rows."""
-    return p.q.shape[0] if p.rows_packed else p.M, p.k.shape[0] if p.recipe.varlen else p.N
+    return p.q.shape[-3], p.sizes.keys
 
 
 def rows(t: Tensor) -> Rows:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.operands import Grads, Operands, Saved
-from ..call.problem import Problem, empty_parts
+from ..call.problem import Problem, empty_parts, lse_shape
 
 EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 """What PyTorch's compiled code allocates with, in half the time of torch.empty."""
@@ -22,10 +22,9 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
 @lru_cache(4096)
 def sizes(p: Problem) -> list[Any]:
     """Return the sizes of o, lse, dq, dk and dv."""
-    *rows, H, _ = p.q.shape
-    of_lse = (H, *rows) if p.rows_packed else (rows[0], H, rows[1])
-    of_o, *others = [size(p.out_dtype, *shape) for shape in ((*rows, H, p.D_v), p.q.shape, p.k.shape, p.v.shape)]
-    return [of_o, size(torch.float32, *of_lse), *others]
+    shapes = (*p.q.shape[:-1], p.D_v), p.q.shape, p.k.shape, p.v.shape
+    of_o, *others = [size(p.out_dtype, *shape) for shape in shapes]
+    return [of_o, size(torch.float32, *lse_shape(p.q.shape)), *others]
 
 
 def size(dtype: torch.dtype, *shape: int) -> Any:

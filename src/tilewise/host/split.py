@@ -12,7 +12,7 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import batch_of, cdiv, device_values, rows, rows_of_lse, total_rows
+from .arguments import batch_of, cdiv, device_values, rows, rows_of_lse
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved
 
@@ -25,7 +25,7 @@ Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
 def forward(p: Problem, pl: Any, x: Operands, seed: Tensor | None, launches: Launches) -> Saved:
     """Compute o and lse by a plan's kernels."""
     saved = empty_saved(p, x, seed)
-    if 0 in (p.B, total_rows(p)):
+    if 0 in (p.B, p.queries):
         saved.o.zero_()
         saved.lse.fill_(-torch.inf)
         return saved
@@ -56,8 +56,8 @@ def numbers(p: Problem, split: Split, W: int) -> int:
     rows, all with as many keys."""
     tiles = row_tiles(p, split.B_R)
     if split.CHUNK:
-        slots = total_rows(p) * split.G * (cdiv(p.N, split.CHUNK) + 1)
-    elif not p.extra and not p.recipe.cached and tiles % W == 0 and tiles * split.B_C >= W * split.LEAST:
+        slots = p.queries * split.G * (cdiv(p.N, split.CHUNK) + 1)
+    elif not p.extra and tiles % W == 0 and tiles * split.B_C >= W * split.LEAST:
         slots = 0
     else:
         slots = 2 * W * split.B_R
@@ -84,4 +84,4 @@ def combine(p: Problem, pl: Any, outputs: Any, partial: Tensor, batch: Any, vari
     arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
     pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
     constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), "split": pl.split, **pdl}
-    return [Launch(attention_combine, total_rows(p) * p.H, arguments, constants, pl.compiled)]
+    return [Launch(attention_combine, p.queries * p.H, arguments, constants, pl.compiled)]

@@ -18,7 +18,7 @@ def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
 
 def with_sink(p: Problem, x: Operands, lse: Tensor, grads: Grads, delta: Callable[[], Tensor]) -> Grads:
     """Return the gradients with that of the sink, if it is wanted. `delta` is called for delta in the layout of lse."""
-    at = p.after_sink - 1
+    at = p.sink_at
     if not p.recipe.sink or grads.extra[at] is None:
         return grads
     found = sink_gradient(x.extra[at], lse, delta()).to(x.extra[at].dtype)

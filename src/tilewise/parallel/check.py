@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ..call.backend import select
-from ..call.check import check_arguments, describe, describe_fake, dropout_seed, fits
+from ..call.check import check_arguments, describe, describe_fake, fits
 from ..call.dispatch import CHECK, intercepted
 from ..call.operands import Operands
 from ..call.options import refuse_mask
 from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
+from ..values.dropout import Dropout
 from ..values.masks import Full, Mask
 from ..values.products import EightBits
 from ..values.score import Bias
@@ -56,7 +57,7 @@ def check_call(
     given = {name: options[name] for name in ("scale", "sink", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(q, k, v, mask=Full(), score=options["score"], layout=None, **given)
     if options["seed"] is not None:
-        dropout_seed(options["seed"], q, 0.0)  # raises for no seed
+        Dropout(0.0).seed(options["seed"], q)  # raises for no seed
     for name, t in (("k", k), ("v", v)):
         if t.ndim != 4 or q.ndim != 4 or t.shape[:2] != q.shape[:2]:
             raise ValueError(

@@ -29,7 +29,7 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     along = _along(q, k, mesh, recipe)
     rows = "BM3HD" if x[1] is None else "BMHD"
     sizes = [shape for name, *_ in (*recipe.mask, *recipe.score) for shape in KINDS[name].shapes]
-    sizes += ["H"] * recipe.sink + ["?"] * recipe.of_layout
+    sizes += ["H"] * recipe.sink + ["?"] * recipe.own
     own = [_local(t, size, along, mesh) for t, size in zip(x, [rows] * 3 + sizes, strict=True)]
     seed = seed.to_local() if isinstance(seed, DTensor) else seed
     outputs = eager.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest)
@@ -70,21 +70,22 @@ def _local(t: Any, sizes: str, along: Along, mesh: Any) -> Any:
 
 def _divides(recipe: Recipe) -> bool:
     """Tell whether parts of a call are calls: not those of packed sequences, nor with tiles listed for the whole."""
-    return not recipe.layout and not any(name == "TileList" for name, *_ in recipe.mask)
+    return recipe.uniform and not any(name == "TileList" for name, *_ in recipe.mask)
 
 
 def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
     """Return the recipe of this rank's part: its dropout counts from the part's first batch entry and head."""
     if not recipe.dropout or not any(along):
         return recipe
-    row, column, head, heads, batch = recipe.place or (0, 0, 0, H, 0)
+    row, column, head, heads, batch = recipe.origin or (0, 0, 0, H, 0)
+    head, batch = head or 0, batch or 0
     parts = {"B": B, "H": H}
     for n, letter in enumerate(along):
         if letter is not None:
             parts[letter] //= mesh.size(n)
             batch += parts["B"] * mesh.get_local_rank(n) if letter == "B" else 0
             head += parts["H"] * mesh.get_local_rank(n) if letter == "H" else 0
-    return recipe._replace(place=(row, column, head, heads, batch))
+    return recipe._replace(origin=(row, column, head, heads, batch))
 
 
 def _register(module: Any) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.check import check_arguments, describe_fake, dropout_seed
+from ..call.check import check_arguments, describe_fake
 from ..call.dispatch import NAMESPACE, OPERATORS
 from ..call.operands import Operands
 from ..call.recipe import KINDS, Recipe
+from ..values.dropout import Dropout
 from ..values.masks import Mask, intersect
 from ..values.score import Score
 from .agree import literal, resolved
@@ -27,7 +28,7 @@ def in_graph(
     """Return o and lse by the operator. `where` is what `written` wrote: the plan, and what `shards_of` wants."""
     given = {name: number for name, number in options.items() if name != "seed"}
     x, recipe, _ = check_arguments(q, k, v, mask=intersect(mask.parts), score=score, sink=sink, layout=None, **given)
-    seed = dropout_seed(options["seed"], q, recipe.dropout)
+    seed = Dropout(recipe.dropout).seed(options["seed"], q)
     return OPERATORS.parallel(q, k, v, list(x.extra), seed, recipe.encode(), where)
 
 

@@ -30,10 +30,8 @@ from torch import Tensor
 
 from ..call.operands import Codes, Operands
 from ..call.problem import Problem
-from ..call.recipe import EIGHT_BITS
 from ..values.intervals import PaddingLengths, PaddingRange
 from ..values.masks import Mask
-from ..values.rotation import turned
 
 BLOCK_Q, BLOCK_K = 64, 128
 """Rows of a block of Q, and of one of K and V."""
@@ -48,28 +46,14 @@ MOST_OF_V = 126
 """The largest exponent of V's scales, so that their reciprocals exist."""
 
 
-def eight_bits(p: Problem) -> bool:
-    """Tell whether a call asks for 8-bit products."""
-    return p.recipe.precision in EIGHT_BITS
-
-
-def against(p: Problem) -> list[str]:
-    """Return why no back end takes a call with 8-bit products; empty if there is no reason, or no such product."""
-    if not eight_bits(p):
-        return []
-    name, found = f"precision {p.recipe.precision!r}", []
-    if max(p.D, p.D_v) > 256:
-        found.append(f"{name} takes head sizes up to 256, got {p.D} and {p.D_v}")
-    if p.recipe.cached:
-        found.append(f"{name} reads no cache; leave precision out")
-    if p.recipe.precision == "fp8" and p.recipe.dropout:
-        found.append(f"{name} has no dropout; use precision='int8'")
-    return found
-
-
 def size_of(p: Problem) -> int:
     """Return the columns of codes: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
+
+
+def columns(p: Problem) -> int:
+    """Return the columns of what is multiplied for Q K^T: of codes, or the head size."""
+    return size_of(p) if p.products.codes else p.D
 
 
 def smooths(p: Problem) -> bool:
@@ -79,20 +63,18 @@ def smooths(p: Problem) -> bool:
 
 def blocks_of(p: Problem) -> tuple[int, int]:
     """Return a head's blocks of queries, and of keys; for packed sequences, those of all sequences."""
-    if p.recipe.varlen:
-        return p.q.shape[0] // BLOCK_Q + p.B, p.k.shape[0] // BLOCK_K + p.B
-    return -(-p.M // BLOCK_Q), -(-p.N // BLOCK_K)
+    return p.query_blocks(BLOCK_Q), p.key_blocks(BLOCK_K)
 
 
 def empty_codes(p: Problem, device: torch.device) -> Codes:
     """Allocate codes, unwritten: (size + 8) bytes a query, and size a key, with "fp8" twice that."""
-    size, batch = size_of(p), 1 if p.recipe.varlen else p.B
-    of_queries, of_keys = (batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
+    size = size_of(p)
+    of_queries, of_keys = (p.batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    fp8, kind = p.recipe.precision == "fp8", torch.float8_e4m3fn if p.recipe.quantized else torch.int8
+    fp8, kind = p.products.codes_of_v, torch.float8_e4m3fn if p.products.scales else torch.int8
     return Codes(
         empty(of_queries, BLOCK_Q, size, dtype=kind), empty(of_keys, BLOCK_K, size, dtype=kind),
         empty(of_queries, BLOCK_Q), empty(of_keys), empty(of_queries, BLOCK_Q),
@@ -118,20 +100,14 @@ class Sequences(NamedTuple):
 
 def sequences(p: Problem, x: Operands) -> Iterator[Sequences]:
     """Yield the whole padded batch, or one packed sequence after the other."""
-    masks = p.values(x.extra)[0]
-    starts, ends = key_bounds(masks)
+    layout, (starts, ends) = p.recipe.layout_of(x.extra), key_bounds(p.values(x.extra)[0])
     lo = torch.zeros(p.B, dtype=torch.int64, device=x.q.device) if starts is None else starts.long().clamp(min=0)
-    if not p.recipe.varlen:
-        hi = torch.full_like(lo, p.N) if ends is None else ends.long().clamp(max=p.N)
-        yield Sequences(slice(0, p.B), x.q, x.k, x.v, 0, 0, lo, hi)
-        return
-    cu_q, cu_k = (cu.tolist() for cu in x.extra[-2:])
-    for b in range(p.B):
-        (q0, q1), (k0, k1) = cu_q[b : b + 2], cu_k[b : b + 2]
-        own = slice(b, b + 1)
-        hi = torch.full_like(lo[own], k1 - k0) if ends is None else ends[own].long().clamp(max=k1 - k0)
-        q, k, v = x.q[None, q0:q1], x.k[None, k0:k1], x.v[None, k0:k1]
-        yield Sequences(own, q, k, v, q0 // BLOCK_Q + b, k0 // BLOCK_K + b, lo[own], hi)
+    for own, rows, keys in layout.groups(p):
+        N = keys.stop - keys.start
+        hi = torch.full_like(lo[own], N) if ends is None else ends[own].long().clamp(max=N)
+        q, k, v = (layout.rows_of(t, own, at) for t, at in ((x.q, rows), (x.k, keys), (x.v, keys)))
+        first_q, first_k = rows.start // BLOCK_Q + own.start, keys.start // BLOCK_K + own.start
+        yield Sequences(own, q, k, v, first_q, first_k, lo[own], hi)
 
 
 def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -149,7 +125,7 @@ def quantize(p: Problem, x: Operands) -> Codes:
         t.view(torch.int8).zero_()
     for s in sequences(p, x):
         of_q, of_k = (0, s.first_q, s.q.shape[1]), (1, s.first_k, s.k.shape[1])
-        parts = _copied(p, x, s) if p.recipe.quantized else _rounded(p, x, s)
+        parts = _copied(p, x, s) if p.products.scales else _rounded(p, x, s)
         for name, to, part in zip(Codes._fields, codes, parts, strict=True):
             if to is None or part is None:
                 continue
@@ -166,14 +142,15 @@ def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
     q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
     j = torch.arange(k.shape[2], device=k.device)
     inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
-    mean, balance = (t[s.b] for t in given_statistics(p, x)) if p.recipe.given else statistics(p, q, k, s)
-    of_q, of_mean = (_per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
+    found = given_statistics(p, x)
+    mean, balance = statistics(p, q, k, s) if found is None else (t[s.b] for t in found)
+    of_q, of_mean = (per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
     q_int8, q_descale = int8_rows(rotated(q * of_q))
     q_shift = (q * of_mean).sum(-1, keepdim=True) * p.scale
     k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
     k_int8, k_descale = int8_blocks(_cut(k, BLOCK_K))
     of_v: tuple[Tensor, ...] = ()
-    if p.recipe.precision == "fp8":
+    if p.products.codes_of_v:
         v_e4m3, v_descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), BLOCK_K))
         of_v = v_e4m3[..., key_order(v.device), :].mT, v_descale
     return Codes(
@@ -188,32 +165,26 @@ def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
         _cut(_columns(t.view(torch.int8), size_of(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
         for t, rows in ((s.q, BLOCK_Q), (s.k, BLOCK_K), (s.v, BLOCK_K))
     )
-    of_q, of_k, of_v = (t[s.b, :, None] for t in x.extra[p.after_sink : p.after_sink + 3])
-    of_q, zero = _per_query_head(p, of_q)[..., None], of_q.new_zeros(())
+    of_q, of_k, of_v = (t[s.b, :, None] for t in p.recipe.products_of(x.extra).scales)
+    of_q, zero = per_query_head(p, of_q)[..., None], of_q.new_zeros(())
     return Codes(q, k, of_q, of_k, zero, zero, of_q.new_ones(()), v[..., key_order(v.device), :].mT, of_v)
-
-
-def tables_of(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
-    """Return rotary's cos and sin, (positions, R / 2), of a call that has them."""
-    first = p.after_sink + 2 * p.recipe.given
-    cos, sin = x.extra[first : first + 2]
-    return cos, sin
 
 
 def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
     """Turn rows (entries, length, heads, D), from position 0 on, if the call has rotary's tables."""
-    if not p.recipe.rotary:
-        return list(rows)
-    cos, sin = (t.float()[:, None] for t in tables_of(p, x))
-    return [turned(t, cos[: t.shape[1]], sin[: t.shape[1]], p.recipe.rotary == "neighbours") for t in rows]
+    angles = p.recipe.products_of(x.extra).angles
+    return list(rows) if angles is None else [angles.rotate(t, slice(0, t.shape[1])) for t in rows]
 
 
-def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
-    """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size."""
-    mean, balance = x.extra[p.after_sink : p.after_sink + 2]
+def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor] | None:
+    """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size. None if the
+    call decides them."""
+    products = p.recipe.products_of(x.extra)
+    if products.mean is None:
+        return None
     wider = 0, size_of(p) - p.D
-    mean = mean if smooths(p) else torch.zeros_like(mean)
-    return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(balance, wider, value=1.0)
+    mean = products.mean if smooths(p) else torch.zeros_like(products.mean)
+    return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(products.balance, wider, value=1.0)
 
 
 def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
@@ -347,94 +318,10 @@ def _blocks(p: Problem, t: Tensor, side: int, first: int, length: int) -> Tensor
     `side` is 0 for queries, 1 for keys.
     """
     heads, rows = ((p.H, BLOCK_Q), (p.H_k, BLOCK_K))[side]
-    whole = t.unflatten(0, (1 if p.recipe.varlen else p.B, heads, blocks_of(p)[side]))
+    whole = t.unflatten(0, (p.batch, heads, blocks_of(p)[side]))
     return whole[:, :, first : first + -(-length // rows)]
 
 
-def _per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:
+def per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:
     """Repeat what each key head has for its query heads."""
     return x.repeat_interleave(p.H // p.H_k, axis)
-
-
-# What a forward saw, from its codes
-
-
-def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
-    """Return q, k and v as the two products of a forward see them, in fp32: Q and K rotated, (…, heads, size)."""
-    q = _rows(p, codes.q.float() * codes.q_descale[..., None], BLOCK_Q, x, 0)
-    k = _rows(p, codes.k.float() * codes.k_descale[:, None, None], BLOCK_K, x, 1)
-    return Operands(q, k, _values(p, x, codes), x.extra)
-
-
-def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
-    """Return q, k and v as a forward saw them, in their own type and coordinates; K without its mean.
-
-    The 16-bit backward takes these, with lse less `shift_of`: P sums to 1, as it did in the forward. With the original
-    tensors it would not.
-    """
-    seen, size = multiplied(p, x, codes), size_of(p)
-    signs = signs_of(size, x.q.device)
-    q = rotated(seen.q) * signs / _per_query_head(p, _of_rows(p, codes.balance, x, 0), -2)
-    k = rotated(seen.k) * (signs / size) * _of_rows(p, codes.balance, x, 1)
-    return Operands(q[..., : p.D].to(p.dtype), k[..., : p.D].to(p.dtype), seen.v.to(p.dtype), x.extra)
-
-
-def shift_of(p: Problem, x: Operands, codes: Codes) -> Tensor:
-    """Return scale * q . mean of each row, of lse's shape: lse is that of the codes' logits plus this."""
-    shift = _rows(p, codes.q_shift[..., None], BLOCK_Q, x, 0)[..., 0]  # (B, M, H) or (T, H)
-    return shift.transpose(-1, -2).contiguous()
-
-
-def mean_of_keys(p: Problem, x: Operands, codes: Codes) -> Tensor:
-    """Return the mean that K lost, for each query: (B, 1, H, D), packed (T, H, D)."""
-    return _per_query_head(p, _of_rows(p, codes.mean, x, 0), -2)[..., : p.D]
-
-
-def probabilities(p: Problem, P: Tensor) -> Tensor:
-    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3. Without scores, its sum is lse's."""
-    return P.mul(256.0).to(torch.float8_e4m3fn).to(P.dtype).div_(256.0) if p.recipe.precision == "fp8" else P
-
-
-def _values(p: Problem, x: Operands, codes: Codes) -> Tensor:
-    if codes.v is None or codes.v_descale is None:
-        return x.v.float()
-    v = codes.v.float().mT[:, torch.argsort(key_order(x.v.device))]
-    return _rows(p, v * codes.v_descale[:, None, None], BLOCK_K, x, 1)[..., : p.D_v]
-
-
-def _rows(p: Problem, t: Tensor, rows: int, x: Operands, side: int) -> Tensor:
-    """Take blocks (blocks, rows, columns) apart into (B, length, heads, columns), packed (T, heads, columns).
-
-    `side` is 0 for queries, 1 for keys. Packed rows of no sequence hold any number.
-    """
-    heads, length = (p.H, p.M) if side == 0 else (p.H_k, p.N)
-    if not p.recipe.varlen:
-        count = -(-length // rows)
-        return t.reshape(p.B, heads, count * rows, t.shape[-1])[:, :, :length].transpose(1, 2)
-    if p.B == 0:  # all rows are of no sequence
-        return t.new_zeros((x.q, x.k)[side].shape[0], heads, t.shape[-1])
-    at, stride = _places(p, rows, x, side)
-    return t.reshape(heads, stride * rows, t.shape[-1])[:, at].transpose(0, 1)
-
-
-def _places(p: Problem, rows: int, x: Operands, side: int) -> tuple[Tensor, int]:
-    """Return where in a head's blocks each packed row lies, and how many blocks a head has."""
-    cu, total = x.extra[side - 2].long(), (x.q, x.k)[side].shape[0]
-    at = torch.arange(total, device=cu.device)
-    b = _sequence_of(p, at, cu)
-    stride = total // rows + p.B
-    return ((cu[b] // rows + b) * rows + at - cu[b]).clamp(0, stride * rows - 1), stride
-
-
-def _of_rows(p: Problem, t: Tensor, x: Operands, side: int) -> Tensor:
-    """Return numbers of each head (B, H_k, size) for each row: (B, 1, H_k, size), packed (T, H_k, size)."""
-    if not p.recipe.varlen:
-        return t[:, None]
-    if p.B == 0:
-        return t.new_zeros((x.q, x.k)[side].shape[0], *t.shape[1:])
-    return t[_sequence_of(p, torch.arange((x.q, x.k)[side].shape[0], device=t.device), x.extra[side - 2].long())]
-
-
-def _sequence_of(p: Problem, at: Tensor, cu: Tensor) -> Tensor:
-    """Return which packed sequence owns each row."""
-    return (torch.searchsorted(cu, at, right=True) - 1).clamp(0, p.B - 1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..call.dispatch import refuse_forward_mode
-from ..values.rotation import check_columns, check_positions, check_tables, check_tensor
+from ..values.rotation import Angles, check_tensor
 from ..values.value import FLOATING_TYPES
 from .in_torch import Rotation
 from .op import rotate
@@ -77,12 +77,14 @@ def _rotate(
 ) -> list[Tensor]:
     """Check the arguments, then rotate all xs."""
     x = _check_operands(xs, packed=cu_seqlens is not None)
-    check_tables(x, cos, sin)
-    check_columns(cos.shape[1], x.shape[-1])
+    angles = Angles(cos, sin, bool(interleaved))
+    angles.check(x)
+    angles.check_columns(x.shape[-1])
     _check_places(x, offsets, cu_seqlens)
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
-    rotation = Rotation(cos, sin, per_sequence, cu_seqlens, shared, bool(interleaved))
-    _check_shapes(x, rotation)
+    rotation = Rotation(cos, sin, per_sequence, cu_seqlens, shared, angles.interleaved)
+    if (count := _positions(x, shared, cu_seqlens)) is not None:
+        angles.check_positions(count)
     refuse_forward_mode(*xs.values(), cos, sin)
     return rotate(list(xs.values()), rotation)
 
@@ -127,10 +129,9 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
         raise ValueError(f"offsets must be >= 0, got {offsets}; pass the position of the first row")
 
 
-def _check_shapes(x: Tensor, rotation: Rotation) -> None:
-    """Check what shapes alone say about positions."""
-    if rotation.cu_seqlens is not None and rotation.cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
+def _positions(x: Tensor, offset: int, cu_seqlens: Tensor | None) -> int | None:
+    """Return how many positions there are at least, as shapes say; None without rows."""
+    if cu_seqlens is not None and cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
         raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
-    longest = x.shape[1] if rotation.cu_seqlens is None else 1  # a sequence that has rows has at least one
-    if x.shape[0] > 0 and longest > 0:
-        check_positions(rotation.offset + longest, rotation.cos.shape[0])
+    longest = x.shape[1] if cu_seqlens is None else 1  # a sequence that has rows has at least one
+    return offset + longest if x.shape[0] > 0 and longest > 0 else None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..values.rotation import turned
+from ..values.rotation import Angles
 
 
 class Rotation(NamedTuple):
@@ -22,10 +22,8 @@ class Rotation(NamedTuple):
 
 def rotate_in_torch(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x in plain torch."""
-    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = positions(x, rotation).clamp(0, rotation.cos.shape[0] - 1)
-    c, s = (table[rows].to(accumulator).unsqueeze(-2) for table in (rotation.cos, rotation.sin))  # (…, 1, R / 2)
-    return turned(x, c, -s if rotation.inverse else s, rotation.interleaved)
+    return Angles(rotation.cos, rotation.sin, rotation.interleaved).rotate(x, rows, rotation.inverse)
 
 
 def positions(x: Tensor, rotation: Rotation) -> Tensor:

@@ -12,8 +12,7 @@ from ..host.arguments import NARROW
 from ..host.launch import on_device
 from ..host.lists import make_lists
 from ..host.tables import source_of_rows
-from ..quantize import codes as quantize
-from ..quantize.launch import quantized
+from ..quantize.launch import codes_of
 from ..values.tables import TileList
 from . import launch, tiles
 from .plan import plan
@@ -28,9 +27,9 @@ class Portable:
 
     def why_not(self, problem: Problem) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
-        against, sizes = _against_target(problem) + quantize.against(problem), f"{problem.D} and {problem.D_v}"
-        if quantize.eight_bits(problem):
-            against += _against_eight_bits(problem)
+        against, sizes = _against_target(problem) + problem.products.against(problem), f"{problem.D} and {problem.D_v}"
+        if problem.products.codes:
+            against += _against_codes(problem)
         if problem.dtype == torch.float64:
             against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
         if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
@@ -42,10 +41,8 @@ class Portable:
                 f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times "
                 "as much as PyTorch; pass backend='triton' to run them"
             )
-        if problem.recipe.cached and max(problem.D, problem.D_v) > 256:
-            against.append(f"it splits keys for head sizes up to 256, got {sizes}")
-        if problem.recipe.cached and problem.out_dtype != problem.dtype:
-            against.append(f"it stores a cache's results in q's type, got out_dtype={problem.out_dtype}")
+        if "cache" in problem.layout.needs:
+            against += _against_cache(problem)
         if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
             against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
         if problem.out_dtype != problem.dtype and {problem.D, problem.D_v} & {*NARROW}:
@@ -55,7 +52,7 @@ class Portable:
             where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
             has = ", ".join(precisions(problem))
             against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
-        against += problem.off_counters
+        against += problem.origin.against()
         if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
             kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
             against.append(
@@ -68,7 +65,7 @@ class Portable:
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
-        if problem.recipe.cached:
+        if "cache" in problem.layout.needs:
             return decode_launch.told(problem)
         parts = [
             f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
@@ -91,7 +88,7 @@ class Portable:
 
     def codes(self, problem: Problem, x: Operands) -> Codes:
         with on_device(x.q):
-            return quantized(problem, x, plan(problem).compiled)
+            return codes_of(problem, x, plan(problem).compiled)
 
     def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
         if problem.target == "cpu":
@@ -126,7 +123,7 @@ def _forward(p: Problem, split: bool, x: Operands, seed: Tensor | None) -> Saved
 @lru_cache(4096)
 def splits(p: Problem) -> bool:
     """Tell whether the kernels that split keys run a problem's forward."""
-    return p.recipe.cached or (p.few_rows and p.target not in NO_MATRIX_UNITS)
+    return "cache" in p.layout.needs or (p.few_rows and p.target not in NO_MATRIX_UNITS)
 
 
 def _less_accurate(p: Problem) -> bool:
@@ -137,19 +134,30 @@ def _less_accurate(p: Problem) -> bool:
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
     """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units. What
     becomes codes keeps its type, to which rotary rounds."""
-    if p.recipe.quantized:  # its only products are those of e4m3
+    if p.products.scales:  # its only products are those of e4m3
         return p, x
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe._replace(out_dtype=None)
-    if p.dtype != torch.float32 and not quantize.eight_bits(p):
-        recipe = recipe._replace(precision="tf32x3")
+    if p.products.codes:
+        x = x._replace(v=v)
+    elif p.dtype != torch.float32:
+        recipe = recipe.exact("tf32x3")
     wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
-    return wide, Operands(*(x[:2] if quantize.eight_bits(p) else (q, k)), v, x.extra)
+    return wide, x if p.products.codes else Operands(q, k, v, x.extra)
 
 
-def _against_eight_bits(problem: Problem) -> list[str]:
+def _against_cache(problem: Problem) -> list[str]:
     against = []
-    if problem.recipe.precision == "fp8" and problem.target not in (*WITH_FP8, "cpu"):
+    if max(problem.D, problem.D_v) > 256:
+        against.append(f"it splits keys for head sizes up to 256, got {problem.D} and {problem.D_v}")
+    if problem.out_dtype != problem.dtype:
+        against.append(f"it stores a cache's results in q's type, got out_dtype={problem.out_dtype}")
+    return against
+
+
+def _against_codes(problem: Problem) -> list[str]:
+    against = []
+    if problem.products.codes_of_v and problem.target not in (*WITH_FP8, "cpu"):
         against.append(f"Triton multiplies no e4m3 on {problem.target}; use precision='int8'")
     if problem.target in NO_MATRIX_UNITS:
         against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")

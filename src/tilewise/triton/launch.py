@@ -27,7 +27,7 @@ from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved
 from ..merge.sink import with_sink
-from ..quantize.codes import blocks_of, eight_bits, size_of
+from ..quantize.codes import blocks_of, columns
 from ..quantize.launch import quantized
 from ..tile.ranges import Scales, Variant
 from ..tile.rows import Rows as RowsOf
@@ -49,8 +49,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         saved.lse.fill_(-torch.inf)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
-    if eight_bits(p):
-        saved = saved._replace(kept=quantized(p, x, pl.compiled).present())
+    saved = saved._replace(kept=quantized(p, x, pl.compiled))
     tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
@@ -76,7 +75,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 def empty_scratch(p: Problem, x: Operands) -> RowValues:
     """Allocate scratch without writing it: two numbers per row, padded to the kernels' `pitch`."""
     stride = cdiv(lengths(p)[0], 16) * 16
-    shape = (p.H, stride) if p.recipe.varlen else (p.B, p.H, stride)
+    shape = *p.q.shape[:-3], p.H, stride
     logs, delta = (torch.empty(shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
     return RowValues(logs, delta)
 
@@ -89,8 +88,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     q, k, v, o = (rows(t) for t in (*x[:3], saved.o))
     codes = None
-    if eight_bits(p):
-        made, size = Codes(*saved.kept), size_of(p)
+    if saved.kept:
+        made, size = Codes(*saved.kept), columns(p)
         q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
         of_v = () if made.v is None else (made.v.view(torch.int8), made.v_descale)
         of_q, of_k = blocks_of(p)

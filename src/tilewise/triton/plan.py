@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call.problem import Problem
 from ..host.arguments import device_values, odd
 from ..host.replay import Replay
-from ..quantize.codes import eight_bits, size_of
+from ..quantize.codes import columns
 from ..tile.blocks import Tile
 from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
@@ -74,6 +74,6 @@ def schedule(*counts: int) -> Schedule:
 
 def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
     """Return a kernel's constants and compiler options."""
-    tile = Tile(p.H // p.H_k, size_of(p) if eight_bits(p) else p.D, p.D_v, tiles.B_r, tiles.B_c, pl.precision)
+    tile = Tile(p.H // p.H_k, columns(p), p.D_v, tiles.B_r, tiles.B_c, pl.precision)
     cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
     return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}

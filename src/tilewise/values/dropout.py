@@ -1,21 +1,63 @@
 """Dropout: which entries of P are kept, bit for bit, in plain PyTorch. It specifies what every back end computes."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from .value import number_in
+
 PHILOX_ROUNDS = 10
-
-
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-
-
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
-
-
 WORD = 0xFFFFFFFF
-
-
 HALF = 0xFFFF
+
+
+class Dropout(NamedTuple):
+    """The probability that an entry of P is dropped, in [0, 1), as the user gave it."""
+
+    probability: float
+
+    @staticmethod
+    def of(probability: Any) -> "Dropout":
+        """Check a probability. Raise TypeError or ValueError if it is none."""
+        if type(probability) is float and probability == 0.0:  # torch.compile needs the constant itself
+            return Dropout(0.0)
+        return Dropout(number_in("dropout", probability, "a probability in [0, 1)", 0.0, 1.0))
+
+    @property
+    def threshold(self) -> int:
+        """Return the number below which an entry's 16 random bits drop it."""
+        return dropout_threshold(self.probability)
+
+    @property
+    def rescale(self) -> float:
+        """Return the factor on entries that are kept."""
+        return dropout_rescale(self.probability)
+
+    def seed(self, seed: int | Tensor | None, q: Tensor) -> Tensor | None:
+        """Return the seed as a scalar int64 tensor on q's device, drawn if None; its value is never read back. None
+        without dropout."""
+        if isinstance(seed, Tensor):
+            if seed.dtype != torch.int64 or seed.numel() != 1:
+                raise TypeError(
+                    f"seed must be an int or a scalar int64 tensor, got {seed.dtype} of shape {tuple(seed.shape)}; "
+                    "pass an int, or leave it out to have one drawn"
+                )
+            if seed.device != q.device:
+                raise ValueError(f"seed must be on q's device {q.device}, got {seed.device}; move it with .to(...)")
+        elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(
+                f"seed must be an int or a scalar int64 tensor, got {seed!r}; leave it out to have one drawn"
+            )
+        elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, got {seed}; pass one in [-2^63, 2^63)")
+        if self.probability == 0.0:
+            return None
+        if seed is None:
+            return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+        return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=q.device)
 
 
 def dropout_keep(seed: int, row: Tensor, i: Tensor, j: Tensor, dropout: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .masks import Full, Mask
-from .value import INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
+from .value import AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +225,7 @@ class PaddingKeys(Padding):
     shapes = ("BN",)
     interval = False
     varlen = False
+    not_cached = AS_WIDE
 
     @classmethod
     def public_name(cls) -> str:

@@ -1,19 +1,236 @@
-"""Where rows lie other than in a padded batch: packed sequences (Varlen), and keys in a cache (Cached)."""
+"""Where rows lie: in a padded batch (Padded), or in packed sequences (Varlen). For keys in a cache, see cached.py.
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+Of the tensors' specs, the methods read shapes; those that say so want the tensors themselves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-from .value import INTEGER_TYPES, Frozen, check_strided, constant, integer
+from .value import Option, Unsupported, check_strided, integer
 
-BLOCK = 64
-"""What `Cached.invariant` is a multiple of: the keys of one tile, at most."""
+
+class Sizes(NamedTuple):
+    """The sizes of a call, which follow from its layout and shapes."""
+
+    B: int
+    """Batch entries, or packed sequences."""
+    M: int
+    """Queries of the longest."""
+    N: int
+    """Keys of the longest; of a cache, its capacity."""
+    keys: int
+    """Rows of k that lie side by side: N, or those of all packed sequences."""
+
+
+class Layout(Option):
+    """Every layout derives from this class. Absent tensors are None."""
+
+    cu_q: Any = None
+    cu_k: Any = None
+    lengths: Any = None
+    table: Any = None
+    starts: Any = None
+    index: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    invariant: int = 0
+
+    uniform: ClassVar[bool] = False
+    """Whether all batch entries have M queries and N keys."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what a back end must be able to read: of "packed", "cache", "pages", "starts" and "invariant"."""
+        return frozenset()
+
+    @property
+    def unbounded(self) -> bool:
+        """Tell whether nothing bounds the number of queries of one sequence, but that of all."""
+        return False
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Return which of q, k and v are in 8 bits, with a scale."""
+        return ()
+
+    @property
+    def unread(self) -> bool:
+        """Tell whether `longest` has to read tensors."""
+        return False
+
+    def longest(self) -> tuple[int, int]:
+        """Return max_q and max_k, as the operators take them."""
+        return 0, 0
+
+    def count(self, q: tuple[int, ...]) -> int:
+        """Return the number of batch entries, or sequences, for q's shape."""
+        raise NotImplementedError
+
+    def sizes(self, q: tuple[int, ...], k: tuple[int, ...], longest: tuple[int, int]) -> Sizes:
+        """Return the sizes of a call with shapes q and k."""
+        raise NotImplementedError
+
+    def check_ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError if q, k or v has another number of dimensions."""
+        raise NotImplementedError
+
+    def with_scales(self, k: Tensor, v: Tensor) -> "Layout":
+        """Return the layout of keys and values in 8 bits with these scales, or raise ValueError."""
+        raise ValueError(
+            f"layout must be a Cached where k is a Quantized and q is none, got {self!r}; pass one, give q a scale, "
+            "too, or convert k and v"
+        )
+
+    def place(self, values: Sequence[Any], origin: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        """Return masks or scores of a call that begins at an Origin of the whole."""
+        if origin.row or origin.column:
+            raise ValueError(
+                f"place must have row=0 and column=0 with a layout, got {origin.row} and {origin.column}; "
+                "pass whole sequences, or leave row and column out"
+            )
+        return tuple(values)
+
+    def refuse_backward(self) -> None:
+        """Raise Unsupported if calls with the layout have no backward."""
+
+    def check_qkv(self, qkv: Tensor) -> None:
+        """Raise ValueError unless a tensor can hold q, k and v."""
+        raise NotImplementedError
+
+    def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
+        """Return the number of keys, or a tensor of each sequence's, once what the tensors hold is checked."""
+        return p.N
+
+    def blocks(self, rows: int, B: int, size: int) -> int:
+        """Return how many blocks of `size` rows a head has, where sequences begin with a block: at most these."""
+        return rows // size + B
+
+    def query_tiles(self, p: Any, size: int) -> tuple[int, int]:
+        """Return how many tiles of `size` queries a score matrix has, and how many such matrices there are."""
+        return -(-p.M // size), p.B * p.H
+
+    def packed(self, p: Any) -> tuple[Any, Any, int, int] | None:
+        """Return cu_q, cu_k, and bounds on the lengths, as kernels take them; None where batch entries are padded."""
+        return None
+
+    def page(self, p: Any) -> int | None:
+        """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
+        return None
+
+    def resized(self, p: Any, B: int, M: int, N: int) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
+        """Return the rows of q and of k, and the shapes of the layout's tensors, with other sizes."""
+        return (B, M), (B, N), ()
+
+    # the tensors themselves
+
+    def pairs(self, p: Any) -> int:
+        """Return how many entries the score matrices of a head have, ignoring masks; from shapes, for fake tensors."""
+        return p.queries * p.N
+
+    def ends(self, p: Any) -> tuple[list[int], list[int]]:
+        """Return where sequences begin and end, in the rows of q and of k, one after the other."""
+        raise NotImplementedError
+
+    def groups(self, p: Any) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield batch entries of one length, and their rows of q and of k."""
+        for b, (rows, keys) in enumerate(zip(*map(_cut, self.ends(p)), strict=True)):
+            yield slice(b, b + 1), rows, keys
+
+    def rows_of(self, t: Tensor, entries: slice, rows: slice) -> Tensor:
+        """Return a view (entries, length, heads, size) of some batch entries of one length."""
+        count = entries.stop - entries.start
+        return t[rows].unflatten(0, (count, (rows.stop - rows.start) // count))
+
+    def lse_of(self, lse: Tensor, entries: slice, rows: slice) -> Tensor:
+        """Return a view (entries, heads, length) of some batch entries of one length."""
+        count = entries.stop - entries.start
+        return lse[:, rows].unflatten(1, (count, (rows.stop - rows.start) // count)).transpose(0, 1)
+
+    def sequence_of(self, side: int, rows: int) -> Tensor:
+        """Return which sequence has each row of q (side 0) or k (side 1); a row of none has any."""
+        cu = (self.cu_q, self.cu_k)[side].long()
+        t = torch.arange(rows, device=cu.device)
+        return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, len(cu) - 2)
+
+    def of_rows(self, t: Tensor, side: int, rows: int) -> Tensor:
+        """Return what each batch entry has, (B, ...), as it broadcasts to rows of q (side 0) or k (side 1)."""
+        if len(t) == 0:  # all rows are of no sequence
+            return t.new_zeros(rows, *t.shape[1:])
+        return t[self.sequence_of(side, rows)]
+
+    def in_blocks(self, side: int, rows: int, size: int) -> Any:
+        """Return where each row of q (side 0) or k (side 1) lies among blocks (see `blocks`), as an index."""
+        cu = (self.cu_q, self.cu_k)[side].long()
+        b = self.sequence_of(side, rows)
+        at = (cu[b] // size + b) * size + torch.arange(rows, device=cu.device) - cu[b]
+        return at.clamp(0, self.blocks(rows, len(cu) - 1, size) * size - 1)  # bad offsets must stay inside
 
 
 @dataclass(frozen=True, eq=False)
-class Varlen(Frozen):
+class Padded(Layout):
+    """A batch of entries of one length: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v). The default."""
+
+    uniform = True
+
+    def count(self, q: tuple[int, ...]) -> int:
+        return q[0]
+
+    def sizes(self, q: tuple[int, ...], k: tuple[int, ...], longest: tuple[int, int]) -> Sizes:
+        return Sizes(q[0], q[1], k[1], k[1])
+
+    def check_ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        check_ranks(shapes, 4, "(batch, length, heads, head size)")
+
+    def place(self, values: Sequence[Any], origin: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        return tuple([origin.place(value, q.shape[-3], k.shape[-3]) for value in values])
+
+    def check_qkv(self, qkv: Tensor) -> None:
+        if qkv.ndim != 5 or qkv.shape[-3] != 3:
+            hint = "pass layout=Varlen(...) for packed sequences" if qkv.ndim == 4 else AS_ONE
+            raise ValueError(f"qkv must have shape (B, N, 3, H, D), got {tuple(qkv.shape)}; {hint}")
+
+    def check(self, problem: Any) -> None:
+        self.check_ranks(problem.shapes)
+        q, k, v = (spec.shape[0] for spec in problem[1:4])
+        if not q == k == v:
+            raise ValueError(
+                f"q, k and v must have one batch size, got {q}, {k}, {v}; expand those of size 1 with .expand(...)"
+            )
+
+    def blocks(self, rows: int, B: int, size: int) -> int:
+        return -(-rows // size)
+
+    def ends(self, p: Any) -> tuple[list[int], list[int]]:
+        return [b * p.M for b in range(p.B + 1)], [b * p.N for b in range(p.B + 1)]
+
+    def groups(self, p: Any) -> Iterator[tuple[slice, slice, slice]]:
+        yield slice(0, p.B), slice(0, p.M), slice(0, p.N)
+
+    def rows_of(self, t: Tensor, entries: slice, rows: slice) -> Tensor:
+        return t[entries]
+
+    def lse_of(self, lse: Tensor, entries: slice, rows: slice) -> Tensor:
+        return lse[entries]
+
+    def of_rows(self, t: Tensor, side: int, rows: int) -> Tensor:
+        return t[:, None]
+
+    def in_blocks(self, side: int, rows: int, size: int) -> Any:
+        return slice(0, rows)
+
+
+PADDED = Padded()
+AS_ONE = "stack q, k and v in front of the heads"
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen(Layout):
     """Packed sequences, one after the other without padding: q (T, H, D), k (T', H_k, D), v (T', H_k, D_v).
 
     cu_q and cu_k are int32 (B + 1,) on q's device. They start at 0, never decrease, and end at the number of rows or
@@ -26,13 +243,18 @@ class Varlen(Frozen):
     Raises TypeError or ValueError for a wrong type, shape or number.
     """
 
-    cu_q: Tensor
-    cu_k: Tensor
+    cu_q: Tensor = field()
+    cu_k: Tensor = field()
     max_q: int | None = None
     max_k: int | None = None
+    captures = ("cu_q", "cu_k")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"packed"})
 
     def __post_init__(self) -> None:
-        for name in ("cu_q", "cu_k"):
+        for name in self.captures:
             cu = getattr(self, name)
             if not isinstance(cu, Tensor):
                 raise TypeError(
@@ -61,19 +283,13 @@ class Varlen(Frozen):
                 raise ValueError(f"Varlen: {name} must be >= 0, got {longest}; pass None to have it read")
             object.__setattr__(self, name, longest)
 
-    @property
-    def plain(self) -> tuple[Any, ...]:
-        """Return the class name and the names of the tensors, as a recipe holds them."""
-        return type(self).__name__, ("cu_q", "cu_k")
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that `plain` names."""
-        return self.cu_q, self.cu_k
-
     def to(self, device: torch.device | str | int) -> "Varlen":
         """Return the same layout with cu_q and cu_k on a device."""
         return Varlen(self.cu_q.to(device), self.cu_k.to(device), self.max_q, self.max_k)
+
+    @property
+    def unread(self) -> bool:
+        return None in (self.max_q, self.max_k)
 
     def longest(self) -> tuple[int, int]:
         """Return max_q and max_k, read from the tensors where they are None."""
@@ -82,109 +298,76 @@ class Varlen(Frozen):
             _longest(self.cu_k) if self.max_k is None else self.max_k,
         )
 
+    def count(self, q: tuple[int, ...]) -> int:
+        return self.cu_q.shape[0] - 1
 
-@dataclass(frozen=True, eq=False)
-class Cached(Frozen):
-    """Keys and values in a cache, contiguous or in pages, for inference: gradients are refused.
+    def sizes(self, q: tuple[int, ...], k: tuple[int, ...], longest: tuple[int, int]) -> Sizes:
+        return Sizes(self.count(q), *longest, k[0])
 
-    Without `table`, k is (entries, capacity, H_k, D) and v (entries, capacity, H_k, D_v): sequence b has the rows of
-    entry `index[b]`, or b. With `table`, k is (pages, P, H_k, D) and v (pages, P, H_k, D_v), and row r of sequence b is
-    row r % P of page `table[index[b] or b, r // P]`. k and v may have any strides.
+    def check_ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        check_ranks(shapes, 3, "(T, heads, head size)")
 
-    Sequence b has the keys in rows starts[b] <= r < lengths[b]. Their indices are j = r - starts[b], and there are
-    N_b = lengths[b] - starts[b] of them. Masks and scores use N_b and the sequence's own number of queries, so its last
-    query is aligned with its last key. No other row is read, and no entry of `table` that no query's keys need.
+    def check_qkv(self, qkv: Tensor) -> None:
+        if qkv.ndim != 4 or qkv.shape[-3] != 3:
+            raise ValueError(f"qkv must have shape (T, 3, H, D), got {tuple(qkv.shape)}; {AS_ONE}")
 
-    Args:
-        lengths: (B,) on q's device, the rows in use, with those that `append_` writes before the call. A length above
-            the capacity is cut to it.
-        table: (B, width) on q's device, the pages of each sequence, in order; sequences may share pages. Capacity is
-            width * P.
-        starts: (B,), the first row in use, for sequences padded on the left; None for 0.
-        cu_q: (B + 1,), as in `Varlen`: q is packed (T, H, D). None: q is (B, M, H, D). In rows from cu_q[B] on, o is 0
-            and lse -inf.
-        max_q: the largest number of queries of a sequence, with cu_q. It chooses tiles and bounds nothing; None is T.
-        index: (B,), the entry of k and v, or the row of `table`, in which a sequence lies; they may repeat. None for b.
-        invariant: 0, or a multiple of 64. Then keys are summed in pieces of that many rows, so a sequence's results
-            have the same bits in any batch, with any number of programs, and however its queries are cut into calls.
+    def check(self, problem: Any) -> None:
+        self.check_ranks(problem.shapes)
+        for kind in problem.kinds:
+            if not (kind.varlen and kind.interval):
+                raise Unsupported(
+                    f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
+                    "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
+                )
+        problem.check_devices(self.named)
 
-    Tensors are int32; of int64 a converted copy is made here, which does not follow later changes.
+    def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
+        check_offsets("cu_q", self.cu_q, p.q.shape[0], p.max_q)
+        check_offsets("cu_k", self.cu_k, p.k.shape[0], p.max_k)
+        return self.cu_k.diff()
 
-    Raises TypeError or ValueError for a wrong type, shape or number.
-    """
+    def packed(self, p: Any) -> tuple[Any, Any, int, int] | None:
+        return self.cu_q, self.cu_k, p.max_q, p.max_k
 
-    lengths: Tensor
-    table: Tensor | None = None
-    _: KW_ONLY
-    starts: Tensor | None = None
-    cu_q: Tensor | None = None
-    max_q: int | None = None
-    index: Tensor | None = None
-    invariant: int = 0
-    __match_args__ = ("lengths", "table", "starts", "cu_q", "max_q", "index", "invariant")
+    def resized(self, p: Any, B: int, M: int, N: int) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
+        return (p.q.shape[0] + M - p.M,), (p.k.shape[0] + N - p.N,), ((B + 1,), (B + 1,))
 
-    def __post_init__(self) -> None:
-        shape = tuple(self.lengths.shape) if isinstance(self.lengths, Tensor) else ()
-        B = shape[0] if shape else 0
-        for name, dims, rows in (
-            ("lengths", 1, B), ("table", 2, B), ("starts", 1, B), ("cu_q", 1, B + 1), ("index", 1, B),
-        ):  # fmt: skip
-            if getattr(self, name) is not None or name == "lengths":
-                shared = name == "table" and self.index is not None
-                object.__setattr__(self, name, _integers(name, getattr(self, name), dims, None if shared else rows))
-        if self.max_q is not None:
-            if self.cu_q is None:
-                raise ValueError(f"Cached: max_q must be None without cu_q, got {self.max_q}; leave it out")
-            longest = integer("Cached: max_q", self.max_q, "an int >= 0, or None for the number of q's rows")
-            if longest < 0:
-                raise ValueError(f"Cached: max_q must be >= 0, got {longest}; pass None for the number of q's rows")
-            object.__setattr__(self, "max_q", longest)
-        piece = constant(integer("Cached: invariant", self.invariant, f"0 or a multiple of {BLOCK}"))
-        if piece < 0 or piece % BLOCK:
-            raise ValueError(f"Cached: invariant must be 0 or a multiple of {BLOCK}, got {piece}; pass 1024, say")
-        object.__setattr__(self, "invariant", piece)
+    def pairs(self, p: Any) -> int:
+        if any(cu.is_meta or is_fake(cu) for cu in (self.cu_q, self.cu_k)):
+            return p.B * p.M * p.N
+        rows, keys = (cu.long().diff().clamp(0, n) for cu, n in ((self.cu_q, p.M), (self.cu_k, p.N)))
+        return int((rows * keys).sum())
 
-    @property
-    def plain(self) -> tuple[Any, ...]:
-        """Return class name, the names of the tensors that are there, and `invariant`, as a recipe holds them."""
-        there = [name for name in ("lengths", "table", "starts", "cu_q", "index") if getattr(self, name) is not None]
-        return type(self).__name__, tuple(there), self.invariant
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that `plain` names."""
-        return tuple([t for t in (self.lengths, self.table, self.starts, self.cu_q, self.index) if t is not None])
-
-    def to(self, device: torch.device | str | int) -> "Cached":
-        """Return the same layout with its tensors on a device."""
-        moved = {name: t.to(device) for name, t in zip(self.plain[1], self.tensors, strict=True)}
-        return Cached(**moved, max_q=self.max_q, invariant=self.invariant)
-
-    def longest(self) -> tuple[int, int]:
-        """Return max_q, or 0 for the number of q's rows, and 0: the shapes of k, v and table bound the keys."""
-        return self.max_q or 0, 0
+    def ends(self, p: Any) -> tuple[list[int], list[int]]:
+        return self.cu_q.tolist(), self.cu_k.tolist()
 
 
-def _integers(name: str, t: Any, dims: int, rows: int | None) -> Tensor:
-    """Return one of Cached's tensors as int32. It has `dims` dimensions, and if given so many `rows`."""
-    shape = "(B, width)" if dims == 2 else "(B + 1,)" if name == "cu_q" else "(B,)"
-    if not isinstance(t, Tensor):
-        raise TypeError(
-            f"Cached: {name} must be an int32 tensor of shape {shape}, got {type(t).__name__}; "
-            "convert it with torch.tensor(..., dtype=torch.int32)"
+def check_ranks(shapes: Mapping[str, tuple[int, ...]], rank: int, allowed: str) -> None:
+    """Raise ValueError unless all shapes have so many dimensions."""
+    for name, shape in shapes.items():
+        if len(shape) != rank:
+            hint = "pass layout=Varlen(...) for packed sequences" if len(shape) == 3 else "reshape it"
+            raise ValueError(f"{name} must have shape {allowed}, got {tuple(shape)}; {hint}")
+
+
+def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
+    """Raise ValueError unless `cu` cuts `total` rows, or some of them, into sequences of at most `longest` rows."""
+    steps = cu.diff()
+    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
+        raise ValueError(
+            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
+            "write the cumulative sum of the lengths"
         )
-    if t.dtype not in INTEGER_TYPES:
-        raise TypeError(f"Cached: {name} must be int32 or int64, got {t.dtype}; convert it with .to(torch.int32)")
-    check_strided(f"Cached: {name}", t)
-    if t.ndim != dims or (rows is not None and t.shape[0] != rows):
-        hint = "give each sequence one row" if dims == 2 else "give each sequence one number, and cu_q one more"
-        raise ValueError(f"Cached: {name} must have shape {shape}, got {tuple(t.shape)}; {hint}")
-    return t.to(torch.int32)
-
-
-Layout = Varlen | Cached
-"""What the option `layout` takes, or None."""
+    if steps.numel() and int(steps.max()) > longest:
+        raise ValueError(
+            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
+            "pass that, or None to have it read"
+        )
 
 
 def _longest(cu: Tensor) -> int:
     return int(cu.diff().max().clamp(min=0).item()) if cu.shape[0] > 1 else 0
+
+
+def _cut(ends: list[int]) -> list[slice]:
+    return [slice(first, last) for first, last in pairwise(ends)]

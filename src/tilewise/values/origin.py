@@ -1,6 +1,7 @@
 """Where a call lies in a larger one, of which it computes some rows, keys, heads or batch entries (Origin)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .value import constant, integer
 
@@ -37,3 +38,56 @@ class Origin:
             raise ValueError(
                 f"Origin: head must be below heads = {self.heads}, got {self.head}; pass the whole's number"
             )
+
+    @property
+    def plain(self) -> tuple[int | None, ...]:
+        """Return the numbers, as a recipe holds them."""
+        return self.row, self.column, self.head, self.heads, self.batch
+
+    def place(self, value: Any, M: int, N: int) -> Any:
+        """Return a mask or score as it is in the call, of M rows and N keys."""
+        return value.placed(self, M, N)
+
+    def of_heads(self, H: int) -> "Origin":
+        """Return from where dropout counts in a call of H heads: WHOLE if that is its own beginning."""
+        heads = H if self.heads is None else self.heads
+        if self.head + H > heads:
+            raise ValueError(
+                f"place must have room for q's {H} heads, got head {self.head} of {heads}; "
+                "pass heads=, the number of the whole's query heads"
+            )
+        begins = not (self.row or self.column or self.head or self.batch) and heads == H
+        return WHOLE if begins else Origin(self.row, self.column, self.head, heads, self.batch)
+
+    def counters(self, H: int) -> tuple[int, int, int, int]:
+        """Return row, column, heads and first score matrix in the whole, for dropout of a call with H heads."""
+        heads = H if self.heads is None else self.heads
+        return self.row, self.column, heads, self.batch * heads + self.head
+
+    def against(self) -> list[str]:
+        """Return why a GPU's dropout cannot begin here: its counters are for 16 rows and 64 keys."""
+        if not (self.row % 16 or self.column % 64):
+            return []
+        return [
+            f"its dropout counts rows in 16s and keys in 64s, got place with row {self.row} and column {self.column}; "
+            "choose multiples of these"
+        ]
+
+
+class Whole(Origin):
+    """The origin of a call that is no part: masks and scores align its last query with its last key."""
+
+    @property
+    def plain(self) -> tuple[()]:
+        return ()
+
+    def place(self, value: Any, M: int, N: int) -> Any:
+        return value
+
+
+WHOLE = Whole()
+
+
+def origin_of(plain: tuple[int | None, ...]) -> Origin:
+    """Return the origin of whose numbers a recipe holds these."""
+    return Origin(*plain) if plain else WHOLE  # type: ignore[arg-type]

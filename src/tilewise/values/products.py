@@ -1,11 +1,271 @@
-"""A tensor in 8 bits and what it is multiplied by, as one value; and what 8-bit products may be told beforehand."""
+"""How products are computed: exactly (Exact), or in 8 bits (EightBits); and operands that are in 8 bits (Quantized)."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .value import Frozen
+from .cached import check_scale
+from .layout import Layout
+from .rotation import Angles
+from .value import Frozen, Option
+
+PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
+EIGHT_BITS = ("int8", "fp8")
+"""Names of products of fp16 and bf16: approximations, never chosen by None or by torch's settings."""
+PREFERENCE = {
+    "highest": ("bf16x6", "ieee"),
+    "high": ("fp16x3", "tf32x3", "bf16x6", "ieee"),
+    "medium": ("tf32", "fp16x3", "tf32x3", "bf16x6", "ieee"),
+}
+"""What `precision=None` selects for each torch.get_float32_matmul_precision(): the first that is available."""
+
+
+class Products(Option):
+    """Every kind of products derives from this class. Absent tensors are None."""
+
+    name: str | None
+    """What `precision=` calls it."""
+    mean: Any = None
+    balance: Any = None
+    scales: tuple[Any, ...] = ()
+    """Those of q, k and v, fp32 (B, H_k), where all three are in e4m3."""
+    codes: ClassVar[bool] = False
+    """Whether a pass in front writes codes of q and k, and perhaps v, which the forward multiplies."""
+    codes_of_v: bool = False
+
+    @property
+    def angles(self) -> Angles | None:
+        """Return the angles by which the pass in front turns q and k, or None."""
+        return None
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Return which of q, k and v are in 8 bits, with a scale."""
+        return ()
+
+    def prepared(self, q: Tensor, layout: Layout) -> "Products":
+        """Return the same products with tensors as kernels take them, once their shapes are checked."""
+        return self
+
+    def check_origin(self, origin: Any) -> None:
+        """Raise ValueError if a call with these products cannot be the part of a whole that begins at an Origin."""
+
+    def check_contents(self) -> None:
+        """Raise ValueError if the tensors hold wrong numbers."""
+
+    def dtype(self, of_q: torch.dtype) -> torch.dtype:
+        """Return the type of results, for that of q."""
+        return of_q
+
+    def against(self, problem: Any) -> list[str]:
+        """Return why no back end runs a problem with these products."""
+        return []
+
+    def for_backward(self, problem: Any) -> Any:
+        """Return the problem whose backward gives the gradients: itself, unless a forward approximates."""
+        return problem
+
+    def coded(self, packed: bool) -> int:
+        """Return of how many of q, k and v a backward reads the codes alone; `packed`, of the tensor that has all."""
+        return 0
+
+
+@dataclass(frozen=True, eq=False)
+class Exact(Products):
+    """Products of the inputs' type, with fp32 sums; of fp32, in the precision named, or by torch's setting."""
+
+    name: str | None = None
+    numbers = ("name",)
+
+    def check(self, problem: Any) -> None:
+        if self.name is not None and problem.dtype != torch.float32:
+            cast = torch._C._is_any_autocast_enabled()  # type: ignore[attr-defined]
+            raise ValueError(
+                f"precision must be None, int8 or fp8 for any type but fp32, got {self.name!r} with {problem.dtype}"
+                f"{', autocast is on' if cast else ''}; leave it out, or "
+                f"{'turn autocast off for this call' if cast else 'convert q, k and v to fp32'}"
+            )
+
+
+class Codes(Products):
+    """Products of codes, which a pass in front writes."""
+
+    codes = True
+
+    @property
+    def codes_of_v(self) -> bool:
+        """Tell whether P V is multiplied in 8 bits, too."""
+        return self.name == "fp8"
+
+    def check(self, problem: Any) -> None:
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"precision must be None or one of {', '.join(PRECISIONS)} for {problem.dtype}, got {self.name!r}; "
+                "convert q, k and v to fp16 or bf16 for 8-bit products"
+            )
+
+    def against(self, problem: Any) -> list[str]:
+        name, found = f"precision {self.name!r}", []
+        if max(problem.D, problem.D_v) > 256:
+            found.append(f"{name} takes head sizes up to 256, got {problem.D} and {problem.D_v}")
+        if problem.layout.page(problem) is not None:
+            found.append(f"{name} reads no cache; leave precision out")
+        if self.codes_of_v and problem.recipe.dropout:
+            found.append(f"{name} has no dropout; use precision='int8'")
+        return found
+
+    def for_backward(self, problem: Any) -> Any:
+        return problem._replace(recipe=problem.recipe.exact())
+
+    def coded(self, packed: bool) -> int:
+        if packed:  # of int8 it also reads v
+            return int(self.codes_of_v)
+        return 3 if self.codes_of_v else 2
+
+
+@dataclass(frozen=True, eq=False)
+class EightBits(Codes):
+    """What 8-bit products are told, for `precision=`: constants of a layer, and the angles of rotary.
+
+    name: "int8" or "fp8".
+    mean: fp32 (H_k, D) or (B, H_k, D), what K's rows lose. Any numbers are right, as softmax does not see them; good
+        ones make K small. With a score or a sink, nothing is subtracted.
+    balance: of mean's shapes, powers of two: channels of Q are multiplied by it, and those of K divided. Without mean
+        and balance, 256 rows of each call decide them.
+    cos, sin: (positions, R / 2), as for `rotary`. The pass that writes codes then rotates q and k, from position 0 of
+        each sequence on. Results and gradients are those of `rotary_qk` before the call. They cover M and N positions,
+        with a Varlen max_q and max_k.
+    interleaved: how pairs lie, as for `rotary`.
+
+    They have no gradients. Raises TypeError or ValueError for anything else, for cos and sin in the call.
+    """
+
+    name: str
+    mean: Tensor | None = None
+    balance: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    captures = ("mean", "balance", "cos", "sin")
+    numbers = ("name", "interleaved")
+    ranks = {"mean": 3, "balance": 3}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interleaved", bool(self.interleaved))
+        if self.name not in EIGHT_BITS:
+            raise ValueError(f"EightBits: name must be int8 or fp8, got {self.name!r}; write one of them")
+        for one, other in (("mean", "balance"), ("cos", "sin")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"EightBits: {one} must be given with {other}, got one alone; pass both, or neither")
+        if self.mean is None or self.balance is None:
+            return
+        for name, t in (("mean", self.mean), ("balance", self.balance)):
+            if not isinstance(t, Tensor) or t.dtype != torch.float32:
+                got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"EightBits: {name} must be a tensor of fp32, got {got}; convert it with .float()")
+            if t.ndim not in (2, 3) or t.shape != self.mean.shape:
+                raise ValueError(
+                    f"EightBits: {name} must have shape (H_k, D) or (B, H_k, D), as the other, got {tuple(t.shape)}; "
+                    "reshape it"
+                )
+            if t.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"EightBits: {name} must have no gradient, got requires_grad=True; detach it")
+
+    @staticmethod
+    def of(name: str, q: Tensor, k: Tensor) -> "EightBits":
+        """Measure mean and balance on all rows of q (B, M, H, D) and k (B, N, H_k, D), after rotary; (H_k, D)."""
+        q, k = q.detach().float(), k.detach().float()
+        mean = k.mean((0, 1))
+        of_q = q.unflatten(2, (k.shape[2], -1)).square().mean((0, 1, 3))
+        exponent = torch.log2((k - mean).square().mean((0, 1)) / of_q) / 4
+        return EightBits(name, mean, torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).round().clamp(-24, 24)))
+
+    def to(self, device: torch.device | str | int) -> "EightBits":
+        """Return the same value on a device."""
+        return self.rebuild(self.plain, [t.to(device) for t in self.tensors])
+
+    @property
+    def angles(self) -> Angles | None:
+        return None if self.cos is None or self.sin is None else Angles(self.cos, self.sin, self.interleaved)
+
+    def prepared(self, q: Tensor, layout: Layout) -> "EightBits":
+        if self.angles is not None:
+            self.angles.check(q)
+        if self.mean is None or self.balance is None:
+            return self
+        shape = layout.count(q.shape), *self.mean.shape[-2:]
+        mean, balance = (t.expand(shape).contiguous() if t.ndim == 2 else t for t in (self.mean, self.balance))
+        return EightBits(self.name, mean, balance, self.cos, self.sin, self.interleaved)
+
+    def check_origin(self, origin: Any) -> None:
+        if self.cos is not None and (origin.row or origin.column):
+            raise ValueError(
+                f"place must have row=0 and column=0 where EightBits has cos and sin, got {origin.row} and "
+                f"{origin.column}; rotate q and k by tilewise.rotary before, and leave cos and sin out"
+            )
+
+    def check(self, problem: Any) -> None:
+        super().check(problem)
+        problem.check_devices(self.named)
+        whole = problem.B, problem.H_k, problem.D
+        for name, t in (("mean", self.mean), ("balance", self.balance)):
+            if t is not None and tuple(t.shape) != whole:
+                raise ValueError(
+                    f"EightBits: {name} must have shape {whole[1:]} or {whole}, got {tuple(t.shape)}; make it fit k"
+                )
+        if self.angles is not None:
+            self.angles.check_columns(problem.D)
+
+    def check_lengths(self, problem: Any) -> None:
+        if self.angles is not None:
+            self.angles.check_positions(max(problem.M, problem.N))
+
+    def check_contents(self) -> None:
+        balance = self.balance
+        if balance is not None and not bool(((torch.frexp(balance).mantissa == 0.5) & balance.isfinite()).all()):
+            raise ValueError("EightBits: balance must hold powers of two, got others; use torch.exp2 of integers")
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Codes):
+    """Products of q, k and v that are e4m3 already, with a scale for each batch entry and key head."""
+
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    name = "fp8"
+    captures = ("q_scale", "k_scale", "v_scale")
+    numbers = ("name",)
+    ranks = {"q_scale": 2, "k_scale": 2, "v_scale": 2}  # noqa: RUF012
+    no_gradients = (
+        "Quantized q, k and v are for inference, and an operand has requires_grad=True; run it under "
+        "torch.no_grad(), or pass 16-bit tensors with precision='fp8'"
+    )
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return dict(zip(("q's scale", "k's scale", "v's scale"), self.tensors, strict=True))
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        return self.tensors
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return "q", "k", "v"
+
+    def dtype(self, of_q: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+    def check(self, problem: Any) -> None:
+        super().check(problem)
+        problem.check_devices(self.named)
+
+    def check_contents(self) -> None:
+        for name, scale in zip(self.scaled, self.tensors, strict=True):
+            check_scale(name, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,63 +300,70 @@ class Quantized(Frozen):
         """Return the same value on a device."""
         return Quantized(self.x.to(device), self.scale.to(device))
 
+    def in_fp32(self, layout: Layout, side: int, B: int, H_k: int) -> Tensor:
+        """Return x * scale. Query heads have their key head's scale. `side` is 0 for queries, 1 for keys."""
+        each = self.scale.expand(B, H_k).repeat_interleave(max(1, self.x.shape[-2] // max(1, H_k)), 1)[..., None]
+        return self.x.float() * layout.of_rows(each, side, self.x.shape[0])
 
-@dataclass(frozen=True, eq=False)
-class EightBits(Frozen):
-    """What 8-bit products are told, for `precision=`: constants of a layer, and the angles of rotary.
 
-    name: "int8" or "fp8".
-    mean: fp32 (H_k, D) or (B, H_k, D), what K's rows lose. Any numbers are right, as softmax does not see them; good
-        ones make K small. With a score or a sink, nothing is subtracted.
-    balance: of mean's shapes, powers of two: channels of Q are multiplied by it, and those of K divided. Without mean
-        and balance, 256 rows of each call decide them.
-    cos, sin: (positions, R / 2), as for `rotary`. The pass that writes codes then rotates q and k, from position 0 of
-        each sequence on. Results and gradients are those of `rotary_qk` before the call. They cover M and N positions,
-        with a Varlen max_q and max_k.
-    interleaved: how pairs lie, as for `rotary`.
-
-    They have no gradients. Raises TypeError or ValueError for anything else, for cos and sin in the call.
-    """
-
-    name: str
-    mean: Tensor | None = None
-    balance: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        if self.name not in ("int8", "fp8"):
-            raise ValueError(f"EightBits: name must be int8 or fp8, got {self.name!r}; write one of them")
-        for one, other in (("mean", "balance"), ("cos", "sin")):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise ValueError(f"EightBits: {one} must be given with {other}, got one alone; pass both, or neither")
-        if self.mean is None or self.balance is None:
-            return
-        for name, t in (("mean", self.mean), ("balance", self.balance)):
-            if not isinstance(t, Tensor) or t.dtype != torch.float32:
-                got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(f"EightBits: {name} must be a tensor of fp32, got {got}; convert it with .float()")
-            if t.ndim not in (2, 3) or t.shape != self.mean.shape:
-                raise ValueError(
-                    f"EightBits: {name} must have shape (H_k, D) or (B, H_k, D), as the other, got {tuple(t.shape)}; "
-                    "reshape it"
-                )
-            if t.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"EightBits: {name} must have no gradient, got requires_grad=True; detach it")
-
-    @staticmethod
-    def of(name: str, q: Tensor, k: Tensor) -> "EightBits":
-        """Measure mean and balance on all rows of q (B, M, H, D) and k (B, N, H_k, D), after rotary; (H_k, D)."""
-        q, k = q.detach().float(), k.detach().float()
-        mean = k.mean((0, 1))
-        of_q = q.unflatten(2, (k.shape[2], -1)).square().mean((0, 1, 3))
-        exponent = torch.log2((k - mean).square().mean((0, 1)) / of_q) / 4
-        return EightBits(name, mean, torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).round().clamp(-24, 24)))
-
-    def to(self, device: torch.device | str | int) -> "EightBits":
-        """Return the same value on a device."""
-        tensors = self.mean, self.balance, self.cos, self.sin
-        return EightBits(
-            self.name, *(None if t is None else t.to(device) for t in tensors), interleaved=self.interleaved
+def products_of(precision: str | EightBits | None) -> Products:
+    """Return what `precision=` asks for, or raise ValueError."""
+    if precision is None:
+        return EXACT
+    if isinstance(precision, Codes):
+        return precision
+    if precision not in (*PRECISIONS, *EIGHT_BITS):
+        raise ValueError(
+            f"precision must be None or one of {', '.join((*PRECISIONS, *EIGHT_BITS))}, got {precision!r}; "
+            "leave it out to follow torch.get_float32_matmul_precision()"
         )
+    return EightBits(precision) if precision in EIGHT_BITS else Exact(precision)
+
+
+def unwrap(
+    q: Any, k: Any, v: Any, layout: Layout, precision: str | EightBits | None
+) -> tuple[Tensor, Tensor, Tensor, Layout, Products]:
+    """Return q, k and v as tensors, and layout and products, of which one gets the scales of those in 8 bits.
+
+    Three Quantized become bf16; with precision "fp8" they stay as they are. Raise TypeError or ValueError if they do
+    not fit each other, Unsupported if a gradient is wanted.
+    """
+    if not isinstance(q, Quantized):
+        return q, *unwrap_cache(k, v, layout), products_of(precision)
+    named = {"q": q, "k": k, "v": v}
+    if layout.needs & {"cache"}:
+        raise ValueError("layout must be None or a Varlen where q is a Quantized, got a Cached; convert q to bf16")
+    for name, t in named.items():
+        if not isinstance(t, Quantized):
+            raise TypeError(f"{name} must be a Quantized where q is, got {type(t).__name__}; give it a scale, too")
+    if precision not in (None, "fp8"):
+        raise ValueError(
+            f"precision must be None or fp8 where q is a Quantized, got {precision!r}; leave it out for bf16 products"
+        )
+    layout.check_ranks({name: t.x.shape for name, t in named.items()})
+    B, H_k = layout.count(q.x.shape), k.x.shape[-2]
+    for name, t in named.items():
+        if tuple(t.scale.shape) not in ((), (H_k,), (B, H_k)):
+            raise ValueError(
+                f"{name}'s scale must have shape (), ({H_k},) or ({B}, {H_k}), one number for each key head, got "
+                f"{tuple(t.scale.shape)}; reshape it"
+            )
+    scaled = Scaled(*(t.scale.expand(B, H_k).contiguous() for t in named.values()))
+    scaled.refuse_gradients(*(t for one in named.values() for t in (one.x, one.scale)))
+    if precision is None:
+        wide = (t.in_fp32(layout, side, B, H_k).to(torch.bfloat16) for t, side in ((q, 0), (k, 1), (v, 1)))
+        return *wide, layout, EXACT  # type: ignore[return-value]
+    return q.x, k.x, v.x, layout, scaled
+
+
+def unwrap_cache(k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
+    """Return keys and values of a cache, and its layout with their scales, if they are in 8 bits."""
+    if not (isinstance(k, Quantized) or isinstance(v, Quantized)):
+        return k, v, layout
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Quantized):
+            raise TypeError(f"{name} must be a Quantized where the other is, got {type(t).__name__}; give both a scale")
+    return k.x, v.x, layout.with_scales(k.scale, v.scale)
+
+
+EXACT = Exact()

@@ -1,14 +1,15 @@
-"""Turn rows by rotary in plain torch, and check its tables: for rotary/, append/ and quantize/."""
+"""Angles: the tables of rotary, and the rotation by them in plain torch, for rotary/, append/ and quantize/."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .value import FLOATING_TYPES
+from .value import FLOATING_TYPES, Frozen
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (…, heads, D), contiguous, with its pairs turned by cos and sin (…, 1, R / 2), whose type products have.
 
     This is the specification of all kernels that turn rows. They round every product.
@@ -26,34 +27,54 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
 
 
-def check_tables(like: Tensor, cos: Any, sin: Any) -> None:
-    """Raise TypeError or ValueError for tables of a wrong type, two shapes or another device, or with a gradient."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, FLOATING_TYPES, like)
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must have no gradient, got requires_grad=True; pass {name}.detach()")
-        if table.ndim != 2 or table.shape != cos.shape:
+@dataclass(frozen=True, eq=False)
+class Angles(Frozen):
+    """The cosines and sines by which rotary turns pairs, (positions, R / 2), and whether neighbours are pairs."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def check(self, like: Tensor) -> None:
+        """Raise TypeError or ValueError for tables of a wrong type, shape or device, or with a gradient."""
+        for name, table in (("cos", self.cos), ("sin", self.sin)):
+            check_tensor(name, table, FLOATING_TYPES, like)
+            if table.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name} must have no gradient, got requires_grad=True; pass {name}.detach()")
+            if table.ndim != 2 or table.shape != self.cos.shape:
+                raise ValueError(
+                    f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}; "
+                    "give each position a row"
+                )
+
+    def check_columns(self, D: int) -> None:
+        """Raise ValueError unless there is a column for a pair of the head size at least, and for all at most."""
+        columns = self.cos.shape[1]
+        if not 1 <= columns <= D // 2:
             raise ValueError(
-                f"cos and sin must have one shape (positions, R / 2), got {name} {tuple(table.shape)}; "
-                "give each position a row"
+                f"cos and sin must have between 1 and D / 2 = {D // 2} columns, got {columns}; "
+                "give each pair of dimensions one"
             )
 
+    def check_positions(self, count: int) -> None:
+        """Raise ValueError if positions reach beyond the tables' rows."""
+        rows = self.cos.shape[0]
+        if count > rows:
+            raise ValueError(
+                f"cos and sin must have a row for every position up to {count - 1}, got {rows} rows; make them longer"
+            )
 
-def check_columns(columns: int, D: int) -> None:
-    """Raise ValueError unless tables have a column for at least one pair of the head size, and for no more than all."""
-    if not 1 <= columns <= D // 2:
-        raise ValueError(
-            f"cos and sin must have between 1 and D / 2 = {D // 2} columns, got {columns}; "
-            "give each pair of dimensions one"
-        )
+    def adjacent(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin with adjacent columns, as kernels read them."""
+        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (self.cos, self.sin))
+        return cos, sin
 
-
-def check_positions(count: int, rows: int) -> None:
-    """Raise ValueError if positions reach beyond the tables' rows."""
-    if count > rows:
-        raise ValueError(
-            f"cos and sin must have a row for every position up to {count - 1}, got {rows} rows; make them longer"
-        )
+    def rotate(self, x: Tensor, at: Any, inverse: bool = False) -> Tensor:
+        """Return x (..., heads, D) turned by the angles of the positions `at`, an index of the tables' rows, computed
+        in fp32, of fp64 in fp64."""
+        kind = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (t[at].to(kind).unsqueeze(-2) for t in (self.cos, self.sin))  # (..., 1, R / 2)
+        return rotated(x, cos, -sin if inverse else sin, self.interleaved)
 
 
 def check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:

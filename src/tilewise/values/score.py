@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .tables import tile_of
-from .value import At, Value, check_strided, constant
+from .value import AS_WIDE, At, Value, check_strided, constant
 
 
 class Score(Value):
@@ -118,6 +118,7 @@ class Bias(Score):
     shapes = ("BHMN",)
     broadcasts = True
     varlen = False
+    not_cached = AS_WIDE
     learns = True
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
-from .value import INTEGER_TYPES, check_type
+from .value import AS_WIDE, INTEGER_TYPES, check_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +24,7 @@ class Documents(Mask):
     shapes = ("BM", "BN")
     interval = False
     varlen = False
+    not_cached = "its key ids would need an entry for every row of the cache's capacity"
 
     def __post_init__(self) -> None:
         for name in self.captures:
@@ -57,6 +58,7 @@ class Dense(Mask):
     broadcasts = True
     interval = False
     varlen = False
+    not_cached = AS_WIDE
 
     def __post_init__(self) -> None:
         check_type("Dense: seen", self.seen, (torch.bool,), "bool")

@@ -3,7 +3,9 @@
 A value holds plain numbers, and captured tensors that kernels read.
 """
 
+import math
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,6 +17,10 @@ OPEN = 1 << 30
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+AS_WIDE = "its tensor would need a column for every row of the cache's capacity"
+"""Why a value with a number for each key does not go with keys in a cache."""
 
 
 class Unsupported(NotImplementedError, ValueError):  # noqa: N818, users type this name
@@ -39,6 +45,16 @@ def integer(name: str, number: Any, allowed: str) -> int:
     return operator.index(number)
 
 
+def number_in(name: str, number: Any, allowed: str, low: float, high: float) -> float:
+    """Return a finite float in [low, high), or raise an error that names the argument."""
+    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be {allowed}, got {number!r}; pass a number, or leave it out")
+    number = constant(float(number))
+    if not (math.isfinite(number) and low <= number < high):
+        raise ValueError(f"{name} must be {allowed}, got {number}; leave it out for the default")
+    return number
+
+
 class Frozen:
     """Instances are equal if they have one class, equal numbers and the very same tensors."""
 
@@ -57,7 +73,59 @@ class Frozen:
         return hash((type(self), *[id(field) if isinstance(field, Tensor) else field for field in self._fields]))
 
 
+O = TypeVar("O", bound="Option")
 V = TypeVar("V", bound="Value")
+
+
+class Option(Frozen):
+    """Layouts and products derive from this class: they have numbers, and tensors some of which may be absent.
+
+    A Problem holds one with TensorSpecs in place of tensors, from which methods read shapes alone, unless they say so.
+    """
+
+    captures: ClassVar[tuple[str, ...]] = ()
+    """The names of all tensors, in order."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """The names of what a recipe holds beside tensors."""
+    ranks: ClassVar[Mapping[str, int]] = {}
+    """The number of dimensions of those tensors whose first is the batch."""
+    no_gradients: ClassVar[str] = ""
+    """Why the option is for inference alone, as users read it; nothing if it has gradients."""
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """Return class name, the names of the tensors that are there, and the numbers, as a recipe holds them."""
+        there = tuple([name for name in self.captures if getattr(self, name) is not None])
+        return type(self).__name__, there, *[getattr(self, name) for name in self.numbers]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Return the tensors that are there, in order."""
+        return tuple([t for name in self.captures if (t := getattr(self, name)) is not None])
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Return the tensors that are there, by the names by which errors call them."""
+        return {f"{type(self).__name__}: {name}": t for name, t in zip(self.plain[1], self.tensors, strict=True)}
+
+    @classmethod
+    def rebuild(cls: type[O], plain: tuple[Any, ...], tensors: Sequence[Any]) -> O:
+        """Build the option from what a recipe holds and its tensors, or their specs, without checks."""
+        option = object.__new__(cls)
+        for name, found in zip((*plain[1], *cls.numbers), (*tensors, *plain[2:]), strict=True):
+            object.__setattr__(option, name, found)
+        return option
+
+    def check(self, problem: Any) -> None:
+        """Raise a TypeError or ValueError if shapes, types and devices do not fit a problem, whose option this is."""
+
+    def check_lengths(self, problem: Any) -> None:
+        """Raise a ValueError if lengths do not fit. Symbolic ones are not checked: they would bind a graph."""
+
+    def refuse_gradients(self, *tensors: Tensor) -> None:
+        """Raise Unsupported if the option is for inference alone, and a gradient is wanted."""
+        if self.no_gradients and torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+            raise Unsupported(self.no_gradients)
 
 
 class Value(Frozen):
@@ -77,6 +145,8 @@ class Value(Frozen):
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
     varlen: ClassVar[bool] = True
     """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
+    not_cached: ClassVar[str] = "it is for one number of queries and of keys, and a cache's sequences differ in theirs"
+    """Why the value does not go with keys in a cache, if it does not."""
 
     @classmethod
     def public_name(cls) -> str:

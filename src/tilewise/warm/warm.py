@@ -101,10 +101,11 @@ class Call(NamedTuple):
 
 def _resized(p: Problem, B: int, M: int, N: int) -> Problem:
     """Return the problem with other sizes and contiguous tensors. Packed sequences also change their total of rows."""
-    rows = ((p.q.shape[0] + M - p.M,), (p.k.shape[0] + N - p.N,)) if p.recipe.varlen else ((B, M), (B, N))
-    q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip(p[1:4], (rows[0], rows[1], rows[1]), strict=True))
-    ends = tuple(_shaped(spec, (B + 1,)) for spec in p.extra[-2:]) if p.recipe.varlen else ()
-    made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*p.extra[: len(p.extra) - len(ends)], *ends))
+    of_q, of_k, own = p.layout.resized(p, B, M, N)
+    q, k, v = (_shaped(s, (*of, *s.shape[-2:])) for s, of in zip(p[1:4], (of_q, of_k, of_k), strict=True))
+    rest = p.extra[: len(p.extra) - len(own)]
+    ends = [_shaped(spec, shape) for spec, shape in zip(p.extra[len(rest) :], own, strict=True)]
+    made = p._replace(q=q, k=k, v=v, max_q=M, max_k=N, extra=(*rest, *ends))
     extra = list(made.extra)
     for at, whole in enumerate(shape for kind in p.kinds for shape in kind.whole_shapes(made)):
         pairs = zip(extra[at].shape, whole[len(whole) - len(extra[at].shape) :], strict=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...append.api import append_
 from ...attention.api import attention
 from ...rotary.api import rotary
-from ...values.layout import Cached
+from ...values.cached import Cached
 from ...values.masks import Full
 from ...values.products import Quantized
 from .arguments import Options, check_used, together

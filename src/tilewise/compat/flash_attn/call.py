@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ...attention.api import attention, attention_qkvpacked
-from ...call.check import dropout_seed
 from ...call.dispatch import ReverseMode
 from ...merge.api import merge
-from ...values.dropout import dropout_keep
-from ...values.layout import Cached, Layout, Varlen
+from ...values.cached import Cached
+from ...values.dropout import Dropout, dropout_keep
+from ...values.layout import Layout, Varlen
 from ...values.products import Quantized
 from ...values.value import Unsupported
 from .arguments import Options
@@ -109,7 +109,7 @@ def forward(
 ) -> Forward:
     """Run one of those functions, and return what its backward and its tests want to know."""
     packed = len(operands) == 1
-    seed = dropout_seed(None, operands[0], dropout)
+    seed = Dropout(dropout).seed(None, operands[0])
     run = attention_qkvpacked if packed else attention
     o, lse = run(*operands, **chosen._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
     if seed is None or not probabilities:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.check_quantized import in_bf16, of_rows
+from ...values.layout import PADDED, Layout, Varlen
 from ...values.products import Quantized
 from ...values.value import Unsupported
 from .cache import Angles, Cache
@@ -45,9 +45,14 @@ def of_a_cache(
     stored = quantized(keys, descales[1]), quantized(cache.v, descales[2])  # type: ignore[arg-type]
     sequences = cache.lengths if isinstance(cache.lengths, Tensor) else q if cache.cu_q is None else cache.cu_q[1:]
     B, H_k = sequences.shape[0], keys.shape[-2]
-    q = in_bf16(quantized(q, descales[0]), B, H_k, cache.cu_q)
+    q = quantized(q, descales[0]).in_fp32(_packed(cache.cu_q), 0, B, H_k).to(torch.bfloat16)
+    of_new = _packed(cache.cu_new)
     new = [
-        None if t is None else t.float() * of_rows(of.scale.expand(B, H_k), H_k, t.shape[0], cache.cu_new)
+        None if t is None else Quantized(t, of.scale).in_fp32(of_new, 1, B, H_k)
         for t, of in zip((k, v), stored, strict=True)
     ]
     return q, *new, cache._replace(k=stored[0], v=stored[1])  # type: ignore[return-value]
+
+
+def _packed(cu: Tensor | None) -> Layout:
+    return PADDED if cu is None else Varlen(cu, cu)

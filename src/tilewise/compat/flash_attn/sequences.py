@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ...attention.api import attention
-from ...call.check import check_offsets
 from ...call.dispatch import CHECK, intercepted
-from ...values.layout import Varlen
+from ...values.layout import Varlen, check_offsets
 from .arguments import Options, check_used
 from .cache import Angles, Cache, cached_parts
 from .call import attend_chunks, equal_starts, refuse_chunks_of_e4m3, wants_gradients, without_gradients

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...attention.api import attention
+from ...values.cached import Cached
 from ...values.intervals import Causal, Window
-from ...values.layout import Cached, Varlen
+from ...values.layout import Varlen
 from ...values.masks import Full, Mask
 from ...values.score import Bias, Score, SoftCap
 from ...values.tables import Dense

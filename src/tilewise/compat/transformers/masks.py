@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...values.cached import Cached
 from ...values.intervals import Causal, Padding, Window, padding_facts, padding_run
-from ...values.layout import Cached
 from ...values.masks import Mask, intersect
 from ...values.tables import Dense, Documents
 from ...values.value import Unsupported

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ...call.recipe import EIGHT_BITS
+from ...values.products import EIGHT_BITS
 
 PRECISION = "_tilewise_precision"
 """The attribute of a layer that holds its precision."""

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from ...attention.lists import listed
 from ...call.check import autocast_type
 from ...call.dispatch import intercepted, transformed
-from ...values.layout import Cached
+from ...values.cached import Cached
 from ...values.masks import Mask
 from ...values.tables import Dense
 from ...values.value import Unsupported

@@ -24,9 +24,7 @@ from ..plan import (
     empty_gqa_sums,
     even_section,
     heads_per_loop,
-    key_tiles,
     processors,
-    row_blocks,
     semaphore_tiles,
 )
 from ..tiles import KINDS, Kind, padded, precision
@@ -104,10 +102,9 @@ def sizes_of(p: Problem) -> Sizes:
     """Compute the problem's tiles, and what follows from them."""
     D, name = padded(p), precision(p) or ""  # called only where there is one
     row = ROWS[D, name]
-    of_queries, of_keys = row_blocks(p, row.B_r), key_tiles(p, row.B_c)
-    batch = 1 if p.recipe.varlen else p.B
+    of_queries, of_keys = p.query_blocks(row.B_r), p.key_blocks(row.B_c)
     return Sizes(
-        row, D, KINDS[name], of_queries, of_keys, batch * p.H * of_queries, batch * p.H_k * of_keys,
+        row, D, KINDS[name], of_queries, of_keys, p.batch * p.H * of_queries, p.batch * p.H_k * of_keys,
         heads_per_loop(p, row),
     )  # fmt: skip
 
@@ -221,7 +218,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
     variant = Variant(parts, (), None, lists)
     tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // per_program
-    masked_loop = bool(p.recipe.mask) or p.recipe.varlen or p.N % row.B_c > 0
+    masked_loop = bool(p.recipe.mask) or not p.layout.uniform or p.N % row.B_c > 0
     tile = Tile(
         row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, masked_loop,
         semaphore_tiles(p, split_dkdv=False), per_program, p.H // p.H_k // per_program, row.sync_groups,
@@ -231,7 +228,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
         constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
         listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
     concurrent = processors(p.q.device) // tiles
-    few = not (p.recipe.mask or p.recipe.varlen or p.recipe.deterministic)  # dQ's sums then stay in the L2 cache
+    few = p.layout.uniform and not (p.recipe.mask or p.recipe.deterministic)  # dQ's sums then stay in the L2 cache
     section = even_section(heads, max(1, concurrent // 2 if few else 2 * concurrent))
     shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
     arguments = (

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 def splits(p: Problem) -> bool:
     """Tell whether these kernels can run a problem that `why_not` does not refuse."""
     few = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
-    return few and not p.rows_packed and (p.few_rows or (p.recipe.cached and p.out_dtype == p.dtype))
+    return few and not p.layout.unbounded and (p.few_rows or ("cache" in p.layout.needs and p.out_dtype == p.dtype))
 
 
 def slower(p: Problem) -> bool:
@@ -65,7 +65,7 @@ def programs_of(p: Problem) -> int:
 def plan(p: Problem) -> Plan:
     """Plan a problem: one program a multiprocessor."""
     G, D = p.H // p.H_k, padded(p)
-    page = p.k.shape[1] if p.in_layout("table") is not None else 0
+    page = p.layout.page(p) or 0
     B_C = 8192 // D
     W = host_split.dividing(p, ROWS, programs_of(p))
     split = Split(

@@ -51,9 +51,7 @@ def plan(p: Problem, most: int | None = None) -> Plan:
 
 def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | None = None) -> Plan:
     """Plan a problem with the given row, and W programs for each key head."""
-    chunk = p.recipe.layout[2] if p.recipe.cached else 0
-    G = p.H // p.H_k
-    page = p.k.shape[1] if p.in_layout("table") is not None else 0
+    chunk, G, page = p.layout.invariant, p.H // p.H_k, p.layout.page(p) or 0
     stages = tiles.stages if page else (tiles.stages + 1) // 2
     decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
     ahead = decodes and not page  # with pages it is slower
@@ -80,10 +78,10 @@ def programs(p: Problem, tiles: Tiles) -> int:
     waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program."""
     if p.target == "cpu":
         return 3
-    chunk, count = p.recipe.cached and p.recipe.layout[2], multiprocessors(p.q.device)
+    chunk, count = p.layout.invariant, multiprocessors(p.q.device)
     W, tiles_of_rows = max(1, count // p.H_k), host_split.row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
-    many = tiles_of_rows >= (8 if p.in_layout("table") is None else 1) * W
+    many = tiles_of_rows >= (1 if p.layout.page(p) else 8) * W
     if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1:
         W = max(1, 2 * count // p.H_k)
     return host_split.dividing(p, tiles.B_r, W)
@@ -98,10 +96,9 @@ def bandwidth(device: torch.device) -> float:
 
 def look_ups(p: Problem, tiles: Tiles) -> int:
     """Return how many pages are looked up for a tile of keys."""
-    if p.in_layout("table") is None:
+    if not (page := p.layout.page(p)):
         return 0
-    page = p.k.shape[1]
-    return 1 if page % tiles.B_c == 0 and p.in_layout("starts") is None else cdiv(tiles.B_c, max(1, page))
+    return 1 if page % tiles.B_c == 0 and p.layout.starts is None else cdiv(tiles.B_c, page)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -117,7 +114,7 @@ def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
-    inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(lambda name: p.in_layout(name, x.extra), p.B, p.H_k)
+    inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
     arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
     cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
     pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
