@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,13 +21,11 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 CALM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 """What came out of each (case, back end) of the conformance tests."""
-PASSED: dict[str, str] = {}
-"""The tests marked `once` that passed, each with its key."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--conformance-report", metavar="FILE", help="where to write what ran where, as JSON")
-    parser.addoption("--again", action="store_true", help="run every test of kernels, and keep what passed (once.py)")
+    parser.addoption("--compile", action="store_true", help="also compile all variants of kernels for all GPUs")
 
 
 def pytest_configure(config):
@@ -46,10 +43,7 @@ def pytest_configure(config):
         "ignore::DeprecationWarning:triton",
     ):
         config.addinivalue_line("filterwarnings", line)
-    config.addinivalue_line(
-        "markers",
-        "once(*reads): it need not run again until kernels, its file, or these files and folders change (once.py)",
-    )
+    config.addinivalue_line("markers", "compile: it compiles kernels for minutes, and runs with --compile")
     if config.option.durations is None:
         config.option.durations = 10
     torch.set_num_threads(1)  # the tensors are small, and pytest's workers share the cores
@@ -62,20 +56,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Tests that compile kernels take minutes each: first, so that no worker is alone with them at the end; and not at
-    all if they passed with the same files, PyTorch and Tritons (see once.py)."""
-    items.sort(key=lambda item: item.get_closest_marker("once") is None)
-    if not items or not items[0].get_closest_marker("once"):
-        return
-    import once  # where tests that need it are
-
-    passed, key = once.read(), cache(once.key)
-    skip = pytest.mark.skip(reason="it passed with the same files, PyTorch and Tritons; --again runs it again")
-    for item in items:
-        if mark := item.get_closest_marker("once"):
-            known = key(item.path, mark.args)
-            if passed.get(item.nodeid) == known and not config.getoption("--again"):
+    all without --compile, where one test compiles one variant of each (test_sample.py)."""
+    items.sort(key=lambda item: item.get_closest_marker("compile") is None)
+    if not config.getoption("--compile"):
+        skip = pytest.mark.skip(reason="--compile runs it")
+        for item in items:
+            if item.get_closest_marker("compile"):
                 item.add_marker(skip)
-            item.user_properties.append(("once", known))
 
 
 def pytest_sessionstart(session):
@@ -137,8 +124,6 @@ def browse(browser):
 
 def pytest_runtest_logreport(report):
     run = dict(report.user_properties)
-    if "once" in run and report.when == "call" and report.outcome == "passed":
-        PASSED[report.nodeid] = run["once"]
     if "case" in run and (report.when == "call" or report.outcome != "passed"):
         reason = report.longrepr[2] if report.outcome == "skipped" else _last_error(report.longreprtext)
         known = OUTCOMES.setdefault((run["case"], run["backend"]), {"outcome": "passed", "reason": ""})
@@ -154,10 +139,6 @@ def _last_error(text):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
         return
-    if PASSED and session.config.getoption("--again"):
-        import once
-
-        once.keep(PASSED)
     if not OUTCOMES:
         return
     file, cache = session.config.getoption("--conformance-report"), getattr(session.config, "cache", None)

@@ -26,7 +26,7 @@ from triton.runtime import driver
 
 import tilewise as tw
 from tilewise.attention.api import with_defaults
-from tilewise.call.backend import select
+from tilewise.call.backend import BACKWARD, FORWARD, planned
 from tilewise.call.check import check_arguments, describe
 from tilewise.host import compile_once
 from tilewise.host.launch import Launch
@@ -96,10 +96,10 @@ def run(target: str, given: dict[str, Any], backward: bool = True) -> None:
     lse, _ = options.pop("return_lse"), options.pop("seed")
     x, recipe, longest = check_arguments(given["q"], given["k"], given["v"], **options)
     p = describe(x, recipe, longest)._replace(target=target)
-    saved = select(p).forward(p, x, torch.zeros((), dtype=torch.int64) if recipe.dropout else None)
+    saved = planned(p, FORWARD).run(x, torch.zeros((), dtype=torch.int64) if recipe.dropout else None)
     for dlse in (None, saved.lse)[: (1 + lse) * backward]:
         p = describe(x, recipe, longest, tuple(t.requires_grad for t in x.extra))._replace(target=target)
-        select(p, backward=True).backward(p, x, saved, torch.zeros_like(saved.o), dlse)
+        planned(p, BACKWARD).run(x, saved, torch.zeros_like(saved.o), dlse)
 
 
 def small() -> dict[str, Any]:

@@ -51,7 +51,7 @@ TOPICS = {
     "cpu": (CONFORMANCE, "-k", "cpu and (sink or documents)"),
     "operator": ("tests/test_operator.py", "-k", "compile or inductor or export or autocast"),
     "interpreter": (CONFORMANCE, "-k", "triton-interpreter and sink"),
-    "kernels": ("tests/triton/test_compile.py", "-k", "sm_86-oldest"),
+    "kernels": ("tests/triton/test_compile.py", "--compile", "-k", "sm_86-oldest"),
 }
 """What is run: arguments of pytest."""
 TITLES = {"calls": "API", "cpu": "CPU", "operator": "compile, export", "interpreter": "Triton's interpreter",

@@ -5,7 +5,6 @@ import torch
 
 import tilewise as tw
 
-ONCE = pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 M, N, H, H_K, D, D_V = 20, 36, 4, 2, 8, 16
 CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 20], [0, 16, 33]))
 
@@ -65,7 +64,7 @@ def both(name, backend, dtype=torch.float32, **gradients):
         return expected, tw.attention_backward(do, *x, o, lse, **given, **options)
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=ONCE)])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("by_delta", [False, True])
 def test_gradients_are_autograds(name, backend, by_delta):

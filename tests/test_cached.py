@@ -12,15 +12,15 @@ import torch
 
 import tilewise as tw
 from tilewise.attention.explain import problem_on
-from tilewise.call.backend import load
+from tilewise.call import calls
+from tilewise.call.backend import FORWARD, load, planned
 from tilewise.call.check import check_arguments, describe
 from tilewise.call.operands import Saved
 from tilewise.call.problem import TensorSpec
 from tilewise.call.recipe import KINDS
 
 BACKENDS = ("cpu", "triton")
-ONCE = pytest.mark.once("caches.py", "interpreter.py", "conftest.py", "../src/tilewise")
-EACH = ("cpu", pytest.param("triton", marks=ONCE))
+EACH = ("cpu", "triton")
 ALLOWED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -44,7 +44,6 @@ def test_as_the_reference_and_nothing_else_is_read(case, backend):
     assert max(caches.errors(found, caches.truth(call))) <= max(allowed, ALLOWED[case.dtype])
 
 
-@ONCE
 def test_long_sequences_of_a_pack_are_left_to_another_kernel():
     pytest.importorskip("triton", reason="Triton is not installed")
     (case,) = [case for case in caches.CASES if case.name == "packed mixture"]
@@ -55,7 +54,7 @@ def test_long_sequences_of_a_pack_are_left_to_another_kernel():
         False, "triton",
     )  # fmt: skip
     o, lse = (torch.full_like(t, 7.0) for t in run(call, "triton"))
-    load("triton").write_short(describe(x, recipe, longest), x, Saved(o, lse), 3)
+    planned(describe(x, recipe.up_to(3), longest)._replace(max_q=3), FORWARD).run(x, None, Saved(o, lse))
     whole, of_whole = run(call, "triton")
     assert case.queries == (1, 21, 0, 3)
     short = torch.ones(len(o), dtype=torch.bool, device=o.device).index_fill(0, torch.arange(1, 22, device=o.device), 0)
@@ -116,7 +115,6 @@ def test_bits_do_not_depend_on_the_batch(backend):
     assert torch.equal(got, torch.cat([o[22:], o[1:22], o[:1]]))
 
 
-@ONCE
 @pytest.mark.parametrize("programs", [1, 2, 5, 40])
 def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked(programs, monkeypatch):
     from tilewise.triton.split_keys import launch as decode_launch
@@ -125,12 +123,12 @@ def test_any_number_of_programs_gives_the_same_within_rounding_and_bits_if_asked
         case = caches.Case("", queries=(1, 9, 3), lengths=(157, 100, 203), packed=True, sink=True, invariant=invariant)
         call = caches.make(case, device_of("triton"))
         before = run(call, "triton")
-        decode_launch.plan.cache_clear()
+        calls.forget()
         monkeypatch.setattr(decode_launch, "programs", lambda p, tiles: programs)
         monkeypatch.setattr(decode_launch, "LEAST", 32)
         after = run(call, "triton")
         again = run(call, "triton")
-        decode_launch.plan.cache_clear()
+        calls.forget()
         monkeypatch.undo()
         assert torch.equal(after[0], again[0])
         assert max(caches.errors(after, caches.truth(call))) < (2e-5 if torch.cuda.is_available() else 2e-6)
@@ -145,10 +143,10 @@ def test_partial_sums_are_added_only_where_there_are_some(B, kernels, monkeypatc
     seen, launches = [], decode_launch.launches
     monkeypatch.setattr(decode_launch, "launches", lambda *args: seen.append(launches(*args)) or seen[-1])
     monkeypatch.setattr(decode_launch, "programs", lambda p, tiles: 3)
-    decode_launch.plan.cache_clear()
+    calls.forget()
     q, k, v = (torch.randn(B, n, H, 64, device=device_of("triton")).half() for n, H in ((1, 4), (100, 2), (100, 2)))
     o = tw.attention(q, k, v, backend="triton")
-    decode_launch.plan.cache_clear()
+    calls.forget()
     assert [len(each) for each in seen] == [kernels]
     want, _ = tw.reference.attention(q.double(), k.double(), v.double())
     assert float((o - want).abs().max()) < 1e-3
@@ -508,7 +506,7 @@ def test_no_back_end_skips_keep(backend, M, page):
     whole = describe(*check_arguments(call.q, call.k, call.v, tw.Full(), *given))
     x, recipe, _ = check_arguments(call.q, call.k, call.v, mask, *given)
     problem = whole._replace(recipe=recipe, extra=tuple([TensorSpec.of(t) for t in x.extra]))
-    found = load(backend).forward(problem, x, None)
+    found = load(backend).plan(problem, FORWARD).run(x, None)
     call.options["mask"] = mask
     assert max(caches.errors(found[:2], caches.truth(call))) < (2e-5 if torch.cuda.is_available() else 2e-6)
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from tilewise.call import calls
 from tilewise.call.recipe import KINDS
 from tilewise.values.masks import Listed
 
@@ -54,7 +55,6 @@ def agree(x, mask, listed, **options):
         assert torch.equal(one, other)
 
 
-@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MASKS)
 def test_results_are_the_same_bit_by_bit(name, dtype):
@@ -155,12 +155,12 @@ def test_a_mask_listed_for_other_tiles_is_refused(monkeypatch):
 
     x, mask = operands(), MASKS["documents"]()
     listed = tw.listed(mask, *x, backend="triton")
-    planning.plan.cache_clear()
+    calls.forget()
     rows = planning.current
     monkeypatch.setattr(planning, "current", lambda p: rows(p)._replace(forward=planning.Tiles(16, 16, 4, 1)))
     with pytest.raises(ValueError, match="tiles of 16x16 by query, got 32x32 by query, 32x32 by key; call"):
         tw.attention(*x, mask=listed, backend="triton")
-    planning.plan.cache_clear()
+    calls.forget()
 
 
 def test_a_combination_has_no_lists_and_a_listed_mask_is_listed_anew():

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
+from tilewise.call import calls
 from tilewise.call.backend import load
 from tilewise.call.check import check_arguments
 from tilewise.call.recipe import Recipe
@@ -394,7 +395,9 @@ def keeping(monkeypatch):
 
     monkeypatch.setattr(cpu, "forward", forward_that_keeps)
     monkeypatch.setattr(cpu, "backward", backward_that_looks)
-    return found
+    calls.forget()
+    yield found
+    calls.forget()
 
 
 @pytest.mark.parametrize("variant", ["full", "dropout", "alibi", "sink", "packed"])

@@ -7,7 +7,6 @@ import tilewise as tw
 from tilewise.attention import reference
 
 BACKENDS = ("cpu", "triton")
-ONCE = pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 CALLS = {
     "causal": {"mask": tw.Causal()},
     "a window, a cap": {"mask": tw.Window(9, 4), "score": tw.SoftCap(3.0)},
@@ -26,7 +25,7 @@ def needs(backend):
         pytest.importorskip("triton", reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=ONCE)])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_are_those_of_the_call_before_they_were_rounded(name, dtype, backend):

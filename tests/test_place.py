@@ -60,8 +60,7 @@ def parts(x, do, dlse, options, backend):
     return o, lse, *grads
 
 
-ONCE = pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
-IN_TRITON = [pytest.param(name, "triton", marks=ONCE) for name in ("padding on both sides", "all")]
+IN_TRITON = [(name, "triton") for name in ("padding on both sides", "all")]
 """Its interpreter is slow."""
 
 

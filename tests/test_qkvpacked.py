@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.call.backend import load
+from tilewise.call import calls
+from tilewise.call.backend import FORWARD, load
 from tilewise.call.check import check_arguments
 
 op, op_backward = torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward
@@ -84,19 +85,22 @@ def backend(request, monkeypatch):
     chosen = load(name)
     if name == "cpu":
         monkeypatch.setattr(chosen, "fuse", request.param == "cpu")
-    seen, forward, backward = [], chosen.forward, chosen.backward
+    seen, plan = [], chosen.plan
 
-    def watched_forward(problem, x, seed):
-        seen.append(x)
-        return forward(problem, x, seed)
+    def watched(problem, which):
+        found = plan(problem, which)
 
-    def watched_backward(problem, x, *rest):
-        seen.extend((x, backward(problem, x, *rest)))
-        return seen[-1]
+        def run(x, *rest):
+            results = found.run(x, *rest)
+            seen.extend((x,) if which is FORWARD else (x, results))
+            return results
 
-    monkeypatch.setattr(chosen, "forward", watched_forward)
-    monkeypatch.setattr(chosen, "backward", watched_backward)
-    return name, seen
+        return found._replace(run=run)
+
+    monkeypatch.setattr(chosen, "plan", watched)
+    calls.forget()
+    yield name, seen
+    calls.forget()
 
 
 def assert_parts(parts, whole):

@@ -63,7 +63,6 @@ def angles(R, rows=320, dtype=torch.float32):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize(
     ("name", "R"), [("small", 16), ("fp16", 38), ("padded", 64), ("not finite", 64), ("packed", 20)]
 )
@@ -382,7 +381,6 @@ def test_wrong_types_and_refusals():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
-@pytest.mark.once("interpreter.py", "conftest.py", "../src/tilewise")
 @pytest.mark.parametrize("name", ["small", "fp16", "padded", "packed"])
 @pytest.mark.parametrize("score", [(), (tw.SoftCap(20.0),)], ids=["plain", "softcap"])
 def test_the_portable_kernel_multiplies_the_codes(name, score):

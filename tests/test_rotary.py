@@ -323,7 +323,7 @@ for interleaved in (False, True):
 
 
 @needs_triton
-@pytest.mark.once("../src/tilewise/rotary")
+@pytest.mark.compile
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_compiles_to_wide_accesses_without_spilling(target):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -29,7 +29,7 @@ def elsewhere(*arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.once("elsewhere.py", "../src/tilewise")
+@pytest.mark.compile
 def test_what_is_foreseen_is_what_calls_ask_triton_for():
     found = elsewhere("keys")
     assert len(found) == 18

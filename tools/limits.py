@@ -17,9 +17,11 @@ DEVICE = ("jit", "constexpr_function")
 """Decorators of device code."""
 SIGNATURES = ("compat/flash_attn/", "compat/flash_attn_interface.py")
 """Files with another package's signatures."""
-LAYOUT = {"Cached", "Varlen", "cached", "layout", "rows_packed", "varlen"}
-EIGHT_BITS = {"EIGHT_BITS", "EightBits", "PV_BITS", "QK_BITS", "Quantized", "eight_bits", "given", "quantized"}
+LAYOUT = {"Cached", "Layout", "Padded", "Varlen", "layout", "varlen"}
+EIGHT_BITS = {"EIGHT_BITS", "EightBits", "PV_BITS", "QK_BITS", "Quantized", "codes", "codes_of_v", "scaled", "scales"}
 """Names in tests that ask for a layout, or for 8 bits."""
+OF_TORCH = {"strided", "type"}
+"""Names beside which a layout is a tensor's own."""
 LONGEST, WIDEST, LARGEST, HEAVIEST = 80, 16, 400, 100_000
 """Lines of a function, its parameters, lines of a file, bytes of a generated file."""
 
@@ -144,7 +146,11 @@ def asked(those: Iterable[Path], names: set[str]) -> list[str]:
     """Return where a test names one of these: in if, while, a conditional expression, a comprehension, or as what is
     returned or assigned."""
     nodes = [(file, node) for file in those for node in ast.walk(tree(file))]
-    return [name_of(file) for file, node in nodes if any(names & _names(test) for test in _tests(node))]
+    return [
+        name_of(file)
+        for file, node in nodes
+        if any(names & found and not OF_TORCH & found for found in map(_names, _tests(node)))
+    ]
 
 
 def _tests(node: ast.AST) -> Sequence[ast.expr]:

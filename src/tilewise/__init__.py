@@ -11,7 +11,7 @@ from .merge.api import merge
 from .rotary.api import rotary, rotary_qk
 from .values.cached import Cached
 from .values.intervals import Causal, Padding, Prefix, Spans, Window
-from .values.layout import Padded, Varlen
+from .values.layout import Varlen
 from .values.masks import Full, Mask
 from .values.origin import Origin
 from .values.products import EightBits, Quantized
@@ -35,7 +35,6 @@ __all__ = [
     "Full",
     "Mask",
     "Origin",
-    "Padded",
     "Padding",
     "Prefix",
     "Quantized",

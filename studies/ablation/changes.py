@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.call.backend import load
+from tilewise.call.backend import against
 from tilewise.call.check import describe_fake
 from tilewise.call.operands import Operands, Saved
 from tilewise.call.problem import Problem, target_of
@@ -80,7 +80,7 @@ def why_not(change: Change, shape: tuple[int, ...], dtype: torch.dtype, causal: 
     q = torch.empty(shape, dtype=dtype, device="meta")
     x = Operands(q, q, q, ())
     p = problem(change, x, causal, target)
-    if reasons := load(change.backend).why_not(p):
+    if reasons := against(change.backend, p):
         return "; ".join(reasons)
     launch, _ = forward(p, x)
     return f"would change nothing, {change.peer} does so itself" if change.apply(launch) is launch else None

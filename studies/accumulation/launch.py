@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.call.backend import FORWARD
 from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
 from tilewise.host.arguments import cdiv, device_values, rows, with_adjacent_rows
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
 
 def why_not(p: Problem, accumulate: "Accumulate") -> list[str]:
     """Return the portable back end's reasons, and the lack of fp16 accumulators."""
-    against = portable.why_not(p._replace(recipe=p.recipe._replace(backend="triton")))
+    against = portable.why_not(p._replace(recipe=p.recipe._replace(backend="triton")), FORWARD)
     if not against and p.target not in ("cpu", *TARGETS):
         against.append(
             f"{p.target} has no matrix instructions that sum in fp16, or Triton does not use them; it takes "

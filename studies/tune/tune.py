@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.call.backend import load
+from tilewise.call.backend import Pass, load
 from tilewise.call.check import describe, describe_fake
 from tilewise.call.operands import Operands, Saved
 from tilewise.call.problem import Problem, matmul_setting, target_of
@@ -129,7 +129,7 @@ def slots(device: torch.device, given: Sequence[Case]) -> list[Slot]:
             if precision and case.dtype != "fp32":
                 continue
             p = _problem(backend, case, device, precision)
-            if not load(backend).why_not(p):
+            if not load(backend).why_not(p, Pass.FORWARD):
                 for table, key in _module(backend, "tiles").keys(p).items():
                     readers = found.setdefault((backend, table, key), [])
                     readers += [] if case in readers else [case]

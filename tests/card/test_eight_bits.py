@@ -5,7 +5,6 @@ import torch
 
 import tilewise as tw
 from tilewise.attention import reference
-from tilewise.call.backend import select
 from tilewise.call.check import check_arguments, describe
 from tilewise.quantize import codes as quantize
 from tilewise.quantize import dequantize
@@ -47,7 +46,7 @@ def test_codes_are_those_of_plain_torch(precision, pairs, D):
         *operands, tw.Full(), (), None, None, 0.0, None, precision, False, None
     )  # fmt: skip
     p = describe(x, recipe, longest)
-    want, got = quantize.quantize(p, x), select(p).codes(p, x)
+    want, got = quantize.quantize(p, x), dequantize.codes_of(p, x)
     for field, a, b in zip(quantize.Codes._fields, want, got, strict=True):
         if a is not None and field != "q_shift":
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
@@ -67,7 +66,7 @@ def test_e4m3_tensors_are_copied_as_they_are(D, packed):
         *operands, tw.Full(), (), None, None, 0.0, layout, "fp8", False, None
     )  # fmt: skip
     p = describe(x, recipe, longest)
-    want, got = quantize.quantize(p, x), select(p).codes(p, x)
+    want, got = quantize.quantize(p, x), dequantize.codes_of(p, x)
     for a, b in zip(dequantize.multiplied(p, x, want)[:3], dequantize.multiplied(p, x, got)[:3], strict=True):
         assert torch.equal(a, b)
     if not packed:  # zeros after the last row, too

@@ -25,7 +25,6 @@ OF_FP32 = ("hopper-bf16x6", "hopper-fp16x3")
 """Hopper's kernels for fp32; "hopper" stands for those for 16-bit types."""
 INTERPRETER = "triton-interpreter"
 BACKENDS = ("cpu", "cpu-tiled", *(ON_GPU if GPU else (INTERPRETER,)))
-ONCE = pytest.mark.once(".", "../interpreter.py", "../conftest.py", "../../src/tilewise")
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def skip_unless_taken(case: Case, backend: str, call: Call) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    [*(pytest.param(name, marks=ONCE if name == INTERPRETER else ()) for name in BACKENDS), *(OF_FP32 if GPU else ())],
+    [*BACKENDS, *(OF_FP32 if GPU else ())],
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_accurate_as_torch_and_repeatable(case, backend, record_property):

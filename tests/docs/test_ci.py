@@ -20,6 +20,9 @@ echo "1 passed in 0.01s"
 """
 PYTHON = '#!/bin/sh\nexec "$INTERPRETER" "$@"\n'
 
+MADE = {"demo": "make demo PYTHON=python3.11", "test": "make test ARGS=--compile PYTHON=python3.11"}
+"""What CI runs."""
+
 
 def leave(folder, **changes):
     """Write what a demo leaves, with some of it changed."""
@@ -131,7 +134,7 @@ def run(checkout, tmp_path):
 def test_both_commands_run_in_clones_of_what_is_committed(run, checkout):
     status, lines, folders = run()
     passed = "1 passed in 0.01s"
-    assert (status, lines) == (0, ["make demo PYTHON=python3.11", passed, "make test PYTHON=python3.11", passed])
+    assert (status, lines) == (0, [MADE["demo"], passed, MADE["test"], passed])
     demo, test = map(Path, folders)
     assert demo != test
     assert demo.is_relative_to(checkout)
@@ -142,7 +145,7 @@ def test_both_commands_run_in_clones_of_what_is_committed(run, checkout):
 @pytest.mark.parametrize("command", ["demo", "test"])
 def test_a_command_that_fails_is_the_end(run, command):
     status, lines, _ = run(fails=command)
-    assert (status, lines[-1]) == (3, f"make {command} PYTHON=python3.11")
+    assert (status, lines[-1]) == (3, MADE[command])
 
 
 def test_a_demo_without_numbers_is_the_end(run):

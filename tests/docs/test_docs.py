@@ -96,15 +96,12 @@ def test_every_environment_variable_is_told():
     assert set(re.findall(r"^\| `(TILEWISE_[A-Z_]+)`", page, re.MULTILINE)) == used
 
 
-@pytest.mark.once(
-    "../../CONTRIBUTING.md", "../conformance", "../interpreter.py", "../conftest.py",
-    "../hopper/offline.py", "../triton/offline.py", "../../src/tilewise",
-)  # fmt: skip
+@pytest.mark.compile
 def test_contributing_works(tmp_path):
     """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter; the
     mask, which has no tensors and whose tiles are listed, is compiled for Hopper, too."""
     pytest.importorskip("triton")
-    tools, helpers = ("tests/hopper/offline.py", "tests/triton/offline.py"), ("conftest", "interpreter", "once")
+    tools, helpers = ("tests/hopper/offline.py", "tests/triton/offline.py"), ("conftest", "interpreter")
     for name in ("src", "tests/conformance", *(f"tests/{name}.py" for name in helpers), "pyproject.toml", *tools):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

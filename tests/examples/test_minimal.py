@@ -26,7 +26,6 @@ IN_TRITON = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no GPU and no interpreter"
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ONCE = pytest.mark.once("../../examples/minimal", "../interpreter.py", "../conftest.py")
 
 sys.path.insert(0, str(MINIMAL))  # a stage is imported as it is when it runs alone
 
@@ -176,7 +175,6 @@ CASES = [
 ]
 
 
-@ONCE
 @IN_TRITON
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -217,7 +215,6 @@ def test_length_of_the_benchmark():
     assert len((MINIMAL / "bench.py").read_text().splitlines()) <= 160
 
 
-@ONCE
 @pytest.mark.parametrize("stage", STAGES)
 def test_runs_alone(stage, tmp_path):
     done = run(MINIMAL / f"{stage}.py", tmp_path)
@@ -242,7 +239,7 @@ def test_benchmark_runs(tmp_path):
         assert "TRITON_INTERPRET=1" in done.stdout  # why stages 6 and 7 are missing
 
 
-@pytest.mark.once("offline.py", "../triton/offline.py", "../../examples/minimal")
+@pytest.mark.compile
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_compiles_without_a_gpu(target, tmp_path):
     done = run(Path(__file__).parent / "offline.py", tmp_path, target, TRITON_INTERPRET="0")

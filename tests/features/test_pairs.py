@@ -38,9 +38,6 @@ NUMBERS = range(len(CASES))
 THIRD = sorted(Random(0).sample(NUMBERS, len(CASES) // 3))
 """What Triton's interpreter, which is slow, runs."""
 BACKENDS = {"hopper": NUMBERS, "triton": NUMBERS} if GPU else {"cpu": NUMBERS, "triton-interpreter": THIRD}
-ONCE = pytest.mark.once(
-    ".", "refused.json", "../conformance", "../interpreter.py", "../conftest.py", "../../src/tilewise"
-)
 
 
 def told(chosen):
@@ -64,11 +61,7 @@ def suited(chosen, backend):
 
 @pytest.mark.parametrize(
     ("backend", "number"),
-    [
-        pytest.param(b, n, id=f"{b}-{n:03}", marks=ONCE if b == "triton-interpreter" else ())
-        for b, numbers in BACKENDS.items()
-        for n in numbers
-    ],
+    [pytest.param(b, n, id=f"{b}-{n:03}") for b, numbers in BACKENDS.items() for n in numbers],
 )
 def test_as_the_reference(backend, number, record_property):
     name, chosen = backend.partition("-")[0], CASES[number]

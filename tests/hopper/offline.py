@@ -17,6 +17,7 @@ import triton
 
 import tilewise as tw
 from tilewise.attention.explain import problem_on
+from tilewise.call.backend import FORWARD
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Grads, Saved
 from tilewise.hopper import launch, plan
@@ -142,7 +143,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")
-    assert not backend.why_not(p), backend.why_not(p)
+    assert not backend.why_not(p, FORWARD), backend.why_not(p, FORWARD)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((heads, batch * length) if packed else (batch, heads, q.shape[1])), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]

@@ -77,7 +77,7 @@ def faults(row, record):
     return found
 
 
-@pytest.mark.once("offline.py", "../triton/offline.py", "spills.json")
+@pytest.mark.compile
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_kernel_compiles_well(release):
     variable = RELEASES[release]
@@ -98,7 +98,7 @@ def test_every_kernel_compiles_well(release):
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
 
-@pytest.mark.once("offline_fp32_backward.py", "calls.py", "../triton/offline.py", "spills.json")
+@pytest.mark.compile
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_fp32_backward_compiles_well(release):
     variable = RELEASES[release]

@@ -16,8 +16,6 @@ from tilewise.hopper.split_keys import launch as decode_launch
 from tilewise.hopper.split_keys.kernel import EARLY_TILES
 from tilewise.hopper.tiles import padded
 
-pytestmark = pytest.mark.once(".", "../interpreter.py", "../../src/tilewise")
-
 LENGTHS, WIDTH, H, H_K = (2500, 3, 0, 513, 64, 65), 2560, 8, 2
 GONE = 1 << 30
 """What the table holds where no query needs the page."""

@@ -21,7 +21,7 @@ SPILLS = 3
 """Local loads and stores."""
 
 
-pytestmark = pytest.mark.once("offline_eight_bits.py", "../triton/offline.py")
+pytestmark = pytest.mark.compile
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from hopper.scenes import ENDS, MASKS, H, packed
 
 import tilewise as tw
 
-pytestmark = pytest.mark.once(".", "../interpreter.py", "../../src/tilewise")
-
 
 def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
     """The kernel's constants, and what goes wrong, held against the mask written out."""

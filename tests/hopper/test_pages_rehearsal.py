@@ -10,8 +10,6 @@ from hopper.test_forward_rehearsal import Reader, faults
 import tilewise as tw
 from tilewise.hopper.plan import FULL
 
-pytestmark = pytest.mark.once(".", "../interpreter.py", "../../src/tilewise")
-
 FAR = 1 << 20
 """Between the first keys of two sequences, as the test counts them."""
 GONE = 1 << 30

@@ -11,8 +11,8 @@ import torch
 from hopper.calls import call, problem
 
 import tilewise as tw
+from tilewise.call.backend import BACKWARD, FORWARD, planned
 from tilewise.call.recipe import KINDS
-from tilewise.hopper.backend import backend
 from tilewise.hopper.backward import scores as backward_scores
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
@@ -235,10 +235,9 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     p, x = call(512, 512, 64, mask=mask, dtype=dtype)
     written = []
     monkeypatch.setattr(Launch, "run", lambda launch, _: written.append(launch.kernel.fn.__name__))
-    lists = backend.list_tiles(p, x, True)
+    lists = *planned(p, FORWARD).lists(x), *planned(p, BACKWARD).lists(x)
     assert written == ["attention_list_tiles"] * 2
     assert [one.by_key for one in lists] == [False, True]
-    assert backend.list_tiles(p, x, False)[0].B_c == lists[0].B_c
     p, x = call(512, 512, 64, mask=Listed(mask, lists), dtype=dtype)
     counter, saved = torch.zeros(2, dtype=torch.int32), empty_saved(p, x, None)
     if dtype == torch.float32:
@@ -264,7 +263,6 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     assert [id(one) for one in given] == [id(one.tiles) for one in lists]
 
 
-@pytest.mark.once(".", "../../src/tilewise")
 def test_a_margin_leaves_multiprocessors_free():
     code = "import torch; from tilewise.hopper.plan import processors; print(processors(torch.device('cpu')))"
     for margin, expected in (("0", "132"), ("8", "124"), ("500", "1")):

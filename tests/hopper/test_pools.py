@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
+from tilewise.call import calls
 from tilewise.hopper import launch
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.plan import plan
@@ -67,7 +68,7 @@ def step(of, p, x, dtype):
     ("of", "dtype"), [(launch, torch.bfloat16), (fp32_launch, torch.float32), (portable, torch.float16)]
 )
 def test_no_cache_keeps_what_a_call_allocates(of, dtype):
-    PLANS[of].cache_clear()
+    calls.forget()
     for name, options in (CALLS if of is fp32_launch else CALLS | NOT_IN_FP32).items():
         p, x = call(256, 256, 64, dtype=dtype, **options)
         with Allocations() as seen:

@@ -137,7 +137,7 @@ def test_output_that_is_not_understood_is_no_silence(said):
         racecheck.read(said)
 
 
-@pytest.mark.once("offline_control.py", "control.py", "../triton/offline.py")
+@pytest.mark.compile
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_control_is_right(release):
     """In PTX a wait stands before every access that an arrival follows, and a barrier of the role's warps between the

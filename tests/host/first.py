@@ -136,19 +136,20 @@ def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
             x = [t.requires_grad_() for t in (q, k, v)]
             made["o"] = tw.attention(*x, mask=tw.Causal(), backend="hopper")
             return
-        from tilewise.call.backend import select
+
+        from tilewise.call.backend import FORWARD, planned
 
         made["p"], made["x"] = problem_of(q, k, v, mask=tw.Causal(), backend="hopper")
-        made["saved"] = select(made["p"]).forward(made["p"], made["x"], None)
+        made["saved"] = planned(made["p"], FORWARD).run(made["x"], None)
 
     def backward() -> None:
         if on_gpu:
             made["o"].backward(torch.ones_like(made["o"]))
             return
-        from tilewise.call.backend import select
+        from tilewise.call.backend import BACKWARD, planned
 
         p, x, saved = made["p"], made["x"], made["saved"]
-        select(p, backward=True).backward(p, x, saved, torch.zeros_like(saved.o), None)
+        planned(p, BACKWARD).run(x, saved, torch.zeros_like(saved.o), None)
 
     yield "forward", forward
     yield "backward", backward

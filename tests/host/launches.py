@@ -1,10 +1,12 @@
 """Grid and arguments of one launch a row of tiles, for sm_90: what the host decides, which no kernel's state knows.
 
-python tests/host/launches.py    records them in launches.json
+python tests/host/launches.py          records a digest of each in launches.json
+python tests/host/launches.py FILE     writes them in full, to compare those of two commits
 
 Run it in a separate process with TRITON_INTERPRET=0, as it shares tests/*/offline.py, and needs no GPU.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -51,10 +53,16 @@ def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
+def digest(launch: dict[str, Any]) -> str:
+    """What is recorded of a launch."""
+    return hashlib.sha256(json.dumps(launch).encode()).hexdigest()[:10]
+
+
 if __name__ == "__main__":
-    lines = (f"{json.dumps(name)}: {json.dumps(launch)}" for name, launch in recorded())
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    found = dict(recorded())
     if sys.argv[1:] == ["-"]:
-        print(text)
+        print(json.dumps(found))
+    elif sys.argv[1:]:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
     else:
-        RECORDED.write_text(text)
+        RECORDED.write_text(json.dumps({name: digest(one) for name, one in found.items()}, indent=0) + "\n")

@@ -50,7 +50,7 @@ def first(*arguments: str, cache: Path | None = None) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.once("first.py", "../../src/tilewise")
+@pytest.mark.compile
 def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles():
     """Each kernel of a call is compiled once for each set of constants; counts of 1 and multiples of 16 are no keys."""
     counted = first("count")
@@ -66,7 +66,7 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}
 
 
-@pytest.mark.once("first.py", "../../src/tilewise/merge", "../../src/tilewise/rotary")
+@pytest.mark.compile
 def test_every_kernel_is_built_for_counts_of_1_and_without_keys():
     built = first("ones")
     failed = [line for line in built if "error" in line]
@@ -81,7 +81,7 @@ def test_every_kernel_is_built_for_counts_of_1_and_without_keys():
     )}  # fmt: skip
 
 
-@pytest.mark.once("first.py", "../../src/tilewise")
+@pytest.mark.compile
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="a GPU's own driver is there: see tests/card")
 @pytest.mark.skipif(not any(os.access(Path(p, "cc"), os.X_OK) for p in os.get_exec_path()), reason="no C compiler")
 def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tmp_path):

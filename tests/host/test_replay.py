@@ -1,9 +1,9 @@
 """Launches that are kept: the next call of a kind gives them its own addresses, and little else runs in Python."""
 
-import cProfile
 import inspect
 import itertools
-import pstats
+import sys
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import torch
 import tilewise as tw
 from tilewise.append import api as append
 from tilewise.append import op as append_op
-from tilewise.attention import eager, gradients
+from tilewise.attention import api, eager, gradients
 from tilewise.call import calls as known
 from tilewise.call import check
 
@@ -25,15 +25,12 @@ from tilewise.call.recipe import Recipe
 from tilewise.hopper import launch as hopper_launch
 from tilewise.hopper.descriptors import Descriptor
 from tilewise.hopper.fp32 import launch as fp32_launch
-from tilewise.hopper.plan import plan
 from tilewise.host import launch as host
+from tilewise.host import repeat, split
 from tilewise.host import replay as host_replay
-from tilewise.host import split
 from tilewise.host.arguments import unplanned
 from tilewise.host.replay import Replay
 from tilewise.triton import launch as portable_launch
-from tilewise.triton.plan import plan as portable_plan
-from tilewise.triton.split_keys import launch as decode_launch
 
 pytestmark = pytest.mark.skipif(
     getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None) is None, reason="this Triton has another wrapper"
@@ -79,15 +76,20 @@ def launched(monkeypatch):
     for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     launcher = append_op._launcher()
-    monkeypatch.setattr(append_op, "append_in_torch", launcher)
+    monkeypatch.setattr(
+        append_op,
+        "append_in_torch",
+        lambda k, v, k_new, v_new, q, y, call: launcher(k, v, k_new, v_new, q, None if q is None else y, call),
+    )
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
-    cached = check._described, decode_launch.plan, host_replay.of_kind, plan, fp32_launch.plan, portable_plan
-    clears = [known.KNOWN.clear, append.KNOWN.clear, *(each.cache_clear for each in cached)]
-    for clear in clears:
-        clear()
+    monkeypatch.setattr(hopper_launch, "ADDRESSES", {})
+    monkeypatch.setattr(repeat, "EMPTY", lambda *size: torch.empty_strided(*size[:2], dtype=size[2]))
+    monkeypatch.setattr(repeat, "STREAM", lambda _: hopper_launch.current_stream(None))
+    monkeypatch.setattr(repeat, "CURRENT", lambda: None)
+    monkeypatch.setattr(repeat, "CAPTURING", lambda: False)
+    known.forget()
     yield given
-    for clear in clears:
-        clear()
+    known.forget()
 
 
 def plain(alibi=False, backend=None):
@@ -224,12 +226,19 @@ def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, nam
     with monkeypatch.context() as patch:
         patch.setattr(host.Launch, "run", refuse)
         found = given_to_launchers(launched, *second)
-    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    forget(monkeypatch)
     assert found == given_to_launchers(launched, *third)
     words = name.split()
     usual = f"{words[0]} backward" if words[-1] == "backward" else words[0]
     assert len(found) == LAUNCHES.get(name, LAUNCHES[usual])
     assert {n for given in found for n in numbers(given)} >= {"tensor 0", "tensor 1", "tensor 2"}
+
+
+def forget(monkeypatch):
+    """Let every call make its launches anew."""
+    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    for module in (api, append):
+        monkeypatch.setattr(module, "find", lambda *_: None)
 
 
 def numbers(value):
@@ -278,7 +287,7 @@ def test_calls_at_one_address_are_told_apart(launched, monkeypatch):
         for view, given in itertools.product(views.values(), options)
     ]
     found = [given_to_launchers(launched, call, memory) for _ in range(2) for call in calls][len(calls) :]
-    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    forget(monkeypatch)
     assert found == [given_to_launchers(launched, call, memory) for call in calls]
     assert len({repr(each) for each in found}) == len(calls)
 
@@ -299,7 +308,7 @@ def test_a_tensor_that_is_left_out_moves_no_other(launched):
     found = []
     for seed in (None, None, torch.tensor(3)):
         launched.clear()
-        eager.attend((q, k, v), seed, Recipe(backend="hopper"), (0, 0))
+        eager.attend((q, k, v), seed, known.Call(Recipe(backend="hopper"), (0, 0)))
         found.append([flat(given, dict(names)) for given in launched])
     assert found[1] == found[2]
 
@@ -316,7 +325,7 @@ def test_gradients_are_told_apart(launched, monkeypatch, of_lse):
     calls = [backward("causal", of_do=of_do, of_lse=of_lse) for of_do in spread.values()]
     calls += [backward("causal", of_do=of_do, of_lse=not of_lse) for of_do in spread.values()]
     found = [given_to_launchers(launched, *call) for _ in range(2) for call in calls][len(calls) :]
-    monkeypatch.setattr(Replay, "run", lambda *_: False)
+    forget(monkeypatch)
     assert found == [given_to_launchers(launched, *call) for call in calls]
 
 
@@ -337,27 +346,114 @@ def test_a_call_of_another_stream_has_its_counter(launched, monkeypatch, of):
         assert counters[15 - stream] not in used
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("plain", 95), ("cached", 118), ("append", 125), ("hopper causal", 91), ("hopper causal backward", 205)],
-)
-def test_a_call_makes_few_calls_in_python(launched, monkeypatch, name, most):
-    """Half as many as before launches were kept: 223, 278 and, with Triton's own launch, some 300. Results lie where
-    they lay before, as a GPU's allocator gives freed memory again."""
+def same_memory(monkeypatch, cycle=1):
+    """Let results lie where they lay before, as a GPU's allocator gives freed memory again; in each call as many of one
+    shape as `cycle` lie apart."""
+    made, counts, strided, empty = {}, Counter(), torch.empty_strided, torch.empty
+
+    def again(place, make):
+        counts[place] += 1
+        return made.setdefault((place, counts[place] % cycle), make)
+
+    monkeypatch.setattr(
+        torch,
+        "empty_strided",
+        lambda shape, strides, *, dtype, **options: again(
+            (*shape, dtype), strided(shape, strides, dtype=dtype, **options)
+        ),
+    )
+    monkeypatch.setattr(torch, "empty", lambda *given, **options: again(given, empty(*given, **options)))
+
+
+def entered(call, inside=None):
+    """How many Python functions a call enters, or those that one of them enters, itself among them."""
+    count, depth = 0, 0
+
+    def trace(frame, event, _):
+        nonlocal count, depth
+        if event == "call":
+            depth += depth > 0 or inside is None or frame.f_code is inside
+            count += depth > 0 and frame.f_code.co_filename != __file__
+        elif event == "return" and depth > 0:
+            depth -= 1
+
+    sys.setprofile(trace)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+FEW = {"hopper causal": 25, "hopper sink": 25, "plain": 25, "cached": 25, "append": 25, "hopper causal backward": 130}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_known_call_enters_few_functions(launched, monkeypatch, name):
+    """`attention_backward` is checked each time."""
+    same_memory(monkeypatch)
     call, _ = CALLS[name]()
-    made, strided, empty = {}, torch.empty_strided, torch.empty
-
-    def again(shape, strides, *, dtype, **options):
-        return made.setdefault((*shape, dtype), strided(shape, strides, dtype=dtype, **options))
-
-    monkeypatch.setattr(torch, "empty_strided", again)
-    monkeypatch.setattr(torch, "empty", lambda *given, **options: made.setdefault(given, empty(*given, **options)))
-    counts = []
     with torch.no_grad():
-        for _ in range(6):  # the first ones keep launches; in some, Python collects garbage
-            profile = cProfile.Profile()
-            profile.enable()
-            call()
-            profile.disable()
-            counts.append(pstats.Stats(profile).total_calls)
-    assert min(counts[3:]) <= most
+        counts = [entered(call) for _ in range(8)]
+    assert min(counts[5:]) <= FEW[name], counts
+
+
+def test_a_known_backward_enters_few_functions(launched, monkeypatch):
+    same_memory(monkeypatch, cycle=4)  # o, dq, dk and dv
+    call, _ = trained("causal")
+    counts = [entered(call, eager._Eager.backward.__code__) for _ in range(24)]
+    assert 0 < min(counts[20:]) <= 20, counts
+
+
+def trained(name, heads=4):
+    """Return a forward with gradients and its backward, and the tensors."""
+    options = OPTIONS[name]()
+    rows = (600,) if "layout" in options else (2, 300)
+    x = [torch.randn(*rows, h, 128, dtype=BF16, requires_grad=True) for h in (4, heads, heads)]
+    do = torch.randn(*rows, 4, 128, dtype=BF16)
+    extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
+    extra += [t for each in options.values() for t in getattr(each, "tensors", ())]
+    return lambda: torch.autograd.grad(tw.attention(*x, **options), x, do), [*x, do, *extra]
+
+
+def trained_launches(launched, call, tensors):
+    launched.clear()
+    grads = call()
+    names = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+    return [flat(each, names) for each in launched], [(g.shape, g.dtype, g.stride()) for g in grads]
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_launched_as_without(launched, monkeypatch, name, heads):
+    for _ in range(3):
+        call, tensors = trained(name, heads)
+        call()
+    call, tensors = trained(name, heads)
+    found = trained_launches(launched, call, tensors)
+    forget(monkeypatch)
+    call, tensors = trained(name, heads)
+    assert found == trained_launches(launched, call, tensors)
+
+
+def test_a_backward_is_repeated_where_it_is_plain(launched, monkeypatch):
+    """It then builds no launch, and what passes between its kernels lies in one workspace."""
+    for name in ("full", "causal", "dropout", "packed"):
+        for _ in range(2):
+            trained(name)[0]()
+        with monkeypatch.context() as patch:
+            patch.setattr(host.Launch, "run", refuse)
+            patch.setattr(Replay, "run", refuse)
+            trained(name)[0]()
+
+
+def test_whether_gradients_are_enabled_is_told_apart(launched):
+    x = [torch.randn(2, 300, 4, 128, dtype=BF16, requires_grad=True) for _ in range(3)]
+    for enabled in (False, False, False, True, True, True, False):
+        with torch.set_grad_enabled(enabled):
+            assert tw.attention(*x).requires_grad == enabled
+    o = tw.attention(*x)
+    for _ in range(3):
+        (dq,) = torch.autograd.grad(o.sum(), x[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            dq.sum().backward()

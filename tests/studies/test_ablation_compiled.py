@@ -7,7 +7,7 @@ from hopper.test_compile import SHARED, offline
 
 from studies.ablation.changes import CHANGES
 
-pytestmark = pytest.mark.once("offline_ablation.py", "../triton/offline.py", "../../studies/ablation")
+pytestmark = pytest.mark.compile
 
 
 @pytest.fixture(scope="module")

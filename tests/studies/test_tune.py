@@ -17,6 +17,7 @@ from studies.tune import command, tuned
 from studies.tune.rows import neighbours
 from studies.tune.tuned import Candidate, Tuned
 from tilewise.attention import reference
+from tilewise.call import calls
 from tilewise.host import tables
 
 pytest.importorskip("triton")
@@ -34,11 +35,11 @@ CASE = str(TINY)
 def _forgotten(monkeypatch):
     """No file, before and after."""
     monkeypatch.delenv(tables.VARIABLE, raising=False)
-    for cached in (tables.read, planning.plan):
-        cached.cache_clear()
+    tables.read.cache_clear()
+    calls.forget()
     yield
-    for cached in (tables.read, planning.plan):
-        cached.cache_clear()
+    tables.read.cache_clear()
+    calls.forget()
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
     path = written(tmp_path / "tiles.json", B_r=16, B_c=64)
     assert plan().forward == portable.FORWARD["interpreter", 4, 512]
     monkeypatch.setenv(tables.VARIABLE, str(path))
-    planning.plan.cache_clear()
+    calls.forget()
     assert plan().forward == portable.Tiles(16, 64, 4, 1)
     assert plan().dq == portable.DQ["interpreter", 4, 512], "what the file does not have stays"
     if not torch.cuda.is_available():
@@ -139,7 +140,7 @@ def test_a_file_round_trips_and_plans_honour_it(tmp_path, monkeypatch):
         o = tw.attention(q, q, q, mask=tw.Causal(), backend="triton")
         torch.testing.assert_close(o, reference.attention(q, q, q, mask=tw.Causal())[0])
         found = tw.explain(q, q, q, backend="triton")
-        assert "forward 16x64, 4 warps, 1 stages; dkdv 32x32" in found.tiles
+        assert "forward 16x64, 4 warps, 1 stage; dkdv 32x32" in found.tiles
         assert found.tiles.endswith(f"rows of {path}")
     told = package.call("info", "--json")
     assert json.loads(told.stdout)["tiles"]["cpu"] == f"rows of {path}"

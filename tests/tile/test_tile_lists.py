@@ -19,7 +19,6 @@ from tilewise.triton.tiles import FORWARD, Tiles
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
-    pytest.mark.once("../interpreter.py", "../conftest.py", "../../src/tilewise"),
 ]
 
 NEVER, PARTIAL, FULL = 0, 1, 16

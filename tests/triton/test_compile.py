@@ -128,7 +128,7 @@ def faults(target, row, record):
     return found
 
 
-@pytest.mark.once("offline.py", "spills.json")
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("target", "release"), [(t, r) for t in MATRIX for r in RELEASES if r == "oldest" or t in NEWEST]
 )
@@ -147,7 +147,7 @@ def test_every_kernel_compiles_well(target, release):
     assert not wrong, "\n".join([f"Triton {version}, {target}:", *(f"{k}: {'; '.join(f)}" for k, f in wrong.items())])
 
 
-@pytest.mark.once("offline.py")
+@pytest.mark.compile
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_new_length_costs_no_compile_of_its_own(release):
     """Keys of kernels hold no length. Of a number in a NamedTuple Triton notes whether 16 divides it, and no more."""

@@ -14,7 +14,7 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory of a block."""
 
 
-pytestmark = pytest.mark.once("decode_compiled.py", "../../studies/accumulation/compiled.py")
+pytestmark = pytest.mark.compile
 
 
 @pytest.fixture(scope="module", params=SHARED)

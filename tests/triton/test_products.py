@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.once(
-    "products.py", "addresses.py", "offline.py", "../hopper/offline.py", "../hopper/offline_fp32_backward.py",
-    "../hopper/calls.py", "../../studies/accumulation", "../../src/tilewise/hopper",
-    "../../src/tilewise/merge", "../../src/tilewise/rotary",
-)  # fmt: skip
+pytestmark = pytest.mark.compile
 
 ALLOWED = {
     "a row or a key of a sequence; check.py refuses lengths from 2^30 on": {

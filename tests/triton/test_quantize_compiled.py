@@ -14,7 +14,7 @@ MORE = 128
 """Bytes that a thread may keep in local memory for rotary."""
 
 
-@pytest.mark.once("quantize_compiled.py", "../../studies/accumulation/compiled.py", "../../src/tilewise/rotary")
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("target", "release"), [*((name, "oldest") for name in ("sm_80", "sm_90", "gfx942")), ("sm_90", "newest")]
 )

@@ -10,12 +10,11 @@ from conformance.cases import Case, alibi, bias, both, causal, dense, make, padd
 pytest.importorskip("triton")
 import triton
 
+from tilewise.call import calls
 from tilewise.triton import tiles
-from tilewise.triton.plan import plan
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter"),
-    pytest.mark.once("../conformance", "../interpreter.py", "../conftest.py", "../../src/tilewise"),
 ]
 
 KINDS = [(kind, size) for kind in ("hopper", "ampere", "other") for size in (2, 4)]
@@ -35,9 +34,9 @@ def chip(request, monkeypatch):
     for table in (*tiles.TABLES.values(), tiles.BIAS):
         for key in [key for key in table if key[:3] == (name, size, 512)]:
             monkeypatch.setitem(table, ("interpreter", 4, 512, *key[3:]), table[key])
-    plan.cache_clear()
+    calls.forget()
     yield request.param
-    plan.cache_clear()
+    calls.forget()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,18 +1,19 @@
 """Write new keys and values into a cache, in place: append_."""
 
-from torch import Tensor
+from contextlib import suppress
 
-from ..call.calls import Calls, kind_of, remember
-from ..call.dispatch import OPERATORS
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..call.calls import find, keep, plain
+from ..call.check import describe
+from ..call.dispatch import CHECK, OPERATORS
+from ..call.problem import Problem
 from ..values.cached import Cached
-from ..values.masks import Full
 from ..values.products import Quantized, unwrap_cache
 from .check import check_append, reading
-from .op import write
-
-FULL = Full()
-KNOWN: Calls = {}
-"""The calls of attention that read what append_ has written, by kind of call."""
+from .op import repeated, write
 
 
 def append_(
@@ -56,17 +57,37 @@ def append_(
             f"append_: layout must be a Cached, got {layout!r}; write layout=tilewise.Cached(lengths, table)"
         )
     k, v, lies = unwrap_cache(k, v, layout)
-    operands = {"k": k, "v": v, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "q": q}
-    given, tensors = {name: t for name, t in operands.items() if t is not None}, lies.tensors
-    kind = kind_of([*given.values(), *tensors], FULL, (), lies, False, " ".join(given))
-    if kind not in KNOWN:
-        check_append(layout=layout, **operands)
-        layout.refuse_gradients(*given.values())
+    angles = () if cos is None or sin is None else (cos, sin)
+    captured = lies.tensors if is_compiling() else lies.captured
+    given = [k, v, k_new, v_new, *(() if q is None else (q,)), *angles, *captured]
+    key = found = None
+    if not is_compiling():
+        key = append_, lies.key, q is None, cos is None, sin is None, bool(interleaved), torch.is_grad_enabled()
+        with suppress(AttributeError, TypeError):  # a wrong argument
+            found = find(key, given)
+    if found is None:
+        check_append(k, v, k_new, v_new, layout, cos, sin, q)
+        layout.refuse_gradients(*given)
         names = lies.plain[1]
-        if kind is None:
-            turned = OPERATORS.append_(k, v, k_new, v_new, list(tensors), repr(names), cos, sin, bool(interleaved), q)
-            return None if q is None else turned
-        remember(KNOWN, kind, *reading(k, v, k_new, tensors, names), (0, 0))
-    (*_, problem), _ = KNOWN[kind]
-    turned = write(k, v, k_new, v_new, tensors, cos, sin, bool(interleaved), q, problem, kind)
-    return None if q is None else turned
+        if not plain(given):
+            tensors = list(lies.tensors)
+            rotated = OPERATORS.append_(k, v, k_new, v_new, tensors, repr(names), cos, sin, bool(interleaved), q)
+            return None if q is None else rotated
+        found = Known(describe(*reading(k, v, k_new, lies.tensors, names), (0, 0)))
+        keep(key, given, found)
+    if found.repeat is not None:
+        done, y = found.repeat.run(given)
+        if done:
+            return y
+    rotated = write(k, v, k_new, v_new, lies.tensors, cos, sin, bool(interleaved), q, found.problem)
+    if found.repeat is None and found.problem.target != "cpu" and not CHECK:
+        found.repeat = repeated(given, q, rotated, lies, angles, bool(interleaved))
+    return None if q is None else rotated
+
+
+class Known:
+    """A call that was checked: the Problem of the attention that reads what it writes, and how its launch is repeated,
+    once it has run."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.repeat = problem, None

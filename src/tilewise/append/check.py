@@ -62,4 +62,4 @@ def reading(
     k: Tensor, v: Tensor, k_new: Tensor, tensors: Sequence[Tensor], names: tuple[str, ...]
 ) -> tuple[Operands, Recipe]:
     """Return the call of attention that reads the rows of the new keys, which stand for its queries."""
-    return Operands(k_new, k, v, tuple(tensors)), Recipe((ITSELF.plain,), layout=(Cached.__name__, names, 0))
+    return Operands(k_new, k, v, tuple(tensors)), Recipe((ITSELF.plain,), layout=(Cached.__name__, names, 0, None))

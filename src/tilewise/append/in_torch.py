@@ -1,6 +1,6 @@
 """append_ in plain torch, and where new keys lie in a cache."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ class Append(NamedTuple):
     layout: Layout
     angles: Angles | None
     capacity: int
-    kind: Any = None
-    """All that a launch depends on but addresses, if it is known."""
 
 
 def append_in_torch(

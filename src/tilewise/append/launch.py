@@ -1,12 +1,17 @@
 """Launch of the kernel that writes new keys and values into a cache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..host.arguments import adjacent, batch_from, cdiv, odd, power_of_2, rows, scales_of
 from ..host.launch import Launch
-from ..host.replay import launch_kept
+from ..host.outputs import size
+from ..host.repeat import Append
+from ..host.replay import kept_launches, launch_kept
+from ..values.layout import Layout
+from ..values.rotation import Angles
 from .kernel import New, Turn, cache_append
 
 HEADS = 8
@@ -15,15 +20,28 @@ HEADS = 8
 
 def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor | None, call: Any) -> None:
     """Write k_new and v_new into k and v, and q, turned, into y. `call` is an append.Append."""
-    angles = call.angles
-    given = k, v, k_new, v_new, q, y, *(() if angles is None else (angles.cos, angles.sin)), *call.layout.tensors
-    kind = cache_append, call.layout.plain, q is None, angles and angles.interleaved
-    launch_kept(
-        kind,
-        [t for t in given if t is not None],
-        lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled),
-        call.kind,
-    )
+    angles = () if call.angles is None else (call.angles.cos, call.angles.sin)
+    given = [t for t in (k, v, k_new, v_new, q, y, *angles, *call.layout.tensors) if t is not None]
+    kind = kind_of(call.layout, q, call.angles)
+    launch_kept(kind, given, lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled))
+
+
+def kind_of(layout: Layout, q: Tensor | None, angles: Angles | None) -> Any:
+    """Return all that a launch depends on beside its tensors."""
+    return cache_append, layout.plain, q is None, angles and angles.interleaved
+
+
+def repeated(
+    given: Sequence[Tensor], q: Tensor | None, y: Tensor, layout: Layout, angles: Angles | None
+) -> Append | None:
+    """Return what repeats the launch of a call that has run; None if it was not kept. `given`: k, v, k_new, v_new, q,
+    cos and sin if there are, and the layout's tensors."""
+    order, tensors = [*range(len(given))], [*given]
+    if q is not None:  # its result is the launch's sixth tensor
+        order.insert(5, len(given))
+        tensors.insert(5, y)
+    _, replay = kept_launches(kind_of(layout, q, angles), tensors)
+    return None if replay.kept is None else Append(replay, given, order, q if q is None else size(q.dtype, *q.shape))
 
 
 def launches(

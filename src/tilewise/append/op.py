@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.check import check_contents, describe, describe_fake
 from ..call.dispatch import CHECK, NAMESPACE
 from ..call.operands import Operands
+from ..values.layout import Layout
 from ..values.rotation import Angles
 from .check import reading
 from .in_torch import Append, append_in_torch
@@ -18,13 +19,13 @@ from .in_torch import Append, append_in_torch
 
 def write(
     k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Sequence[Tensor], cos: Tensor | None,
-    sin: Tensor | None, interleaved: bool, q: Tensor | None, problem: Any, kind: Any = None,
+    sin: Tensor | None, interleaved: bool, q: Tensor | None, problem: Any,
 ) -> Tensor:  # fmt: skip
     """Write and turn, by the kernel on a GPU with Triton, else in torch. `problem`: that of `reading`."""
     if CHECK or not k.is_cuda:
         check_contents(problem, Operands(k_new, k, v, tuple(tensors)))
     angles = None if cos is None or sin is None else Angles(cos, sin, interleaved)
-    call = Append(problem.recipe.layout_of(tensors), angles, problem.N, kind)
+    call = Append(problem.recipe.layout_of(tensors), angles, problem.N)
     y = k_new.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch = _launcher() if k.is_cuda and problem.B else None
     if launch is None:
@@ -33,6 +34,17 @@ def write(
     else:
         launch(k, v, k_new, v_new, q, None if q is None else y, call)
     return y
+
+
+def repeated(
+    given: Sequence[Tensor], q: Tensor | None, y: Tensor, layout: Layout, angles: Sequence[Tensor], interleaved: bool
+) -> Any:
+    """Return what repeats the launch of a call that has run, by host/repeat.py, or None."""
+    if _launcher() is None:
+        return None
+    from .launch import repeated as found
+
+    return found(given, q, y, layout, Angles(angles[0], angles[1], interleaved) if angles else None)
 
 
 _names: Any = lru_cache(64)(ast.literal_eval)

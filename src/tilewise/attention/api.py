@@ -2,26 +2,28 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from ..call.calls import KNOWN, kind_of, remember
+from ..call.calls import Call, find, key_of
 from ..call.check import autocast_type, cast, check_arguments, check_results, layout_given
 from ..call.operands import Saved
 from ..call.options import Everything, Options, refuse_unknown, spell_out
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
-from ..values.layout import Layout
+from ..values.layout import PADDED, Layout
 from ..values.masks import Full, Mask
 from ..values.origin import Origin
 from ..values.products import EightBits, Quantized
 from ..values.score import Score
 from ..values.value import Unsupported
 from . import flops  # noqa: F401, which registers the operators and their formulas
-from .eager import attend, attend_backward, run
+from .eager import attend, attend_backward, attend_plain, learn
 
 FULL = Full()
 
@@ -112,21 +114,35 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
-    tensors: tuple[Any, ...] = (q, k, v, *layout_given(layout).tensors)
-    kind = kind_of(
-        tensors, mask, score, layout, deterministic, scale, dropout, precision, backend, out_dtype, sink, place
-    )
-    if kind is not None and (found := KNOWN.get(kind)) is not None:
-        o, lse = run(tensors, Dropout(dropout).seed(seed, tensors[0]), *found)
-        return (o, lse) if return_lse else o
-    x, recipe, longest = check_arguments(
-        q, k, v, mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
-    )
+    every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
+    given, key = [q, k, v], None
+    if not is_compiling():
+        key, call = _known(given, return_lse, *every)
+        if call is not None:
+            drawn = None if seed is None and not dropout else Dropout(dropout).seed(seed, given[0])
+            return attend_plain(given, drawn, call, return_lse)
+    x, recipe, longest = check_arguments(q, k, v, *every)
     drawn = Dropout(recipe.dropout).seed(seed, x.q)
-    o, lse = attend((*x[:3], *x.extra), drawn, recipe, longest)
-    if kind is not None and x.q is q and x.k is k and x.v is v:  # autocast changed nothing
-        remember(KNOWN, kind, x, recipe, longest)
-    return (o, lse) if return_lse else o
+    call, tensors = Call(recipe, longest), (*x[:3], *x.extra)
+    found = attend(tensors, drawn, call, return_lse)
+    if key is not None and len(given) == len(tensors) and all(map(is_, given, tensors)):  # no argument was converted
+        learn(key, given, tensors, drawn, call)
+    return found if return_lse or isinstance(found, Tensor) else found[0]
+
+
+def _known(
+    given: list[Any], return_lse: bool, mask: Any, score: Any, scale: Any, sink: Any, dropout: Any, layout: Any,
+    precision: Any, deterministic: Any, *options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return a call's key, or None for arguments that are wrong, and the Call that was like it, or None. Append the
+    tensors of all options to `given`."""
+    try:
+        scores, lies = (score,) if isinstance(score, Score) else score, PADDED if layout is None else layout
+        options = type(scale), scale, type(dropout), dropout, return_lse, *options
+        key = key_of(given, mask, scores, sink, lies, precision, deterministic, *options)
+        return key, find(key, given)
+    except (AttributeError, TypeError):
+        return None, None
 
 
 DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
@@ -171,7 +187,7 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     q, k, v = qkv.unbind(-3)
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     drawn = Dropout(recipe.dropout).seed(seed, qkv)
-    o, lse = attend((qkv, None, None, *x.extra), drawn, recipe._replace(packed=True), longest)
+    o, lse = attend((qkv, None, None, *x.extra), drawn, Call(recipe._replace(packed=True), longest))
     return (o, lse) if return_lse else o
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from ..call.backend import select
-from ..call.calls import Call
-from ..call.check import check_contents, describe
+from ..call.backend import BACKWARD, FORWARD, planned, select
+from ..call.calls import Call, dispatch_modes, keep, plain, problem_of
+from ..call.check import check_contents
 from ..call.count import COUNTING, count_ran
 from ..call.dispatch import (
     BY_RANK,
@@ -30,34 +31,34 @@ from ..call.dispatch import (
 )
 from ..call.import_hook import when_imported
 from ..call.operands import Saved
-from ..call.problem import Problem
 from ..call.recipe import Recipe, batched_ranks
 from .gradients import Longest, Tensors, check_given, operands_of, present, run_backward, save, spread
 
 
-def attend(
-    x: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return o and lse, differentiable, by the operator or the eager path. `problem`: the call's, if it is known."""
+def attend(x: Tensors, seed: Tensor | None, call: Call, both: bool = True) -> Any:
+    """Return o and lse, differentiable, by the operator or the eager path; without `both`, the latter returns o."""
     refuse_forward_mode(*x)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if differentiated():
-            return _outside_graphs(x, seed, recipe, longest)
+            return _outside_graphs(x, seed, call)
     elif transformed():
-        return _Transformed.apply((recipe, longest, None), seed, *x)
+        return _Transformed.apply(call, seed, *x)
     tensors = [t for t in (*x, seed) if t is not None]
     if intercepted(tensors):
         for kind, by_rank in BY_RANK.items():
             if any(isinstance(t, kind) for t in tensors):
-                return by_rank(x, seed, recipe, longest)
-        return OPERATORS.attention(*x[:3], list(x[3:]), seed, recipe.encode(), *longest)
-    wants = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    return run(x, seed, (recipe, longest, problem), wants)
+                return by_rank(x, seed, call.recipe, call.longest)
+        return OPERATORS.attention(*x[:3], list(x[3:]), seed, call.recipe.encode(), *call.longest)
+    call.wants = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    return attend_plain(x, seed, call, both)
 
 
-def run(x: Tensors, seed: Tensor | None, call: Call, wants: bool) -> tuple[Tensor, Tensor]:
-    """Return o and lse of a call that nothing intercepts, differentiable if a gradient is wanted."""
-    return _apply_eager(call, seed, *x) if wants else run_forward(x, seed, *call)[:2]
+def attend_plain(x: Tensors, seed: Tensor | None, call: Call, both: bool = True) -> Any:
+    """Return o and lse, or o alone, of a call that nothing intercepts, differentiable if a gradient is wanted."""
+    if call.wants:
+        return _apply_eager(call, seed, both, *x)
+    found = run_forward(x, seed, call)
+    return found[:2] if both else found[0]
 
 
 def attend_backward(
@@ -67,7 +68,7 @@ def attend_backward(
     refuse_forward_mode(*x, do, dlse)
     tensors = present((*x, *saved[:3], do, dlse))
     call = recipe, longest, tuple(wanted)
-    if intercepted(tensors) and (torch.compiler.is_compiling() or not transformed()):
+    if intercepted(tensors) and (is_compiling() or not transformed()):
         return spread(_by_operator(x, saved, do, dlse, call), False, wanted)
     if transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return spread(_Gradient.apply(call, do, dlse, *saved[:3], *x), False, wanted)  # type: ignore[arg-type]
@@ -75,18 +76,33 @@ def attend_backward(
     return run_backward(x, saved, do, dlse, call)
 
 
-def run_forward(
-    tensors: Tensors, seed: Tensor | None, recipe: Recipe, longest: Longest, problem: Problem | None = None
-) -> Saved:
-    """Describe a call, check what its tensors hold, and run its forward on a back end."""
+def run_forward(tensors: Tensors, seed: Tensor | None, call: Call) -> Saved:
+    """Run a call's forward: by repeating what its like have launched, or by a back end, whose checks come first."""
+    repeat = call.forward
+    if repeat is not None and (found := repeat.run(tensors, seed)) is not None:
+        if COUNTING:
+            count_ran(repeat.name)
+        return found
     x = operands_of(tensors)
-    problem = problem or describe(x, recipe, longest)
+    problem = problem_of(x, call.recipe, call.longest)
     if CHECK or not x.q.is_cuda:
         check_contents(problem, x)
-    backend = select(problem)
     if COUNTING:
-        count_ran(backend.name)
-    return backend.forward(problem, x, seed)
+        count_ran(select(problem, FORWARD).name)
+    return planned(problem, FORWARD).run(x, seed)
+
+
+def learn(key: Any, given: Sequence[Tensor], tensors: Tensors, seed: Tensor | None, call: Call) -> None:
+    """Keep a call that has run, and how its launches are repeated, for calls that are `given` such tensors."""
+    if not plain(given):
+        return
+    x = operands_of(tensors)
+    problem = problem_of(x, call.recipe, call.longest)
+    if problem.target != "cpu" and not CHECK:
+        call.forward = planned(problem, FORWARD).repeat(x, seed)
+        if call.forward is not None:
+            call.forward.name = select(problem, FORWARD).name
+    keep(key, given, call)
 
 
 def _by_operator(x: Tensors, saved: Saved, do: Tensor | None, dlse: Tensor | None, call: Any) -> list[Tensor]:
@@ -103,29 +119,58 @@ def _needed(recipe: Recipe, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Eager(ReverseMode):
-    """The eager path: it has no dispatcher between autograd and the back end."""
+    """The eager path: it has no dispatcher between autograd and the back end. It returns o alone, or o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
-        o, lse, drawn, kept = run_forward(tensors, seed, *call)
-        ctx.call = call
-        save(ctx, *(_needed(call[0], tensors) if kept else tensors), o, lse, drawn, *kept)
+    def forward(ctx: Any, call: Call, seed: Tensor | None, both: bool, *tensors: Tensor) -> Any:
+        o, lse, _, kept = run_forward(tensors, seed, call)
+        ctx.call, own = call, () if seed is None else (seed,)
+        if call.forward is not None:  # whose like held no tensors of inference mode
+            ctx.save_for_backward(*tensors, o, lse, *own)
+        else:
+            save(ctx, *(_needed(call.recipe, tensors) if kept else tensors), o, lse, *own, *kept)
+        if not both:
+            return o
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
-        given, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
-        tensors, (o, lse, seed, *kept) = given[:count], given[count:]
-        recipe, longest = ctx.call[0].of_gradients(), ctx.call[1]
-        wanted = tuple(ctx.needs_input_grad[5:])
-        if do is None and dlse is None:
-            return (None,) * (2 + len(tensors))
-        call = recipe, longest, wanted
-        if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
-            grads = _Gradient.apply(call, do, dlse, o, lse, seed, *tensors)
-            return None, None, *spread(grads, recipe.packed, wanted)
-        return None, None, *run_backward(tensors, Saved(o, lse, seed, tuple(kept)), do, dlse, call)
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:  # type: ignore[override]
+        given, call, needed = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
+        repeat = call.backward
+        if repeat is not None and dlse is None and do is not None and not (torch.is_grad_enabled() or is_compiling()):
+            grads = None if dispatch_modes() else repeat.run(do, given)
+            if grads is not None:
+                return None, None, None, *grads, *[None] * (len(needed) - 6)
+        return _differentiated(given, call, needed, do, dlse)
+
+
+def _differentiated(given: Any, call: Call, needed: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    """Return the gradients of an eager call, by its back end, or by a function that transforms can see."""
+    count = len(needed) - 3
+    tensors, (o, lse, *rest) = given[:count], given[count:]
+    seed, kept = (rest[0], rest[1:]) if call.recipe.dropout else (None, rest)
+    if do is None and dlse is None:
+        return (None,) * len(needed)
+    wanted = tuple(needed[6:])
+    of_gradients = call.recipe.of_gradients(), call.longest, wanted
+    if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
+        grads = _Gradient.apply(of_gradients, do, dlse, o, lse, seed, *tensors)
+        return None, None, None, *spread(grads, call.recipe.packed, wanted)
+    saved = Saved(o, lse, seed, tuple(kept))
+    grads = run_backward(tensors, saved, do, dlse, of_gradients)
+    if call.backward is None and do is not None and dlse is None and not (kept or any(wanted) or CHECK):
+        call.backward = _repeated(tensors, saved, do, of_gradients)
+    return None, None, None, *grads
+
+
+def _repeated(tensors: Any, saved: Saved, do: Tensor, call: Any) -> Any:
+    """Return how a backward that has run is repeated, or None."""
+    if not (saved.o.dtype == tensors[0].dtype == do.dtype and plain((*tensors, saved.o, do))):
+        return None
+    x = operands_of(tensors)
+    problem = problem_of(x, *call)
+    return None if problem.target == "cpu" else planned(problem, BACKWARD).repeat(x, saved, do)
 
 
 _apply_eager = super(torch.autograd.Function, _Eager).apply  # type: ignore[attr-defined]
@@ -137,18 +182,24 @@ class _Transformed(_Eager):
 
     @staticmethod
     def forward(call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:  # type: ignore[override]
-        return attend(tensors, seed, *call)  # no transform is left, but a dispatch mode may want the operator
+        return attend(tensors, seed, call)  # no transform is left, but a dispatch mode may want the operator
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, seed, *tensors = inputs
         ctx.call = call
-        save(ctx, *tensors, *output, seed)
+        save(ctx, *tensors, *output, *(() if seed is None else (seed,)))
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
+        needed = ctx.needs_input_grad
+        _, *grads = _differentiated(ctx.saved_tensors, ctx.call, (False, *needed), do, dlse)
+        return tuple(grads)
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, call: Call, seed: Tensor | None, *tensors: Tensor) -> Any:
-        return vmapped(info.batch_size, in_dims[2:], in_dims[1], tensors, seed, *call[:2])
+        return vmapped(info.batch_size, in_dims[2:], in_dims[1], tensors, seed, call)
 
 
 _outside_graphs = attend
@@ -160,7 +211,7 @@ def _leave_graphs(dynamo: Any) -> None:
     global _outside_graphs  # noqa: PLW0603, nothing else names it in a graph
     reason = "torch.func's gradients of attention are computed outside of graphs; leave fullgraph out"
     _outside_graphs = dynamo.disable(attend, reason=reason)
-    _Transformed.backward = staticmethod(dynamo.disable(_Eager.backward, reason=reason))
+    _Transformed.backward = staticmethod(dynamo.disable(_Transformed.backward, reason=reason))
 
 
 when_imported("torch._dynamo", _leave_graphs)
@@ -198,23 +249,23 @@ def vmapped(
     seed_dim: int | None,
     tensors: Tensors,
     seed: Any,
-    recipe: Recipe,
-    longest: Longest,
+    call: Call,
 ) -> Any:
     """Fold the mapped dimension into the batch.
 
     Packed sequences, mapped tensors without a batch (a sink), and dropout, whose mask depends on the batch index, run
     one call at a time.
     """
+    recipe = call.recipe
     ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))
     whole = all([dim is None or rank is not None for dim, rank in zip(dims, ranks, strict=False)])
     if not (whole and recipe.uniform and seed is None):
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
-        outputs = [attend(ts, drawn, recipe, longest) for ts, drawn in calls]
+        outputs = [attend(ts, drawn, call) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)
     batch = tensors[0].shape[0 if dims[0] is None or dims[0] > 0 else 1]
     folded = [_fold(t, dim, rank, size, batch) for t, dim, rank in zip(tensors, dims, ranks, strict=True)]
-    o, lse = attend(folded, None, recipe, longest)
+    o, lse = attend(folded, None, call)
     return (o.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 

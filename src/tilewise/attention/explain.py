@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..call.backend import candidates, refusals, select
+from ..call.backend import BACKWARD, FORWARD, candidates, planned, refusals, select
 from ..call.check import check_arguments, describe, describe_fake
 from ..call.operands import Operands
 from ..call.options import Everything, spell_out
@@ -21,12 +21,17 @@ FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
 """Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
 
 
+SLOWER, LATER = "measured slower here", "{} is asked first"
+"""Why a back end that can run a call does not."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
 
     `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
-    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles.
+    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles. `asked` is the one that the
+    call names.
     """
 
     backend: str | None
@@ -34,6 +39,7 @@ class Explanation:
     refusals: dict[str, list[str]]
     backward: str | None = None
     backward_tiles: str = ""
+    asked: str | None = None
 
     def __str__(self) -> str:
         lines, first = [f"{'back end':<10}{'verdict'}"], True
@@ -41,21 +47,17 @@ class Explanation:
             if name == self.backend == self.backward:
                 lines.append(f"{name:<10}runs this: {self.tiles}")
             elif name == self.backend:
-                lines.append(f"{name:<10}runs the forward: {of_pass(self.tiles, backward=False)}")
+                lines.append(f"{name:<10}runs the forward: {self.tiles}")
             elif name == self.backward:
-                lines.append(f"{name:<10}runs the backward: {of_pass(self.backward_tiles, backward=True)}")
+                lines.append(f"{name:<10}runs the backward: {self.backward_tiles}")
             elif reasons:
                 lines.append(f"{name:<10}refuses: " + f"\n{'':<10}         ".join(reasons))
             else:
-                lines.append(f"{name:<10}also able, {'slower here by measurement' if first else 'asked later'}")
+                why = f"backend={self.asked!r} asks for another" if self.asked else SLOWER if first else LATER
+                why = why.format(self.backend)
+                lines.append(f"{name:<10}can run it; {why}")
             first = first and name != self.backend
         return "\n".join(lines)
-
-
-def of_pass(tiles: str, backward: bool) -> str:
-    """Return what a text of tiles says of one pass, for a call whose passes run on two back ends."""
-    parts = tiles.split("; ")
-    return "; ".join(part for part in parts if part.startswith(("backward ", "dkdv ", "dq ")) == backward) or tiles
 
 
 def explain(
@@ -88,9 +90,14 @@ def explain(
     if all(against[name] for name in candidates(problem)):
         return Explanation(None, "", against)
     of_backward = problem.products.for_backward(problem)
-    one, other = select(problem), select(of_backward, backward=True)
-    told = one.tiles(problem) + approximate(problem) + converted(q, x)
-    return Explanation(one.name, told, against, other.name, other.tiles(of_backward))
+    one = other = select(problem, FORWARD).name
+    first, second = planned(problem, FORWARD).describe(), ()
+    if not (problem.layout.no_gradients or problem.products.no_gradients):
+        other, second = select(of_backward, BACKWARD).name, planned(of_backward, BACKWARD).describe()
+    if one == other:  # what holds for both passes comes last
+        first = second = *(phrase for phrase in first if phrase not in second), *second
+    told = "; ".join(first) + approximate(problem) + converted(q, x)
+    return Explanation(one, told, against, other, "; ".join(second), recipe.backend)
 
 
 spell_out(explain, SIGNATURE)

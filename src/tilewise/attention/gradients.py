@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.backend import select
-from ..call.check import check_contents, describe
+from ..call.backend import BACKWARD, planned
+from ..call.calls import problem_of
+from ..call.check import check_contents
 from ..call.dispatch import CHECK, OPERATORS
 from ..call.operands import Codes, Grads, Operands, Saved
 from ..call.problem import Problem
@@ -23,7 +24,7 @@ Tensors = Sequence[Any]
 def check_given(x: Tensors, recipe: Recipe, longest: Longest) -> None:
     """Check what tensors hold, on a CPU; none of them may be one of a transform's, which hold no numbers."""
     if CHECK or not x[0].is_cuda:
-        check_contents(describe(operands_of(x), recipe, longest), operands_of(x))
+        check_contents(problem_of(operands_of(x), recipe, longest), operands_of(x))
 
 
 def operands_of(tensors: Tensors) -> Operands:
@@ -44,10 +45,10 @@ def run_backward(
     x = operands_of(tensors)
     if saved.o.dtype != x.q.dtype or (do is not None and do.dtype != x.q.dtype):
         saved, do, dlse = _narrowed(x.q, saved, do, dlse)
-    problem = describe(x, *call)
+    problem = problem_of(x, *call)
     exact = problem.products.for_backward(problem)
     if exact is problem:
-        grads = select(problem, backward=True).backward(problem, x, saved, do, dlse)
+        grads = planned(problem, BACKWARD).run(x, saved, do, dlse)
     else:
         grads = _backward_of_codes(problem, x, saved, do, dlse, call)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
@@ -82,16 +83,15 @@ def _backward_of_codes(
     The logits of K without its mean have lse less `shift_of`, and rows of dS that sum to dlse: dQ lacks dlse * mean.
     Where the pre-pass turned q and k, dq and dk are turned back.
     """
-    codes = Codes(*saved.kept) if saved.kept else select(p).codes(p, x)
+    codes = Codes(*saved.kept) if saved.kept else quantize.codes_of(p, x)
     seen = quantize.dequantized(p, x, codes)
     if p.recipe.packed:
         q, k, v = torch.stack(seen[:3], -3).unbind(-3)
         seen = Operands(q, k, v, x.extra)
     shift = quantize.shift_of(p, x, codes)
     lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
-    of_codes = describe(seen, call[0].exact(), *call[1:])
     own = saved._replace(lse=lse, kept=())
-    grads = select(of_codes, backward=True).backward(of_codes, seen, own, do, dlse)
+    grads = planned(problem_of(seen, call[0].exact(), *call[1:]), BACKWARD).run(seen, own, do, dlse)
     if dlse is not None and smooths(p):
         missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
         grads.q.add_(torch.where(lse.isneginf().transpose(-1, -2)[..., None], 0.0, missing).to(grads.q.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..call.backend import ON_TRITON, select
+from ..call.backend import FORWARD, ON_TRITON, Pass, planned
 from ..call.check import check_arguments
 from ..call.dispatch import PLAIN, transformed
 from ..call.import_hook import when_imported
@@ -83,7 +83,9 @@ def _lists(x: Operands, recipe: Recipe, longest: tuple[int, int], device: torch.
     problem = problem_on(seen, recipe, longest, target_of(device))
     problem = problem._replace(q=problem.q._replace(device=device))  # on which tables and grids depend
     x = x._replace(q=x.q.new_empty((), device=device).expand(x.q.shape))
-    return select(problem).list_tiles(problem, x, torch.is_grad_enabled())
+    passes = Pass if torch.is_grad_enabled() else (FORWARD,)
+    made = {(one.by_key, one.B_r, one.B_c): one for which in passes for one in planned(problem, which).lists(x)}
+    return tuple(made.values())
 
 
 def _leave_graphs(dynamo: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.calls import Call
 from ..call.check import describe_fake
 from ..call.dispatch import NAMESPACE, OPERATORS, pick, refuse_double_backward
 from ..call.operands import Saved
@@ -27,7 +28,7 @@ def attention_op(
     max_k: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse as one operator. `recipe` is encoded text. If k and v are None, q holds all three."""
-    return run_forward((q, k, v, *extra), seed, Recipe.decode(recipe), (max_q, max_k))[:2]
+    return run_forward((q, k, v, *extra), seed, Call(Recipe.decode(recipe), (max_q, max_k)))[:2]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attention_backward", mutates_args=())
@@ -118,7 +119,7 @@ attention_backward_op.register_autograd(_differentiate_again, setup_context=_set
 def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, extra: Any, seed: Any, recipe: str, *longest: int) -> Any:
     dims = (*in_dims[:3], *(in_dims[3] or [None] * len(extra)))
     tensors = q, k, v, *extra
-    return vmapped(info.batch_size, dims, in_dims[4], tensors, seed, Recipe.decode(recipe), longest)  # type: ignore[arg-type]
+    return vmapped(info.batch_size, dims, in_dims[4], tensors, seed, Call(Recipe.decode(recipe), longest))  # type: ignore[arg-type]
 
 
 @attention_backward_op.register_vmap

@@ -1,15 +1,17 @@
 """Choice of a back end: the protocol, the ordered registry, and the reasons when one refuses a call."""
 
 import importlib
-from functools import cache, lru_cache
-from typing import Protocol
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..values.tables import TileList
 from ..values.value import Unsupported
-from .operands import Codes, Grads, Operands, Saved
-from .problem import Problem
+from .operands import Operands, Saved
+from .problem import Problem, once
 from .shortcuts import quick_sources
 
 PACKAGE = str(__package__).rpartition(".")[0]
@@ -19,47 +21,71 @@ ON_TRITON = ("hopper", "triton")
 OLDEST_TRITON = 3, 6
 
 
+class Pass(Enum):
+    """What is computed of a call."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+FORWARD, BACKWARD = Pass
+
+
+def _no_lists(x: Operands) -> tuple[TileList, ...]:
+    return ()
+
+
+def _never(*given: Any) -> None:
+    return None
+
+
+class Plan(NamedTuple):
+    """How a back end runs one pass of a problem."""
+
+    run: Callable[..., Any]
+    """Computes a pass. A forward takes x and the seed, and returns new tensors as Saved, also those that its back end's
+    backward wants, or the codes of 8-bit products; it writes into a Saved that is given third. A backward takes x,
+    Saved, do and dlse, of which one may be None, and returns Grads of sum(o * do) + sum(lse * dlse), with those of the
+    extras in problem.wanted."""
+    describe: Callable[[], tuple[str, ...]]
+    """Says which kernels run with which tiles, in a few phrases; those that both passes have come last."""
+    lists: Callable[[Operands], tuple[TileList, ...]] = _no_lists
+    """Lists the mask's tiles on q's device, where the kernels read lists; k and v may be on the meta device."""
+    repeat: Callable[..., Any] = _never
+    """Takes what `run` took, and returns what repeats its launches by addresses alone, or None (host/repeat.py)."""
+    rest: Problem | None = None
+    """What the plan leaves: the same call for other sequences, whose plan writes into the same results."""
+
+
 class Backend(Protocol):
-    """Every back end has these methods. Its package's module `backend` holds one instance, of the same name."""
+    """Every back end has these five members. Its package's module `backend` holds one instance, of the same name."""
 
     name: str
+    takes: frozenset[str]
+    """Which of `NEEDS` it can read."""
 
-    def why_not(self, problem: Problem) -> list[str]:
-        """Return the reasons against running the problem; empty if it can. Allocate nothing, and run nothing."""
+    def why_not(self, problem: Problem, which: Pass) -> list[str]:
+        """Return other reasons against running the problem; empty if it can. Allocate nothing, and run nothing."""
         ...
 
-    def slower(self, problem: Problem, backward: bool) -> bool:
-        """Tell whether the next back end that takes the problem is measured to be faster in one of its two passes."""
+    def slower(self, problem: Problem, which: Pass) -> bool:
+        """Tell whether the next back end that takes the problem is measured to be faster in a pass."""
         ...
 
-    def tiles(self, problem: Problem) -> str:
-        """Describe the tiles and kernels that the problem would use, as text."""
+    def plan(self, problem: Problem, which: Pass) -> Plan:
+        """Return how it runs a pass of a problem that it takes."""
         ...
 
-    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
-        """List the mask's tiles for the forward, with `gradients` also for the backward; () if these read no lists.
 
-        They are on q's device. k and v of x may be on the meta device.
-        """
-        ...
-
-    def codes(self, problem: Problem, x: Operands) -> Codes:
-        """Quantize q, k and v of a call with 8-bit products, as its forward does."""
-        ...
-
-    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        """Compute o and lse as new tensors; also return tensors saved for this back end's backward.
-
-        With 8-bit products these are the Codes, from which gradients.py makes the call of a 16-bit backward.
-        """
-        ...
-
-    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        """Return the gradients of sum(o * do) + sum(lse * dlse), with those of the extras in problem.wanted.
-
-        do or dlse may be None.
-        """
-        ...
+NEEDS = {
+    "packed": "it takes no packed sequences",
+    "cache": "it reads no cache",
+    "pages": "it reads no pages",
+    "starts in pages": "it reads pages from their first row, not from starts",
+    "index": "it reads no index of a cache",
+    "invariant": "it does not sum keys in pieces, as invariant asks",
+}
+"""What values may need of a back end, and why one without it refuses a call."""
 
 
 class OldTriton(ImportError):  # noqa: N818, the name says what is installed
@@ -72,7 +98,9 @@ class Missing:
     def __init__(self, name: str, error: ImportError) -> None:
         self.name, self.error = name, error
 
-    def why_not(self, problem: Problem) -> list[str]:
+    takes = frozenset(NEEDS)
+
+    def why_not(self, problem: Problem, which: Pass) -> list[str]:
         return [needs(self.error)]
 
 
@@ -115,23 +143,44 @@ def candidates(problem: Problem) -> tuple[str, ...]:
     return (asked,) if asked else ("cpu",) if problem.target == "cpu" else ORDER
 
 
+def against(name: str, problem: Problem, which: Pass = FORWARD) -> list[str]:
+    """Return a back end's reasons against a pass of a problem; empty if it can run it."""
+    backend = load(name)
+    missing = [why for need, why in NEEDS.items() if need in problem.layout.needs - backend.takes]
+    return missing + backend.why_not(problem, which)
+
+
 def refusals(problem: Problem) -> dict[str, list[str]]:
     """Return every back end's reasons against the problem, in order of preference."""
-    return {name: load(name).why_not(problem) for name in ORDER}
+    return {name: against(name, problem) for name in ORDER}
 
 
-@lru_cache(4096)
-def select(problem: Problem, backward: bool = False) -> Backend:
-    """Return the requested back end, or the first that accepts the problem and is not slower, for one of two passes.
+@once
+def select(problem: Problem, which: Pass = FORWARD) -> Backend:
+    """Return the requested back end, or the first that accepts the problem and is not slower in a pass.
 
     Every back end's backward takes what another one's forward saved. Raise Unsupported with the reasons of the
     requested one, or of all.
     """
-    able = (load(name) for name in candidates(problem) if not load(name).why_not(problem))
+    able = (load(name) for name in candidates(problem) if not against(name, problem, which))
     first = next(able, None)
     if first is not None:
-        return next(able, first) if not problem.recipe.backend and first.slower(problem, backward) else first
+        return next(able, first) if not problem.recipe.backend and first.slower(problem, which) else first
     asked = problem.recipe.backend
     remedy = "leave backend out to have one chosen" if asked else "change the argument named, or move the tensors"
     lines = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals(problem).items() if asked in (None, name))
     raise Unsupported(f"no back end takes this call; {remedy}\n{lines}")
+
+
+@once
+def planned(problem: Problem, which: Pass) -> Plan:
+    """Return how a pass of a problem runs: by one back end, or for some sequences by another."""
+    plan = select(problem, which).plan(problem, which)
+    if plan.rest is None:
+        return plan
+    rest = planned(plan.rest, which)
+
+    def run(x: Operands, seed: Tensor | None) -> Saved:
+        return rest.run(x, seed, plan.run(x, seed))
+
+    return Plan(run, plan.describe, plan.lists)

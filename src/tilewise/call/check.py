@@ -4,7 +4,6 @@ Errors name the argument, its value, what is allowed and the remedy.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -218,20 +217,7 @@ def check_results(
 def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tuple[bool, ...] = ()) -> Problem:
     """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
-    return _described(recipe, seen((*x[:3], *x.extra)), longest, matmul, wanted)
-
-
-def seen(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return all that a kernel may depend on of real tensors, in plain tuples, which are cheaper than TensorSpecs."""
-    return tuple([(t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16 == 0) for t in tensors])
-
-
-@lru_cache(4096)
-def _described(
-    recipe: Recipe, seen: tuple[Any, ...], longest: tuple[int, int], matmul: str | None, wanted: tuple[bool, ...]
-) -> Problem:
-    """Build the Problem of what is `seen` of its tensors."""
-    q, k, v, *extra = (TensorSpec(tuple(shape), *rest) for shape, *rest in seen)
+    q, k, v, *extra = (TensorSpec.of(t) for t in (*x[:3], *x.extra))
     problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
     _check_lengths(problem)
     return problem

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..values.layout import Layout
-from ..values.masks import Mask
+from ..values.masks import Full, Mask
 from ..values.origin import Origin
 from ..values.products import EightBits
 from ..values.score import Score
@@ -95,7 +95,7 @@ def refuse_score(score: Any) -> NoReturn:
 
 def _meant(option: str, given: Any, base: type) -> str:
     """Return the remedy for a class, or the name of one, in place of its instance; else an empty string."""
-    for kind in base.__subclasses__():
+    for kind in (each for each in (*base.__subclasses__(), Full) if issubclass(each, base)):
         if given is kind or str(given).lower() == kind.__name__.lower():
             numbers = "" if getattr(kind, "__match_args__", None) == () else "..."
             return f"did you mean {option}=tilewise.{kind.__name__}({numbers})?"

@@ -5,9 +5,9 @@ depend on it alone.
 """
 
 import math
-from collections.abc import Mapping
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .operands import Operands
 from .recipe import KINDS, Recipe, hides_later_keys
 
 MAX_HEAD_SIZE = 512
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class TensorSpec(NamedTuple):
@@ -73,6 +74,11 @@ class Problem(Call):
 
     def __getstate__(self) -> None:
         """Leave what is computed once out of a pickle, as another process hashes text to other numbers."""
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """Return what `once` has computed of the problem."""
+        return {}
 
     @property
     def sink_at(self) -> int:
@@ -235,6 +241,19 @@ class Problem(Call):
             built.append(kind.rebuild(tuple(numbers), tuple(next(tensors) for _ in kind.captures)))
         count = len(self.recipe.mask)
         return tuple(built[:count]), tuple(built[count:]), next(tensors) if self.recipe.sink else None
+
+
+def once(make: F) -> F:
+    """Let a function of a Problem, and of hashable arguments, compute its result once for each Problem."""
+
+    @wraps(make)
+    def found(p: Problem, *args: Any) -> Any:
+        at = make, *args
+        if at not in p.kept:
+            p.kept[at] = make(p, *args)
+        return p.kept[at]
+
+    return found  # type: ignore[return-value]
 
 
 def lse_shape(q: tuple[int, ...]) -> tuple[int, ...]:

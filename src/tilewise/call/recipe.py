@@ -81,6 +81,10 @@ class Recipe(NamedTuple):
         """Return the recipe with products of the inputs' type. All tensors stay; nothing reads those of products."""
         return self._replace(products=(Exact.__name__, self.products[1], precision))
 
+    def up_to(self, most: int) -> "Recipe":
+        """Return the recipe for those sequences of a cache that have at most so many queries."""
+        return self._replace(layout=(*self.layout[:-1], most))
+
     def encode(self) -> str:
         """Write the recipe as text for `decode`; literals only, so that torch.compile and torch.export can carry it."""
         return repr(tuple(self))

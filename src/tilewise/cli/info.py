@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..call.backend import ORDER, load
+from ..call.backend import ORDER, against
 from ..call.check import describe
 from ..call.operands import Operands
 from ..call.recipe import Recipe
@@ -45,11 +45,11 @@ def gather() -> dict[str, Any]:
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     probes = {device: _probe(device) for device in devices}
     default = devices[min(1, len(devices) - 1)]
-    chosen = next((name for name in ORDER if not load(name).why_not(probes[default])), None)
+    chosen = next((name for name in ORDER if not against(name, probes[default])), None)
     return {
         "versions": versions() | {"system": f"{platform.system()} {platform.machine()}"},
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
-        "backends": {name: {str(d): load(name).why_not(probes[d]) for d in devices} for name in ORDER},
+        "backends": {name: {str(d): against(name, probes[d]) for d in devices} for name in ORDER},
         "shadows": {package: who(package) for package in PACKAGES},
         "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from ..attention.api import FULL
-from ..attention.eager import attend, run
-from ..call.backend import ON_TRITON, candidates, load, select
-from ..call.calls import Calls, kind_of, remember
-from ..call.check import check_arguments, describe, describe_fake
+from ..attention.eager import attend, attend_plain, learn
+from ..call.backend import FORWARD, ON_TRITON, candidates, load, select
+from ..call.calls import Call, find, key_of, problem_of
+from ..call.check import check_arguments, describe_fake
 from ..call.count import COUNTING, count_handed_back
 from ..call.dispatch import PLAIN, transformed
 from ..call.operands import Operands
@@ -27,6 +28,7 @@ from ..call.problem import Problem, target_of
 from ..call.recipe import Recipe
 from ..values.dropout import Dropout
 from ..values.intervals import Causal
+from ..values.layout import PADDED
 from ..values.masks import Mask
 from ..values.score import Bias, Score
 from ..values.tables import Dense
@@ -74,8 +76,6 @@ class Installed(NamedTuple):
 
 
 _installed: Installed | None = None
-TAKEN: Calls = {}
-"""Calls without a mask that were checked and taken."""
 CAUSAL = Causal()
 COUNTED: set[str] = set()
 """Devices whose calls are counted where `install` leaves them alone; `run` adds all, because it tells at the end."""
@@ -147,7 +147,6 @@ def _change(settings: Settings | None) -> None:
 
     if settings == (_installed.settings if _installed else None):
         return
-    TAKEN.clear()
     if _installed is not None:
         _installed.library._destroy()
         compiler.cache_key_tag, _installed = _installed.cache_key, None  # type: ignore[attr-defined]
@@ -194,14 +193,15 @@ def _route(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run one call on tilewise, or hand it back."""
-    of_call = query, key, value
-    kind = None
-    if attn_mask is None and torch._C._get_overrideable_sdp_enabled():  # type: ignore[attr-defined]
+    of_call, at, given = (query, key, value), None, [query, key, value]
+    if attn_mask is None and torch._C._get_overrideable_sdp_enabled() and not is_compiling():  # type: ignore[attr-defined]
         # else sdpa_kernel(...) names other back ends
-        kind = kind_of(of_call, CAUSAL if is_causal else FULL, (), None, False, dropout_p, scale)
-    if kind is not None and (found := TAKEN.get((kind, enable_gqa))) is not None:
+        mask = CAUSAL if is_causal else FULL
+        options = _installed and _installed.settings, dropout_p, scale, enable_gqa
+        at = key_of(given, mask, (), None, PADDED, None, False, *options)
+    if at is not None and (found := find(at, given)) is not None:
         x = _operands(of_call, is_causal)
-        o = run(x, Dropout(dropout_p).seed(None, query), *found)[0]
+        o = attend_plain(x, Dropout(dropout_p).seed(None, query), found, both=False)
         return _as_given(of_call, None, dropout_p, enable_gqa, o)
     against = _against_call(of_call, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if against is None:
@@ -216,9 +216,10 @@ def _route(
         else:
             if against is None:
                 seed = Dropout(recipe.dropout).seed(None, x.q)
-                o = attend((*x[:3], *x.extra), seed, recipe, longest, problem)[0]
-                if kind is not None:
-                    remember(TAKEN, (kind, enable_gqa), x, recipe, longest)
+                call = Call(recipe, longest)
+                o = attend((*x[:3], *x.extra), seed, call)[0]
+                if at is not None and x.q is q and x.k is k and x.v is v:  # autocast changed nothing
+                    learn(at, given, x[:3], seed, call)
                 return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     if COUNTING:
         count_handed_back(against)
@@ -346,13 +347,13 @@ def _against_running(x: Operands, problem: Problem, name: str | None) -> str | N
 def _described(x: Operands, recipe: Recipe) -> tuple[Problem, str | None]:
     """Return a call's Problem, and the name of the back end that would run it; None if there is none."""
     if PLAIN.issuperset(map(type, x[:3])):
-        problem = describe(x, recipe, (0, 0))
+        problem = problem_of(x, recipe, (0, 0))
         try:
-            return problem, select(problem).name
+            return problem, select(problem, FORWARD).name
         except Unsupported:
             return problem, None
     problem = describe_fake(x, recipe, (0, 0), target_of(x.q.device))  # sizes may be symbolic, so nothing is cached
-    return problem, next((name for name in candidates(problem) if not load(name).why_not(problem)), None)
+    return problem, next((name for name in candidates(problem) if not load(name).why_not(problem, FORWARD)), None)
 
 
 def _least_length(p: Problem, gradients: bool) -> int | None:

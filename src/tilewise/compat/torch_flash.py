@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ..attention.api import with_defaults
 from ..attention.eager import attend, attend_backward
+from ..call import calls
 from ..call.backend import select
-from ..call.check import check_arguments, check_results, describe
+from ..call.check import check_arguments, check_results
 from ..call.count import COUNTING, count_handed_back
 from ..call.operands import Operands, Saved
-from ..call.problem import Problem
 from ..call.recipe import Recipe
 from ..values.intervals import Causal, Window
 from ..values.layout import Varlen
@@ -66,7 +66,6 @@ class Call(NamedTuple):
     x: Operands
     recipe: Recipe
     longest: tuple[int, int]
-    problem: Problem
 
 
 class Handle:
@@ -87,7 +86,7 @@ class Handle:
         *call, return_debug_mask = args
         given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **options)
         if isinstance(given, Call):
-            o, lse = attend((*given.x[:3], *given.x.extra), None, *given[1:])
+            o, lse = attend((*given.x[:3], *given.x.extra), None, calls.Call(given.recipe, given.longest))
             return o, lse, torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0), q.new_empty(0)
         if COUNTING and q.device.type in self.devices:
             count_handed_back(given)
@@ -99,7 +98,7 @@ class Handle:
         """Compute `_flash_attention_backward` of what `forward` has taken."""
         given = self.translated(q, k, v, *args[:-2], **options)
         if isinstance(given, Call):
-            x, recipe, longest, _ = given
+            x, recipe, longest = given
             check_results(x, recipe, do=do, o=o, lse=lse, dlse=None, delta=None)
             wanted = (False,) * len(x.extra)
             saved = Saved(o.contiguous(), lse)
@@ -148,8 +147,7 @@ class Handle:
             every = with_defaults("attention", options)
             del every["seed"], every["return_lse"]
             x, recipe, longest = check_arguments(q, k, v, **every)
-            problem = describe(x, recipe, longest)
-            select(problem)
+            select(calls.problem_of(x, recipe, longest))
         except (TypeError, ValueError) as error:
             return str(error).partition(";")[0]
-        return Call(x, recipe, longest, problem)
+        return Call(x, recipe, longest)

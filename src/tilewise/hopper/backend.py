@@ -1,24 +1,15 @@
 """Run attention on Hopper (sm_90) with Gluon kernels, asynchronous and warp-specialised."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..call.backend import load
-from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.backend import FORWARD, Pass, Plan
 from ..call.problem import Problem, TensorSpec
-from ..host.launch import on_device
-from ..host.lists import make_lists
-from ..host.tables import source_of_rows
-from ..quantize.launch import codes_of
-from ..values.tables import TileList
 from . import launch, plan
 from .fp32 import launch as fp32_launch
-from .fp32.backward_launch import sizes_of
-from .split_keys import launch as decode_launch
-from .tiles import KINDS, SINGLE, current, current_fp32, padded, precision
+from .split_keys import launch as split_keys
+from .tiles import KINDS, SINGLE, padded, precision
 
 SHORTEST = 32
 """Tokens up to which a tile of the forward at 128 is mostly empty."""
@@ -28,8 +19,9 @@ class Hopper:
     """Run attention in 16-bit types and in fp32, on tensors whose rows TMA can address."""
 
     name = "hopper"
+    takes = frozenset({"packed", "cache", "pages", "index"})
 
-    def why_not(self, problem: Problem) -> list[str]:
+    def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Return why these kernels cannot run a problem: its chip, type, head sizes, addresses, or an option left to
         the portable kernels."""
         p = problem
@@ -57,89 +49,30 @@ class Hopper:
             against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
         return against
 
-    def slower(self, problem: Problem, backward: bool) -> bool:
+    def slower(self, problem: Problem, which: Pass) -> bool:
         """Tell whether the portable kernels are faster: their backward up to SINGLE tokens and their forward at head
         size 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
         p, recipe = problem, problem.recipe
-        if not backward and decode_launch.splits(p):
-            return decode_launch.slower(p)
-        if not backward and (p.few_rows or ("cache" in p.layout.needs and _slower_on_cache(p))):
+        if which is FORWARD and split_keys.splits(p):
+            return split_keys.slower(p)
+        if which is FORWARD and (p.few_rows or ("cache" in p.layout.needs and _slower_on_cache(p))):
             return True
         plain = p.dtype != torch.float32 and p.layout.uniform and not (recipe.score or recipe.dropout or p.listed)
-        sizes, most = ((64, 128), SINGLE) if backward else ((128,), SHORTEST)
+        sizes, most = ((128,), SHORTEST) if which is FORWARD else ((64, 128), SINGLE)
         return plain and padded(p) in sizes and max(p.M, p.N) <= most
 
-    def tiles(self, problem: Problem) -> str:
-        """Describe the tiles of the two main kernels, or of the one that splits keys."""
-        if problem.dtype == torch.float32:
-            row, name = current_fp32(problem), precision(problem)
-            return f"forward {row.B_r}x{row.B_c}, 2 warpgroups; products in {name}; {source_of_rows(problem.q.device)}"
-        row, back = current(problem)
-        split = "gradient" if back.split_dkdv else "keys"
-        splits = decode_launch.splits(problem)
-        of_forward = f"{row.B_r}x{row.B_c}, {row.warpgroups} warpgroups; "
-        if splits:
-            of_forward = f"{decode_launch.told(problem)}; "
-        rest = f"backward {back.B_r}x{back.B_c}, split by {split}; "
-        if "cache" in problem.layout.needs:
-            rest = "" if splits else _told_of_cache(problem)
-        return f"forward {of_forward}{rest}{source_of_rows(problem.q.device)}"
-
-    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
-        _, planned = _launches(problem)
-        back = sizes_of(problem).row if problem.dtype == torch.float32 else planned.backward
-        of_backward = ((back, True),) if gradients else ()
-        with on_device(x.q):
-            return make_lists(problem, planned, x, ((planned.forward, False), *of_backward))
-
-    def codes(self, problem: Problem, x: Operands) -> Codes:
-        with on_device(x.q):
-            return codes_of(problem, x, _launches(problem)[1].compiled)
-
-    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        of, plan_of = _forward_of(problem)
-        with on_device(x.q):
-            saved = of.forward(problem, plan_of(problem), x, seed)
-            if plan.mixed(problem):
-                portable: Any = load("triton")
-                portable.write_short(problem, x, saved, plan.FULL - 1)
-            return saved
-
-    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        of, planned = _launches(problem)
-        with on_device(x.q):
-            return of.backward(problem, planned, x, saved, do, dlse)
-
-
-@lru_cache(4096)
-def _forward_of(problem: Problem) -> tuple[Any, Any]:
-    """Return the module that launches a problem's forward, and what plans it."""
-    if decode_launch.splits(problem):
-        return decode_launch, decode_launch.plan
-    return (fp32_launch, fp32_launch.plan) if problem.dtype == torch.float32 else (launch, plan.plan)
-
-
-def _launches(problem: Problem) -> tuple[Any, Any]:
-    """Return the module that launches the kernels of a problem's type, and the problem's plan."""
-    if problem.dtype == torch.float32:
-        return fp32_launch, fp32_launch.plan(problem)
-    return launch, plan.plan(problem)
+    def plan(self, problem: Problem, which: Pass) -> Plan:
+        """Return how the kernels run a pass: of fp32, with split keys, or of 16 bits."""
+        if which is FORWARD and split_keys.splits(problem):
+            return split_keys.plan_of(problem)
+        of: Any = fp32_launch if problem.dtype == torch.float32 else launch
+        return (of.forward_plan if which is FORWARD else of.backward_plan)(problem)
 
 
 def _slower_on_cache(p: Problem) -> bool:
     """Tell whether splitting keys is faster: for few queries, and where under a quarter of the multiprocessors have a
     tile, as it takes 4 times as long on all."""
     return p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
-
-
-def _told_of_cache(p: Problem) -> str:
-    """Describe programs and look-ups of a call whose keys are in a cache."""
-    page, pl = p.layout.page(p), plan.plan(p)
-    looked = pl.forward.B_c // pl.boxes[1].block_shape[2]
-    of_pages = f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile; " if page else ""
-    short = f"sequences of fewer than {plan.FULL} queries on the portable kernel; "
-    few = short if plan.mixed(p) else ""
-    return f"{pl.programs} programs, keys not split; {of_pages}{few}"
 
 
 def _against_cache(p: Problem) -> list[str]:
@@ -151,10 +84,8 @@ def _against_cache(p: Problem) -> list[str]:
         against.append(f"it reads caches in q's type, got {str(p.k.dtype).removeprefix('torch.')}")
     if page and page % 8:
         against.append(f"pages must have a multiple of 8 rows, got {page}")
-    if page and p.layout.starts is not None:
-        against.append("it reads pages from their first row, not from starts")
-    if p.layout.invariant:
-        against.append("it does not sum keys in pieces, as invariant asks")
+    if p.layout.most is not None:
+        against.append("it leaves sequences of few queries to the portable kernels")
     return against
 
 

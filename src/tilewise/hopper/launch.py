@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.backend import Plan as PassPlan
 from ..call.operands import Codes, Grads, Operands, Saved
-from ..call.problem import Problem
+from ..call.problem import Problem, once
 from ..host.arguments import (
     adjacent,
     batch_of,
@@ -29,7 +29,10 @@ from ..host.arguments import (
 from ..host.bias import bias_launches, renormalize_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty, empty_grads, empty_saved, size
+from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
+from ..host.plan import plan_of
+from ..host.repeat import Backward, Forward
+from ..host.tables import source_of_rows
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of
 from ..quantize.launch import quantized
@@ -46,11 +49,13 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed
+from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, plan, rest_of
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
+ADDRESSES: dict[torch.device, dict[int | None, int]] = {}
+"""Keeps their addresses, by device and stream."""
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
@@ -171,14 +176,14 @@ def bias_gradients(
 def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
     row = pl.backward
-    blocks, *sizes = scratch_sizes(p, row, pl.backward_shape.heads)
-    logs, delta, dq, ready, done = [size and empty(size, device) for size in sizes]
+    blocks, *parts = scratch_sizes(p, row, pl.backward_shape.heads)
+    logs, delta, dq, ready, done = [part and empty(part, device) for part in parts]
     dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
     sums = empty_gqa_sums(p, row, pl.backward_tile.GQA_PROGRAMS, device)
     return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
 
 
-@lru_cache(4096)
+@once
 def scratch_sizes(p: Problem, row: Any, loops: int) -> list[Any]:
     """Return the blocks of rows, and the sizes of a scratch's logs, delta, dq, ready (or None) and done."""
     blocks = p.query_blocks(row.B_r) * p.H * p.batch
@@ -204,6 +209,62 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     return saved
 
 
+def forward_plan(p: Problem) -> PassPlan:
+    """Return how the forward runs; short sequences of a pack are left to the portable kernels."""
+    pl = plan(p)
+    return plan_of(p, pl, forward, describe_forward, ((pl.forward, False),), repeated, rest_of(p))
+
+
+def backward_plan(p: Problem) -> PassPlan:
+    """Return how the backward runs."""
+    pl = plan(p)
+    return plan_of(p, pl, backward, describe_backward, ((pl.backward, True),), repeated_backward)
+
+
+def describe_forward(p: Problem, pl: Plan) -> list[str]:
+    """Describe the tiles of the forward, and for keys in a cache its programs and look-ups."""
+    row, page = pl.forward, p.layout.page(p)
+    found = [f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroup{'s' * (row.warpgroups > 1)}"]
+    if page is not None:
+        found.append(f"{pl.programs} programs, keys not split")
+    if page:
+        looked = row.B_c // pl.boxes[1].block_shape[2]
+        found.append(f"pages of {page}, {looked} look-up{'s' * (looked > 1)} a tile")
+    if mixed(p):
+        found.append(f"sequences of fewer than {FULL} queries on the portable kernel")
+    return [*found, source_of_rows(p.q.device)]
+
+
+def describe_backward(p: Problem, pl: Plan) -> list[str]:
+    """Describe the tiles of the backward."""
+    row = pl.backward
+    tiles = f"backward {row.B_r}x{row.B_c}, split by {'gradient' if row.split_dkdv else 'keys'}"
+    return [tiles, source_of_rows(p.q.device)]
+
+
+def repeated(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Forward | None:
+    """Return what repeats a forward; None if its launches were not kept, or read codes."""
+    replay = pl.replays.get(None)
+    if replay is None or replay.kept is None or p.products.codes:
+        return None
+    of_o, of_lse, *_ = sizes(p)
+    return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), None, addresses_of(x.q.device), seed is not None)
+
+
+def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
+    """Return what repeats a backward; None if its launches were not kept, or need more than new addresses."""
+    alone = pl.backward_tile.GQA_PROGRAMS == 1 and not (p.recipe.deterministic or p.biased or any(p.wanted))
+    replay = pl.replays.get(unplanned(saved, do, None))
+    if replay is None or replay.kept is None or not alone or p.recipe.packed:
+        return None
+    if addressable(do) is not do or not saved.lse.is_contiguous():  # which would be copies
+        return None
+    _, logs, delta, dq, ready, done = scratch_sizes(p, pl.backward, pl.backward_shape.heads)
+    given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
+    work, counters = (logs, delta, dq, None, ready, done), addresses_of(do.device)
+    return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
+
+
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
@@ -227,8 +288,15 @@ def counter(device: torch.device, stream: int | None) -> Tensor:
     """Return two zeros that a launch leaves as zeros: one pair per stream, and a separate pair per captured launch."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    known = COUNTERS.get((device, stream))
-    return COUNTERS.setdefault((device, stream), new_counter(device)) if known is None else known
+    if (known := COUNTERS.get((device, stream))) is None:
+        known = COUNTERS.setdefault((device, stream), new_counter(device))
+        addresses_of(device)[stream] = known.data_ptr()
+    return known
+
+
+def addresses_of(device: torch.device) -> dict[int | None, int]:
+    """Return the addresses of a device's counters, by stream."""
+    return ADDRESSES.setdefault(device, {})
 
 
 def new_counter(device: torch.device) -> Tensor:

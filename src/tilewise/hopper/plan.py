@@ -5,7 +5,6 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 
 import os
 from collections import defaultdict
-from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.operands import Operands
-from ..call.problem import Problem, empty_parts
+from ..call.problem import Problem, empty_parts, once
 from ..call.recipe import KINDS, hides_later_keys
 from ..host.arguments import cdiv, device_values, lengths
 from ..host.launch import multiprocessors
@@ -83,7 +82,7 @@ class Plan(NamedTuple):
     """Keep the launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
-@lru_cache(4096)
+@once
 def plan(p: Problem) -> Plan:
     """Compute a problem's tiles and constants from the table rows in use."""
     return planned(p, current(p))
@@ -156,6 +155,12 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
         PAGE=p.layout.page(p),
     )  # fmt: skip
     return with_codes(p, tile) if p.products.codes else tile
+
+
+def rest_of(p: Problem) -> Problem | None:
+    """Return what these kernels leave to the portable ones: sequences below FULL queries, if a pack may have some."""
+    recipe = p.recipe.up_to(FULL - 1)._replace(backend="triton") if mixed(p) else None
+    return recipe and p._replace(recipe=recipe, max_q=FULL - 1)
 
 
 def mixed(p: Problem) -> bool:

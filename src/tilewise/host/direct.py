@@ -63,6 +63,8 @@ class Direct:
         flags = run.launch_cooperative_grid, run.launch_pdl
         self.base = compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None
         self.rest = rest
+        self.signature = [*compiled.src.signature.values()] if hasattr(compiled, "src") else None
+        """Types of all arguments, by Triton's names; None where they are unknown."""
         self.tensors = [n for n, each in enumerate(arguments) if isinstance(each, Tensor)]
 
     def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:

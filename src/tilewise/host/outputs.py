@@ -1,13 +1,12 @@
 """What a call writes: o, lse and gradients, allocated but unwritten."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.operands import Grads, Operands, Saved
-from ..call.problem import Problem, empty_parts, lse_shape
+from ..call.problem import Problem, empty_parts, lse_shape, once
 
 EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 """What PyTorch's compiled code allocates with, in half the time of torch.empty."""
@@ -19,7 +18,7 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     return Saved(empty(of_o, x.q.device), empty(of_lse, x.q.device), seed)
 
 
-@lru_cache(4096)
+@once
 def sizes(p: Problem) -> list[Any]:
     """Return the sizes of o, lse, dq, dk and dv."""
     shapes = (*p.q.shape[:-1], p.D_v), p.q.shape, p.k.shape, p.v.shape

@@ -1,19 +1,22 @@
 """Launch once more what calls have launched before: of all arguments, only addresses of tensors are new."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..call.check import seen
+from ..call.calls import find, keep, plain
 from .direct import Map
 from .launch import Launch, current_stream, on_device, profiled
+from .packed import packed
 
 Tensors = Sequence[Tensor | None]
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
 """A gap in a list of arguments, which addresses fill it, and what makes an argument of them. A descriptor's gap is a
 slice of several parts."""
+FIRST = 3
+"""How often addresses come before arguments are packed, which takes 15 times as long as filling gaps."""
 MOST = 128
 """For how many layers of a model arguments are kept: each has its own addresses."""
 
@@ -24,8 +27,10 @@ class Replay:
     def __init__(self) -> None:
         self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
         """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
-        self.filled: dict[tuple[int, ...], list[tuple[Any, tuple[Any, ...]]]] = {}
+        self.filled: dict[tuple[int, ...], list[tuple[Any, tuple[Any, ...], Any]]] = {}
         """Launchers with all arguments, by the tensors' addresses and the stream: allocators give these again."""
+        self.met: dict[tuple[int, ...], int] = {}
+        """How often addresses have come."""
         self.cannot_keep = False
         """Whether a launch reads a tensor that is not among the call's, such as a copy, or needs Triton's wrapper."""
 
@@ -47,19 +52,29 @@ class Replay:
         if self.kept is None or stream is None or profiled():
             return False
         addresses = (*[0 if t is None else t.data_ptr() for t in tensors], stream)
-        launches = self.filled.get(addresses) or self.fill(self.kept, addresses)
-        for launch, given in launches:
-            launch(*given)
+        launches = self.filled.get(addresses) or self.fill(addresses)
+        for launch, given, again in launches:
+            if launch(*given):
+                again()
         return bool(launches)
 
-    def fill(self, kept: Any, addresses: tuple[int, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Return launchers with their arguments, and keep them; none if a tensor is no longer given twice."""
-        twice, launches = kept
+    def fill(self, addresses: tuple[int, ...]) -> list[tuple[Any, tuple[Any, ...], Any]]:
+        """Return launchers with their arguments, and what to do where one returns an error; none if nothing is kept, or
+        a tensor is no longer given twice. What comes often is packed, and kept."""
+        if self.kept is None:
+            return []
+        twice, launches = self.kept
         if any([addresses[n] != addresses[first] for n, first in twice]):
             return []
+        made = [(direct, _filled(each, fills, addresses)) for direct, each, fills in launches]
+        count = self.met[addresses] = self.met.get(addresses, 0) + 1
+        if count <= FIRST and made[0][0].signature is not None:
+            if len(self.met) > 8 * MOST:
+                self.met.clear()
+            return [(direct.launch, given, None) for direct, given in made]
         if len(self.filled) >= MOST:
             self.filled.clear()
-        self.filled[addresses] = found = [(launch, _filled(each, fills, addresses)) for launch, each, fills in launches]
+        self.filled[addresses] = found = [_launcher(*each) for each in made]
         return found
 
     def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
@@ -77,7 +92,7 @@ class Replay:
             except KeyError:
                 self.cannot_keep = True
                 return
-            kept.append((at_once.launch, given, [(3, -1, None), *fills]))
+            kept.append((at_once, given, [(3, -1, None), *fills]))
         self.kept, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], kept), {}
 
 
@@ -114,20 +129,28 @@ def _filled(kept: list[Any], fills: Fills, numbers: Sequence[int]) -> tuple[Any,
     return tuple(given)
 
 
-@lru_cache(4096)
-def of_kind(kind: Any) -> tuple[dict[Any, Any], Replay]:
-    """Return what calls of a kind share, at first nothing: compiled kernels, and launches."""
-    return {}, Replay()
+def _launcher(direct: Any, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return what launches a kernel, the arguments that it takes, and what to do if it returns an error."""
+    signature = direct.signature
+    return (direct.launch, given, None) if signature is None else packed(signature, direct.launch, given)
 
 
-def launch_kept(
-    kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]], found: Any = None
-) -> None:
-    """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns.
+def kept_launches(kind: Any, tensors: Sequence[Tensor]) -> tuple[dict[Any, Any], Replay]:
+    """Return what calls of a kind, with such tensors, share, at first nothing: compiled kernels, and launches.
 
-    `make` gets their compiled kernels. `kind` and what is seen of the tensors must say all that a launch depends on but
-    addresses. `found` holds what is seen of them, where the caller has looked.
+    `kind` and the tensors' specs must say all that a launch depends on but addresses.
     """
-    compiled, replay = of_kind((kind, found or seen(tensors)))
+    key = kind, tuple([t.data_ptr() % 16 == 0 for t in tensors])
+    if (found := find(key, tensors)) is None:
+        found = {}, Replay()
+        if plain(tensors):
+            keep(key, tensors, found)
+    return found
+
+
+def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
+    """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns, which gets their
+    compiled kernels."""
+    compiled, replay = kept_launches(kind, tensors)
     with on_device(tensors[0]):
         replay(current_stream(tensors[0].device), tensors, lambda: make(compiled))

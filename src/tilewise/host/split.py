@@ -1,20 +1,24 @@
 """Launch kernels that split keys: what both GPU back ends share, results, workspace and the kernel that combines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.backend import Plan
 from ..call.operands import Operands, Saved
 from ..call.problem import Problem
 from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import batch_of, cdiv, device_values, rows, rows_of_lse
+from .arguments import adjacent, batch_of, cdiv, device_values, rows, rows_of_lse
 from .launch import Launch, current_stream
-from .outputs import empty, empty_saved
+from .outputs import empty, empty_saved, sizes
+from .plan import plan_of
+from .repeat import Forward
 
 TINY = 2.0**-126
 COMBINED = 16
@@ -22,23 +26,39 @@ COMBINED = 16
 Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
 
 
-def forward(p: Problem, pl: Any, x: Operands, seed: Tensor | None, launches: Launches) -> Saved:
-    """Compute o and lse by a plan's kernels."""
-    saved = empty_saved(p, x, seed)
+def plan_split(p: Problem, pl: Any, launches: Launches, describe: Callable[..., Sequence[str]]) -> Plan:
+    """Return how a forward runs by kernels that split keys."""
+    return plan_of(p, pl, partial(forward, launches), describe, repeat=repeated)
+
+
+def forward(
+    launches: Launches, p: Problem, pl: Any, x: Operands, seed: Tensor | None, given: Saved | None = None
+) -> Saved:
+    """Compute o and lse by a plan's kernels, as new tensors or in those that are given."""
+    saved = given or empty_saved(p, x, seed)
     if 0 in (p.B, p.queries):
         saved.o.zero_()
         saved.lse.fill_(-torch.inf)
         return saved
-    write_sums(p, pl, x, saved, launches)
+    device = x.q.device
+    stream, sums = current_stream(device), empty(partial_sums(pl), device)
+    tensors = *x[:3], *x.extra, saved.o, saved.lse, sums
+    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, sums))
     return saved
 
 
-def write_sums(p: Problem, pl: Any, x: Operands, saved: Saved, launches: Launches) -> None:
-    """Write the rows of o and lse that a plan sums."""
-    device = x.q.device
-    stream, partial = current_stream(device), empty(((pl.partial,), (1,), torch.float32), device)
-    tensors = *x[:3], *x.extra, saved.o, saved.lse, partial
-    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, partial))
+def partial_sums(pl: Any) -> Any:
+    """Return the size of what a plan's partial sums are kept in."""
+    return (pl.partial,), (1,), torch.float32
+
+
+def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None) -> Forward | None:
+    """Return what repeats a forward; None if its launches were not kept, or read copies."""
+    copies = any([adjacent(t) is not t for t in x[:3]])
+    if copies or pl.replay.kept is None or 0 in (p.B, p.queries):
+        return None
+    of_o, of_lse, *_ = sizes(p)
+    return Forward(pl.replay, of_o, of_lse, (*x[:3], *x.extra), partial_sums(pl), None, False)
 
 
 def unit(p: Problem) -> float:
@@ -74,7 +94,7 @@ def arguments_of(p: Problem, pl: Any, x: Operands, saved: Saved) -> tuple[Any, A
     """Return the outputs as rows, the batch and the variant, which both kernels take."""
     parts, changes, sink = pl.values or device_values(p, x.extra)
     outputs = rows(saved.o), rows_of_lse(saved.lse)
-    return outputs, batch_of(p, x, most=pl.most), Variant(parts, changes, None, None, sink)
+    return outputs, batch_of(p, x, most=p.layout.most), Variant(parts, changes, None, None, sink)
 
 
 def combine(p: Problem, pl: Any, outputs: Any, partial: Tensor, batch: Any, variant: Variant) -> list[Launch]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..attention import eager
+from ..call.calls import Call
 from ..call.dispatch import BY_RANK
 from ..call.import_hook import when_imported
 from ..call.recipe import KINDS, Recipe
@@ -32,7 +33,7 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     sizes += ["H"] * recipe.sink + ["?"] * recipe.own
     own = [_local(t, size, along, mesh) for t, size in zip(x, [rows] * 3 + sizes, strict=True)]
     seed = seed.to_local() if isinstance(seed, DTensor) else seed
-    outputs = eager.attend(own, seed, _placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest)
+    outputs = eager.attend(own, seed, Call(_placed(recipe, mesh, along, q.shape[0], q.shape[-2]), longest))
     places = [[Shard(size.index(c)) if c else Replicate() for c in along] for size in ("BMHD", "BHM")]
     o, lse = (DTensor.from_local(t, mesh, at, run_check=False) for t, at in zip(outputs, places, strict=True))
     return o, lse

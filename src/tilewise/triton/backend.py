@@ -1,22 +1,20 @@
 """The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
-from ..call.operands import Codes, Grads, Operands, Saved
+from ..call.backend import FORWARD, NEEDS, Pass, Plan
+from ..call.operands import Grads, Operands
 from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
-from ..host.launch import on_device
-from ..host.lists import make_lists
+from ..host.plan import plan_of
 from ..host.tables import source_of_rows
-from ..quantize.launch import codes_of
-from ..values.tables import TileList
 from . import launch, tiles
 from .plan import plan
-from .split_keys import launch as decode_launch
+from .split_keys import launch as split_keys
 from .tiles import NO_MATRIX_UNITS, TARGETS, WITH_FP8, current, precision, precisions
 
 
@@ -24,8 +22,9 @@ class Portable:
     """It runs forward and backward of every variant, on every chip in tiles.py."""
 
     name = "triton"
+    takes = frozenset(NEEDS)
 
-    def why_not(self, problem: Problem) -> list[str]:
+    def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
         against, sizes = _against_target(problem) + problem.products.against(problem), f"{problem.D} and {problem.D_v}"
         if problem.products.codes:
@@ -60,67 +59,61 @@ class Portable:
             )
         return against
 
-    def slower(self, problem: Problem, backward: bool) -> bool:
+    def slower(self, problem: Problem, which: Pass) -> bool:
         return False
 
-    def tiles(self, problem: Problem) -> str:
-        """Describe the tiles of the three kernels; or of the one that splits keys, and its programs."""
-        if "cache" in problem.layout.needs:
-            return decode_launch.told(problem)
-        parts = [
-            f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stages"
-            for name, t in current(problem)._asdict().items()
-        ]
-        if splits(problem):
-            parts[0] = f"forward {decode_launch.told(problem)}"
-        if problem.dtype == torch.float32:
-            parts.append(f"products in {precision(problem) if problem.target != 'cpu' else 'fp32'}")
-        if _less_accurate(problem):
-            parts.append("may round 4 times as much as PyTorch")
-        return "; ".join((*parts, source_of_rows(problem.q.device)))
-
-    def list_tiles(self, problem: Problem, x: Operands, gradients: bool) -> tuple[TileList, ...]:
-        wide = _widened(problem, x)[0] if problem.target == "cpu" else problem
-        pl = plan(wide)
-        of_backward = ((pl.dkdv, True), (pl.dq, False)) if gradients else ()
-        with on_device(x.q):
-            return make_lists(wide, pl, x, ((pl.forward, False), *of_backward))
-
-    def codes(self, problem: Problem, x: Operands) -> Codes:
-        with on_device(x.q):
-            return codes_of(problem, x, plan(problem).compiled)
-
-    def forward(self, problem: Problem, x: Operands, seed: Tensor | None) -> Saved:
-        if problem.target == "cpu":
-            wide, x = _widened(problem, x)
-            saved = _forward(wide, splits(problem), x, seed)
-            return saved._replace(o=saved.o.to(problem.out_dtype))
-        with on_device(x.q):
-            return _forward(problem, splits(problem), x, seed)
-
-    def write_short(self, problem: Problem, x: Operands, saved: Saved, most: int) -> None:
-        """Write o and lse of packed sequences of at most `most` queries on a cache."""
-        short = problem._replace(max_q=most)
-        decode_launch.write_sums(short, decode_launch.plan(short, most), x, saved)
-
-    def backward(self, problem: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
-        if problem.target == "cpu":
-            narrow, (wide, x) = x, _widened(problem, x)
-            saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
-            grads = launch.backward(wide, plan(wide), x, saved, do, dlse)
-            dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(problem, narrow), grads[:3], strict=True))
-            return Grads(dq, dk, dv, grads.extra)
-        with on_device(x.q):
-            return launch.backward(problem, plan(problem), x, saved, do, dlse)
+    def plan(self, problem: Problem, which: Pass) -> Plan:
+        """Return how the kernels run a pass; in the interpreter on fp32, as it cannot multiply bf16."""
+        found = _backward if which is not FORWARD else split_keys.plan_of if splits(problem) else _forward
+        return found(problem) if problem.target != "cpu" else _interpreted(problem, found)
 
 
-def _forward(p: Problem, split: bool, x: Operands, seed: Tensor | None) -> Saved:
-    if split:
-        return decode_launch.forward(p, decode_launch.plan(p), x, seed)
-    return launch.forward(p, plan(p), x, seed)
+def _forward(p: Problem) -> Plan:
+    pl = plan(p)
+    return plan_of(p, pl, launch.forward, _describe_forward, ((pl.forward, False),), launch.repeated)
 
 
-@lru_cache(4096)
+def _backward(p: Problem) -> Plan:
+    pl = plan(p)
+    return plan_of(p, pl, launch.backward, _describe_backward, ((pl.dkdv, True), (pl.dq, False)))
+
+
+def _describe_forward(p: Problem, pl: Any) -> list[str]:
+    return [_tiles("forward", pl.forward), *_common(p)]
+
+
+def _describe_backward(p: Problem, pl: Any) -> list[str]:
+    return [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq), *_common(p)]
+
+
+def _tiles(name: str, t: tiles.Tiles) -> str:
+    return f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stage{'s' * (t.stages > 1)}"
+
+
+def _common(p: Problem) -> list[str]:
+    """Say what holds for both passes."""
+    products = [f"products in {precision(p) if p.target != 'cpu' else 'fp32'}"] if p.dtype == torch.float32 else []
+    rounds = ["may round 4 times as much as PyTorch"] if _less_accurate(p) else []
+    return [*products, *rounds, source_of_rows(p.q.device)]
+
+
+def _interpreted(p: Problem, plan_of: Callable[[Problem], Plan]) -> Plan:
+    """Return how a pass runs in the interpreter: on fp32, with results in the types asked for."""
+
+    def run(x: Operands, *given: Any) -> Any:
+        wide, wide_x = _widened(p, x)
+        if plan_of is not _backward:
+            saved = plan_of(wide).run(wide_x, *given)
+            return saved._replace(o=saved.o.to(p.out_dtype))
+        saved, do, dlse = given
+        saved, do = saved._replace(o=saved.o.float()), None if do is None else do.float()
+        grads = plan_of(wide).run(wide_x, saved, do, dlse)
+        dq, dk, dv = (part.copy_(g) for part, g in zip(empty_parts(p, x), grads[:3], strict=True))
+        return Grads(dq, dk, dv, grads.extra)
+
+    return Plan(run, plan_of(p).describe, lambda x: plan_of(_widened(p, x)[0]).lists(x))
+
+
 def splits(p: Problem) -> bool:
     """Tell whether the kernels that split keys run a problem's forward."""
     return "cache" in p.layout.needs or (p.few_rows and p.target not in NO_MATRIX_UNITS)
@@ -138,12 +131,10 @@ def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
         return p, x
     q, k, v = (t.float() for t in x[:3])
     recipe = p.recipe._replace(out_dtype=None)
-    if p.products.codes:
-        x = x._replace(v=v)
-    elif p.dtype != torch.float32:
+    if not p.products.codes and p.dtype != torch.float32:
         recipe = recipe.exact("tf32x3")
     wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
-    return wide, x if p.products.codes else Operands(q, k, v, x.extra)
+    return wide, Operands(*(x[:2] if p.products.codes else (q, k)), v, x.extra)
 
 
 def _against_cache(problem: Problem) -> list[str]:

@@ -25,7 +25,8 @@ from ..host.arguments import (
 from ..host.bias import bias_launches, renormalize_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty_grads, empty_saved
+from ..host.outputs import empty_grads, empty_saved, sizes
+from ..host.repeat import Forward
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
 from ..quantize.launch import quantized
@@ -53,6 +54,16 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
+
+
+def repeated(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Forward | None:
+    """Return what repeats a forward; None if its launches were not kept, or read copies or codes."""
+    replay = pl.replays.get(None)
+    copies = any([own is not t for own, t in zip(with_adjacent_rows(x), x, strict=True)])
+    if replay is None or replay.kept is None or copies or p.products.codes or 0 in (p.B, p.M):
+        return None
+    of_o, of_lse, *_ = sizes(p)
+    return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), None, None, seed is not None)
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
@@ -134,15 +145,15 @@ def backward_launches(
     lists, listing = tile_lists(p, pl, pl.dkdv, parts, x, by_key=True)
     yield from listing
     tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    sizes = (M, N, p.H_k, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(grads.k), rows(grads.v), where, variant._replace(lists=lists), factors, *sizes)
+    counts = (M, N, p.H_k, schedule(tiles, heads, pl.section))
+    arguments = (*given, rows(grads.k), rows(grads.v), where, variant._replace(lists=lists), factors, *counts)
     yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
 
     lists, listing = tile_lists(p, pl, pl.dq, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
-    sizes = (M, N, p.H, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(grads.q), where, variant._replace(lists=lists), factors, *sizes)
+    counts = (M, N, p.H, schedule(tiles, heads, pl.section))
+    arguments = (*given, rows(grads.q), where, variant._replace(lists=lists), factors, *counts)
     yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
 
     of_bias = constants(p, pl, pl.bias)

@@ -1,13 +1,12 @@
 """Compute what follows from a problem alone: tiles, grid sizes, and constants of kernels."""
 
 from collections import defaultdict
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem
+from ..call.problem import Problem, once
 from ..host.arguments import device_values, odd
 from ..host.replay import Replay
 from ..quantize.codes import columns
@@ -45,7 +44,7 @@ class Plan(NamedTuple):
     """The launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
-@lru_cache(4096)
+@once
 def plan(p: Problem) -> Plan:
     """Plan a problem with the rows of tile sizes in use."""
     return planned(p, current(p))

@@ -54,7 +54,7 @@ class Cached(Layout):
     invariant: int = 0
     __match_args__ = ("lengths", "table", "starts", "cu_q", "max_q", "index", "invariant")
     captures = ("lengths", "table", "starts", "cu_q", "index", "k_scale", "v_scale")
-    numbers = ("invariant",)
+    numbers = ("invariant", "most")
     no_gradients = (
         "Cached is for inference and gives no gradients, and an operand has requires_grad=True; "
         "run it under torch.no_grad(), or gather the keys and pass them without a layout"
@@ -83,8 +83,12 @@ class Cached(Layout):
 
     @property
     def needs(self) -> frozenset[str]:
-        there = {"pages": self.table, "starts": self.starts, "index": self.index, "invariant": self.invariant or None}
-        return frozenset({"cache"}.union(name for name, found in there.items() if found is not None))
+        there = {
+            "cache": True, "packed": self.cu_q is not None, "pages": self.table is not None,
+            "starts in pages": self.table is not None and self.starts is not None, "index": self.index is not None,
+            "invariant": self.invariant > 0,
+        }  # fmt: skip
+        return frozenset([name for name, needed in there.items() if needed])
 
     @property
     def unbounded(self) -> bool:

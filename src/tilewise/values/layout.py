@@ -5,6 +5,7 @@ Of the tensors' specs, the methods read shapes; those that say so want the tenso
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,13 +41,15 @@ class Layout(Option):
     k_scale: Any = None
     v_scale: Any = None
     invariant: int = 0
+    most: int | None = None
+    """The most queries of a sequence that is computed; None for all sequences. Nothing is written for others."""
 
     uniform: ClassVar[bool] = False
     """Whether all batch entries have M queries and N keys."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what a back end must be able to read: of "packed", "cache", "pages", "starts" and "invariant"."""
+        """Return what a back end must be able to read, by the names of `call.backend.NEEDS`."""
         return frozenset()
 
     @property
@@ -59,10 +62,9 @@ class Layout(Option):
         """Return which of q, k and v are in 8 bits, with a scale."""
         return ()
 
-    @property
-    def unread(self) -> bool:
-        """Tell whether `longest` has to read tensors."""
-        return False
+    @cached_property
+    def key(self) -> Any:
+        return self.plain, self.longest()
 
     def longest(self) -> tuple[int, int]:
         """Return max_q and max_k, as the operators take them."""
@@ -288,8 +290,9 @@ class Varlen(Layout):
         return Varlen(self.cu_q.to(device), self.cu_k.to(device), self.max_q, self.max_k)
 
     @property
-    def unread(self) -> bool:
-        return None in (self.max_q, self.max_k)
+    def key(self) -> Any:
+        """Return nothing hashable where a length is read from a tensor, as it may change."""
+        return [] if None in (self.max_q, self.max_k) else (self.plain, self.max_q, self.max_k)
 
     def longest(self) -> tuple[int, int]:
         """Return max_q and max_k, read from the tensors where they are None."""

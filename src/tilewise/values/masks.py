@@ -6,6 +6,7 @@ returns their arguments. Row indices i are shifted by N - M, so that the last qu
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,8 +67,20 @@ class Mask(Value):
         return seen
 
 
+class Several(Mask):
+    """A mask of several parts, or of none."""
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        return tuple([said for part in (*self.parts, *self.lists) for said in part.key])
+
+    @cached_property
+    def captured(self) -> tuple[Tensor, ...]:
+        return tuple([t for part in (*self.parts, *self.lists) for t in part.captured])
+
+
 @dataclass(frozen=True, eq=False)
-class Full(Mask):
+class Full(Several):
     """Show every key to every query."""
 
     @property
@@ -76,7 +89,7 @@ class Full(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
+class And(Several):
     """Show the keys that all of `masks` show; written `a & b`."""
 
     masks: tuple[Mask, ...]
@@ -90,7 +103,7 @@ class And(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Listed(Mask):
+class Listed(Several):
     """Show what `mask` shows, and carry lists of its tiles. `listed & other` is `mask & other`, whose tiles differ."""
 
     mask: Mask

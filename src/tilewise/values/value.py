@@ -6,6 +6,7 @@ A value holds plain numbers, and captured tensors that kernels read.
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -55,6 +56,10 @@ def number_in(name: str, number: Any, allowed: str, low: float, high: float) -> 
     return number
 
 
+COMPUTED = ("captured", "key")
+"""What values compute once, outside of graphs: Dynamo does not trace the lock of a cached property."""
+
+
 class Frozen:
     """Instances are equal if they have one class, equal numbers and the very same tensors."""
 
@@ -62,6 +67,10 @@ class Frozen:
     def _fields(self) -> tuple[Any, ...]:
         """Return the arguments the value was made of, in order."""
         return tuple([getattr(self, name) for name in getattr(self, "__match_args__", ())])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a pickle what is computed once."""
+        return {name: value for name, value in vars(self).items() if name not in COMPUTED}
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -115,6 +124,16 @@ class Option(Frozen):
         for name, found in zip((*plain[1], *cls.numbers), (*tensors, *plain[2:]), strict=True):
             object.__setattr__(option, name, found)
         return option
+
+    @cached_property
+    def key(self) -> Any:
+        """Return all that the option says but its tensors, hashable."""
+        return self.plain
+
+    @cached_property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Return the tensors that a call gets."""
+        return self.tensors
 
     def check(self, problem: Any) -> None:
         """Raise a TypeError or ValueError if shapes, types and devices do not fit a problem, whose option this is."""
@@ -171,6 +190,16 @@ class Value(Frozen):
         """Return class name and numbers, hashable. With the tensors, `rebuild` makes the value from them."""
         numbers = [constant(getattr(self, name)) for name in self.__match_args__ if name not in self.captures]  # type: ignore[attr-defined]
         return (type(self).__name__, *numbers)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Return all that the value says but its tensors, hashable."""
+        return type(self), self.plain
+
+    @cached_property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Return the tensors that a call gets."""
+        return self.tensors if self.captures else ()
 
     @classmethod
     def rebuild(cls: type[V], numbers: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> V:

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime._async_compile import active_mode
 
-from ..call.backend import select
+from ..call.backend import BACKWARD, FORWARD, planned
 from ..call.operands import Operands
 from ..call.problem import TensorSpec
 from ..call.shortcuts import know_triton
@@ -47,7 +47,7 @@ def launches(call: Call) -> list[Launch]:
     found: list[Launch] = []
     token = RECORDED.set(found)
     try:
-        saved = select(p).forward(p, x, seed)
+        saved = planned(p, FORWARD).run(x, seed)
         if call.wanted is not None:
             # with results in fp32, gradients.py passes delta on as a gradient of lse, and gives o in q's type
             of_lse = (None, saved.lse)[: 1 + call.lse] if p.out_dtype == p.dtype else (saved.lse,)
@@ -57,7 +57,7 @@ def launches(call: Call) -> list[Launch]:
             )  # empty_like imports SymPy
             do = meta_tensor(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
             for dlse in of_lse:
-                select(p, backward=True).backward(p, x, saved, do, dlse)
+                planned(p, BACKWARD).run(x, saved, do, dlse)
     finally:
         RECORDED.reset(token)
     return found

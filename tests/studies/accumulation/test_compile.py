@@ -16,7 +16,7 @@ RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
 """The installed Triton, and the variable that says where the newest lies."""
 
 
-pytestmark = pytest.mark.once("offline.py", "../../triton/offline.py", "../../../studies/accumulation")
+pytestmark = pytest.mark.compile
 
 
 @pytest.fixture(scope="module", params=["sm_80 oldest", "sm_90 oldest", "sm_90 newest"])

@@ -3,14 +3,13 @@
 The forward also uses the pieces of K and V defined here: it makes and keeps them.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call.operands import Grads, Operands, Saved
-from ...call.problem import Problem
+from ...call.problem import Problem, once
 from ...host.arguments import cdiv, device_values, lengths, odd, packed, rows, unplanned, unused
 from ...host.launch import Launch
 from ...host.lists import tile_lists
@@ -97,7 +96,7 @@ class Sizes(NamedTuple):
     """Counts the query heads that one program loops over."""
 
 
-@lru_cache(4096)
+@once
 def sizes_of(p: Problem) -> Sizes:
     """Compute the problem's tiles, and what follows from them."""
     D, name = padded(p), precision(p) or ""  # called only where there is one

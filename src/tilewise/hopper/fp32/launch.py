@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.backend import Plan as PassPlan
 from ...call.operands import Grads, Operands, Saved
-from ...call.problem import Problem
+from ...call.problem import Problem, once
 from ...host.arguments import cdiv, device_values, lengths, odd_counts, packed, rows, unplanned, with_contiguous_lse
 from ...host.launch import Launch, current_stream
 from ...host.lists import tile_lists
 from ...host.outputs import empty_grads, empty_saved
+from ...host.plan import plan_of
 from ...host.replay import Replay
+from ...host.tables import source_of_rows
 from ...merge.sink import with_sink
 from ...tile.ranges import Variant
 from ...tile.schedule import assign, assign_each
@@ -21,7 +24,7 @@ from ...tile.softmax import LOG2E
 from ..descriptors import Box, Descriptor, addressable, blocks_box, box
 from ..launch import by_row, counter, each
 from ..plan import SECTION, TINY, even_section, needs_mask_in_loop, processors
-from ..tiles import Fp32Forward, Kind, current_fp32
+from ..tiles import Fp32Forward, Kind, current_fp32, precision
 from . import backward_launch as gradients
 from . import forward as kernels
 
@@ -56,7 +59,7 @@ class Plan(NamedTuple):
     """Keep the launches of the forward, by None, and those of backwards, by `unplanned` and whether keys are kept."""
 
 
-@lru_cache(4096)
+@once
 def plan(p: Problem) -> Plan:
     """Compute a problem's tiles and constants from the table row in use."""
     return planned(p, current_fp32(p))
@@ -135,6 +138,27 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
     pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
+
+
+def forward_plan(p: Problem) -> PassPlan:
+    """Return how the forward runs."""
+    pl = plan(p)
+    return plan_of(p, pl, forward, describe_forward, ((pl.forward, False),))
+
+
+def backward_plan(p: Problem) -> PassPlan:
+    """Return how the backward runs."""
+    return plan_of(p, plan(p), backward, describe_backward, ((gradients.sizes_of(p).row, True),))
+
+
+def describe_forward(p: Problem, pl: Plan) -> list[str]:
+    """Describe tiles and products of the forward."""
+    return [f"forward {pl.forward.B_r}x{pl.forward.B_c}, 2 warpgroups", *describe_backward(p, pl)]
+
+
+def describe_backward(p: Problem, pl: Plan) -> list[str]:
+    """Describe the products."""
+    return [f"products in {precision(p)}", source_of_rows(p.q.device)]
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:

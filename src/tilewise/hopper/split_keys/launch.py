@@ -1,17 +1,18 @@
 """Launch the kernels that split keys on Hopper, for few rows of queries."""
 
-from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...call.backend import Plan as PassPlan
 from ...call.operands import Operands, Saved
-from ...call.problem import Problem
+from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, device_values, power_of_2, rows
 from ...host.launch import Launch, multiprocessors
 from ...host.replay import Replay
+from ...host.tables import source_of_rows
 from ...tile.line import Split
 from ..descriptors import Box, Descriptor, box
 from ..plan import width
@@ -41,7 +42,6 @@ class Plan(NamedTuple):
     values: tuple[Any, Any, Tensor | None] | None
     compiled: dict[Any, Any]
     replay: Replay
-    most: int | None = None
 
 
 def splits(p: Problem) -> bool:
@@ -61,7 +61,7 @@ def programs_of(p: Problem) -> int:
     return max(1, multiprocessors(p.q.device) // p.H_k)
 
 
-@lru_cache(4096)
+@once
 def plan(p: Problem) -> Plan:
     """Plan a problem: one program a multiprocessor."""
     G, D = p.H // p.H_k, padded(p)
@@ -76,9 +76,9 @@ def plan(p: Problem) -> Plan:
     return Plan(split, W, host_split.numbers(p, split, W), (k, v), values, {}, Replay())
 
 
-def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """Compute o and lse."""
-    return host_split.forward(p, pl, x, seed, launches)
+def plan_of(p: Problem) -> PassPlan:
+    """Return how a forward runs."""
+    return host_split.plan_split(p, plan(p), launches, describe)
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
@@ -93,13 +93,12 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
 
 
-def told(p: Problem) -> str:
-    """Describe what runs a problem, for `explain`."""
-    split, W, *_ = pl = plan(p)
+def describe(p: Problem, pl: Plan) -> tuple[str, ...]:
+    """Describe what runs a problem."""
+    split, W, *_ = pl
     sums = f"at most {2 * W} partial sums" if pl.partial else "no partial sums"
     looked = split.B_C // pl.boxes[0].block_shape[2]
-    pages = f"; pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile" if split.P else ""
-    return (
-        f"splits keys, {ROWS} rows of {split.G} heads x {split.B_C} keys, 4 warps and one that loads, {STAGES} stages; "
-        f"{W} programs for each of {p.H_k} key heads; {sums}{pages}"
-    )
+    pages = (f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile",) if split.P else ()
+    tile = f"{ROWS} rows of {split.G} heads x {split.B_C} keys, 4 warps and one that loads, {STAGES} stages"
+    programs = f"{W} programs for each of {p.H_k} key heads"
+    return f"forward splits keys, {tile}", programs, sums, *pages, source_of_rows(p.q.device)

@@ -1,13 +1,13 @@
 """Launches of the kernels that split keys: arguments follow from shapes, not from what lengths hold."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...call.backend import Plan as PassPlan
 from ...call.operands import Operands, Saved
-from ...call.problem import Problem
+from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, cdiv, device_values, power_of_2, rows, scales_of
 from ...host.launch import Launch, multiprocessors
@@ -34,22 +34,20 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     partial: int
     """Numbers of all partial sums; 0 if there are none."""
-    most: int | None
-    """The most queries of a packed sequence that is summed, or None."""
     values: tuple[Any, Any, Tensor | None] | None
     """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
     compiled: dict[Any, Any]
     replay: Replay
 
 
-@lru_cache(4096)
-def plan(p: Problem, most: int | None = None) -> Plan:
-    """Plan a problem with its row of tile sizes, without sequences of more than `most` queries."""
+@once
+def plan(p: Problem) -> Plan:
+    """Plan a problem with its row of tile sizes."""
     tiles = decode_tiles(p)
-    return planned(p, tiles, programs(p, tiles), most=most)
+    return planned(p, tiles, programs(p, tiles))
 
 
-def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | None = None) -> Plan:
+def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     """Plan a problem with the given row, and W programs for each key head."""
     chunk, G, page = p.layout.invariant, p.H // p.H_k, p.layout.page(p) or 0
     stages = tiles.stages if page else (tiles.stages + 1) // 2
@@ -64,7 +62,7 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST, most: int | No
         stages, precision(p) or "ieee", p.target in HOPPER, paired(p), ahead,
     )  # fmt: skip
     values = None if p.extra else device_values(p, ())
-    return Plan(tiles, split, W, host_split.unit(p), host_split.numbers(p, split, W), most, values, {}, Replay())
+    return Plan(tiles, split, W, host_split.unit(p), host_split.numbers(p, split, W), values, {}, Replay())
 
 
 def paired(p: Problem) -> bool:
@@ -101,14 +99,9 @@ def look_ups(p: Problem, tiles: Tiles) -> int:
     return 1 if page % tiles.B_c == 0 and p.layout.starts is None else cdiv(tiles.B_c, page)
 
 
-def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """Compute o and lse."""
-    return host_split.forward(p, pl, x, seed, launches)
-
-
-def write_sums(p: Problem, pl: Plan, x: Operands, saved: Saved) -> None:
-    """Write the rows of o and lse that a plan sums."""
-    host_split.write_sums(p, pl, x, saved, launches)
+def plan_of(p: Problem) -> PassPlan:
+    """Return how a forward runs."""
+    return host_split.plan_split(p, plan(p), launches, describe)
 
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
@@ -123,16 +116,16 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
 
 
-def told(p: Problem) -> str:
-    """Describe what runs a problem, for `explain`."""
-    tiles, split, W, _, partial, *_ = plan(p)
+def describe(p: Problem, pl: Plan) -> tuple[str, ...]:
+    """Describe what runs a problem."""
+    tiles, split, W, _, partial, *_ = pl
     sums = f"at most {2 * W} partial sums" if partial else "no partial sums"
     parts = [
-        f"splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
+        f"forward splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
         f"{split.STAGES} stages",
         f"{W} programs for each of {p.H_k} key heads",
         f"pieces of {split.CHUNK} keys" if split.CHUNK else sums,
     ]
     if looked := look_ups(p, tiles):
         parts.append(f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile")
-    return "; ".join(parts)
+    return tuple(parts)

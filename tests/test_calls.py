@@ -9,15 +9,21 @@ import torch
 import tilewise as tw
 from tilewise.attention import api, reference
 from tilewise.call import calls as known
+from tilewise.call.problem import Problem
 
 SIZE = (2, 40, 4, 16)
 
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    known.KNOWN.clear()
+    known.forget()
     yield
-    known.KNOWN.clear()
+    known.forget()
+
+
+def found(kind):
+    """What of a kind is kept."""
+    return [entry.found for entries in known.SHAPED.values() for entry in entries if isinstance(entry.found, kind)]
 
 
 def operands(dtype=torch.float64, gradient=False):
@@ -116,7 +122,7 @@ def test_other_tensors_are_told_apart():
 def test_what_surrounds_a_call_is_told_apart(around):
     x = operands(torch.float32, gradient=True)
     wanted = tw.attention(*x)
-    assert len(known.KNOWN) == 1
+    assert len(found(known.Call)) == 1
     if around == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             assert tw.attention(*x).dtype == torch.bfloat16
@@ -127,8 +133,8 @@ def test_what_surrounds_a_call_is_told_apart(around):
         o = torch.func.vmap(tw.attention)(*[t[:, None] for t in x])
         torch.testing.assert_close(o[:, 0], wanted)
     elif around == "grad":
-        found = torch.func.grad(lambda q: tw.attention(q, *x[1:]).sum())(x[0])
-        torch.testing.assert_close(found, torch.autograd.grad(wanted.sum(), x[0])[0])
+        dq = torch.func.grad(lambda q: tw.attention(q, *x[1:]).sum())(x[0])
+        torch.testing.assert_close(dq, torch.autograd.grad(wanted.sum(), x[0])[0])
     else:
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             o = tw.attention(*[mode.from_tensor(t) for t in x])
@@ -157,8 +163,7 @@ def test_settings_of_torch_are_told_apart():
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.set_float32_matmul_precision("highest")
-    problems = [call[2] for call, _ in known.KNOWN.values()]
-    assert {(p.recipe.deterministic, p.matmul) for p in problems} == {
+    assert {(p.recipe.deterministic, p.matmul) for p in found(Problem)} == {
         (strict, matmul) for strict in (False, True) for matmul in ("highest", "high")
     }
 
@@ -169,12 +174,83 @@ def test_no_tensor_is_kept_and_no_more_kinds_than_fit(monkeypatch):
     alive = weakref.ref(padding)
     x = operands()
     tw.attention(*x, mask=tw.Padding(padding))
-    assert not known.KNOWN, "its lengths are a tensor of the mask"
+    assert len(found(known.Call)) == 1
     for n in range(1, 11):
         tw.attention(*x, mask=tw.Window(n, 0))
-        assert len(known.KNOWN) <= 4
+        assert len(known.CALLS) <= len(known.SHAPED) <= 4
     kept = weakref.ref(x[0])
     del padding, x
     gc.collect()
     assert alive() is None
     assert kept() is None
+
+
+def masks():
+    return {
+        "padding": (tw.Padding(torch.tensor([30, 40])), ()),
+        "documents": (tw.Documents(*[torch.zeros(2, 40, dtype=torch.int32)] * 2) & tw.Causal(), ()),
+        "alibi": (tw.Causal(), (tw.Alibi(torch.rand(4)),)),
+        "bias": (tw.Full(), (tw.Bias(torch.randn(40, 40).double().requires_grad_()), tw.SoftCap(3.0))),
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+def test_a_value_with_tensors_is_known_by_what_it_says(monkeypatch, name):
+    made = checks(monkeypatch)
+    for _ in range(3):
+        mask, score = masks()[name]
+        x = operands(gradient=True)
+        o = tw.attention(*x, mask=mask, score=score)
+        wanted, _ = reference.attention(*x, mask=mask, score=score)
+        torch.testing.assert_close(o, wanted)
+        leaves = [*x, *(t for one in score for t in one.captured if t.requires_grad)]
+        do = torch.randn_like(o)
+        for got, want in zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(wanted, leaves, do), strict=True):
+            torch.testing.assert_close(got, want)
+    assert len(made) == 1
+
+
+def test_a_tensor_given_twice_is_told_apart_from_two():
+    q, k, v = operands()
+    for keys, values in ((k, k), (k, v), (v, k), (v, v), (k, k)):
+        o = tw.attention(q, keys, values)
+        torch.testing.assert_close(o, reference.attention(q, keys, values)[0])
+    assert len(found(known.Call)) == 2
+
+
+def test_calls_are_told_apart_without_torchs_comparison(monkeypatch):
+    monkeypatch.setattr(known, "GUARDS", known.Specs)
+    test_other_tensors_are_told_apart()
+    known.forget()
+    for around in ("autocast", "no_grad", "vmap", "grad", "tracing"):
+        known.forget()
+        test_what_surrounds_a_call_is_told_apart(around)
+    known.forget()
+    test_the_second_call_of_a_kind_is_not_checked(monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_of_options_is_told_apart(seed):
+    """Each call, after others that differ in some options, gives what it gives alone."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (), generator=draw))]
+
+    for _ in range(40):
+        gradient, dtype = pick(True, False), pick(torch.float64, torch.float32)
+        x = operands(dtype, gradient)
+        options = {
+            "mask": pick(tw.Full(), tw.Causal(), tw.Window(9, 0), tw.Padding(torch.tensor([30, 40]))),
+            "score": pick((), (tw.SoftCap(3.0),), [tw.Alibi(torch.rand(4))]), "scale": pick(None, 1, 1.0, 0.25),
+            "sink": pick(None, torch.randn(4)), "return_lse": pick(True, False), "backend": pick(None, "cpu"),
+            "dropout": pick(0.0, 0.25), "seed": 3, "deterministic": pick(True, False),
+        }  # fmt: skip
+        first = tw.attention(*x, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(api, "find", lambda *_: None)
+            alone = tw.attention(*x, **options)
+        assert type(first) is type(alone)
+        for one, other in zip(*((t if isinstance(t, tuple) else (t,)) for t in (first, alone)), strict=True):
+            assert torch.equal(one, other)
+            assert one.requires_grad == other.requires_grad

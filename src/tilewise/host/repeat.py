@@ -1,0 +1,164 @@
+"""Repeat a call that has run: allocate its results, and launch what it launched, with their addresses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.calls import guard
+from .launch import profiled
+from .outputs import EMPTY_CUDA
+from .replay import Replay
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+EMPTY: Any = EMPTY_CUDA or _empty
+CURRENT: Any = getattr(torch._C, "_cuda_getDevice", None)
+STREAM: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+CAPTURING: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+LINE = 512
+"""Parts of a workspace begin at multiples of so many bytes, as the allocator's tensors do."""
+MOST = 128
+"""For how many sets of addresses a backward's launches are kept."""
+
+
+def aligned(addresses: Sequence[int]) -> list[bool]:
+    """Return which addresses are on 16-byte boundaries."""
+    return [address % 16 == 0 for address in addresses]
+
+
+def launch(launches: Any) -> None:
+    """Run launchers with their arguments; where the driver refuses, the second way tells why."""
+    for start, given, again in launches:
+        if start(*given):
+            again()
+
+
+class Forward:
+    """A forward's launches."""
+
+    def __init__(
+        self, replay: Replay, o: Any, lse: Any, tensors: Sequence[Tensor], sums: Any, counters: Any, seeded: bool
+    ) -> None:
+        """`o`, `lse` and `sums` are sizes, `sums` of partial sums or None; `counters` are addresses by stream, or
+        None."""
+        self.replay, self.o, self.lse, self.sums, self.counters, self.seeded = replay, o, lse, sums, counters, seeded
+        self.index, self.aligned = tensors[0].device.index, aligned([t.data_ptr() for t in tensors])
+        self.name = ""
+        """The back end's."""
+
+    def run(self, tensors: Sequence[Tensor], seed: Tensor | None) -> tuple[Any, ...] | None:
+        """Return o, lse, the seed and no tensors for the backward; None where the launches must be made anew."""
+        index, counters = self.index, self.counters
+        if CURRENT() != index or profiled() or (counters is not None and CAPTURING()):
+            return None
+        stream, o, lse = STREAM(index), EMPTY(*self.o), EMPTY(*self.lse)
+        addresses = [t.data_ptr() for t in tensors]
+        addresses += o.data_ptr(), lse.data_ptr()
+        if self.sums is not None:
+            sums = EMPTY(*self.sums)
+            addresses.append(sums.data_ptr())
+        else:
+            addresses.append(seed.data_ptr() if self.seeded and seed is not None else 0)
+            if counters is not None:
+                if (counter := counters.get(stream)) is None:
+                    return None
+                addresses.append(counter)
+        addresses.append(stream)
+        key = tuple(addresses)
+        launches = self.replay.filled.get(key) or self.fill(key)
+        launch(launches)
+        return (o, lse, seed, ()) if launches else None
+
+    def fill(self, key: tuple[int, ...]) -> Any:
+        """Return the launches with all addresses; none where they must be made anew."""
+        return self.replay.fill(key) if aligned(key[: len(self.aligned)]) == self.aligned else ()
+
+
+class Backward:
+    """A backward's launches, with what they write and what passes between them in one workspace."""
+
+    def __init__(
+        self, replay: Replay, grads: Any, sizes: Sequence[Any], counters: Any, given: Sequence[Tensor], do: Tensor,
+        operands: int, seeded: bool,
+    ) -> None:  # fmt: skip
+        """`sizes`: those of the workspace's tensors, in the order of the launches; None for one that is left out.
+        `given`: the operands, o, lse and the seed if there is one."""
+        self.replay, self.grads, self.counters, self.operands, self.seeded = replay, grads, counters, operands, seeded
+        self.index, self.offsets, end = do.device.index, [], 0
+        for size in sizes:
+            self.offsets.append(None if size is None else end)
+            if size is not None:
+                end += -(-torch.Size(size[0]).numel() * size[2].itemsize // LINE) * LINE
+        self.work = (end,), (1,), torch.uint8
+        self.filled: dict[Any, Any] = {}
+        self.aligned = aligned([t.data_ptr() for t in (*given, do)])
+        places = {id(t): n for n, t in reversed([*enumerate((do, *given))])}
+        self.firsts = None if len(places) == 1 + len(given) else sorted(places.values())
+        """Where each tensor is given first, if one is given twice, as guards take each once."""
+        self.alike = guard(self.once(do, given))
+
+    def once(self, do: Tensor, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors, each once."""
+        return (do, *given) if self.firsts is None else [(do, *given)[n] for n in self.firsts]
+
+    def run(self, do: Tensor, given: Sequence[Tensor]) -> Any:
+        """Return dq, dk and dv; None where the launches must be made anew."""
+        index = self.index
+        if not self.alike(*self.once(do, given)) or CURRENT() != index or profiled() or CAPTURING():
+            return None
+        stream, (of_q, of_k, of_v), work = STREAM(index), self.grads, EMPTY(*self.work)
+        dq, dk, dv = EMPTY(*of_q), EMPTY(*of_k), EMPTY(*of_v)
+        addresses = [t.data_ptr() for t in given]
+        addresses += do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), work.data_ptr(), stream
+        key = tuple(addresses)
+        launches = self.filled.get(key) or self.fill(key)
+        if launches is None:
+            return None
+        launch(launches)
+        return dq, dk, dv
+
+    def fill(self, key: tuple[int, ...]) -> Any:
+        """Return the launches with all addresses, and keep them; None where they must be made anew."""
+        *given, do, dq, dk, dv, work, stream = key
+        counter, count = self.counters.get(stream), self.operands
+        if counter is None or aligned((*given, do)) != self.aligned:
+            return None
+        parts = [0 if offset is None else work + offset for offset in self.offsets]
+        seed, extra = given[count + 2] if self.seeded else 0, [0] * (count - 3)  # without gradients
+        full = (*given[: count + 2], seed, do, 0, *parts, dq, dk, dv, *extra, counter, stream)
+        launches = self.replay.fill(full) or None
+        if full in self.replay.filled:  # else its arguments are not packed yet
+            if len(self.filled) >= MOST:
+                self.filled.clear()
+            self.filled[key] = launches
+        return launches
+
+
+class Append:
+    """The launch that writes into a cache."""
+
+    def __init__(self, replay: Replay, given: Sequence[Tensor], order: Sequence[int], y: Any) -> None:
+        """`order`: which of the tensors, q's result last, is the launch's first, and so on. `y`: that one's size, or
+        None."""
+        self.replay, self.order, self.y = replay, order, y
+        self.index, self.aligned = given[0].device.index, aligned([t.data_ptr() for t in given])
+
+    def run(self, given: Sequence[Tensor]) -> tuple[bool, Tensor | None]:
+        """Write, and return q turned. The first is False where the launch must be made anew."""
+        if CURRENT() != self.index or profiled():
+            return False, None
+        found, y = [t.data_ptr() for t in given], None
+        if self.y is not None:
+            y = EMPTY(*self.y)
+            found.append(y.data_ptr())
+        key = (*[found[n] for n in self.order], STREAM(self.index))
+        launches = self.replay.filled.get(key)
+        if launches is None and aligned(found[: len(given)]) == self.aligned:
+            launches = self.replay.fill(key)
+        launch(launches or ())
+        return bool(launches), y
