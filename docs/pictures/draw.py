@@ -18,6 +18,7 @@ from flow import backward_flow
 from learn import PICTURES as LEARN
 from matplotlib.text import Text
 from parallel import who_sends_what
+from structure import structure
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
 
 from studies.pages.plots import STYLE
@@ -29,6 +30,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "hopper-backward": backward_timeline,
     "hopper-backward-flow": backward_flow,
     "parallel-who-sends-what": who_sends_what,
+    "structure": structure,
     **LEARN,
 }
 VECTORS: Any = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]}

@@ -67,7 +67,8 @@ def by_name(spans):
 
 
 def test_every_picture_of_the_pages_is_drawn(tmp_path):
-    pages = [path.read_text() for path in (DOCS / "internals").glob("hopper-*.md")]
+    internals = DOCS / "internals"
+    pages = [path.read_text() for path in [*internals.glob("hopper-*.md"), internals / "architecture.md"]]
     wanted = set(re.findall(r"\]\(\.\./images/(\S+)\)", "".join(pages)))
     for page in DOCS.glob("learn/en/*.md"):
         wanted |= set(re.findall(r"\]\(\S+images/(learn-\S+)\)", page.read_text()))

@@ -115,7 +115,8 @@ def attention(
     if unknown:
         refuse_unknown("attention", unknown)
     every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
-    given, key = [q, k, v], None
+    given: list[Any] = [q, k, v]
+    key = None
     if not is_compiling():
         key, call = _known(given, return_lse, *every)
         if call is not None:

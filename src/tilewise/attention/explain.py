@@ -30,8 +30,8 @@ class Explanation:
     """Which back end would run a call, with which tiles, and why others refuse. It prints as a table.
 
     `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
-    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles. `asked` is the one that the
-    call names.
+    name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles. `asked` is the one that
+    the call names.
     """
 
     backend: str | None
