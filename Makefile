@@ -81,10 +81,10 @@ bench: $(FOR_DEMO)
 	$(PY) -m studies bench --results benchmarks/results $(ARGS)
 
 card: $(FOR_TEST)
-	$(PY) benchmarks/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)
+	$(PY) tools/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)
 
 report: $(FOR_DEMO)
-	$(PY) benchmarks/report.py
+	$(PY) tools/report.py
 	$(PY) docs/pictures/draw.py
 
 hub:

@@ -23,6 +23,7 @@ NEEDED_BY = {
         "tilewise.warm.precompile",
         "studies.ablation.kernels",
         "studies.accumulation.compiled", "studies.accumulation.forward", "studies.accumulation.launch",
+        "studies.bench.serving",
     ),
     "rich": COMMANDS,
     "typer": COMMANDS,

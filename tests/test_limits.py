@@ -35,9 +35,10 @@ def test_questions_are_found_wherever_a_test_stands(tmp_path):
         "def f(p, ts):\n"
         "    if p.varlen:\n        pass\n"
         "    x = 1 if p.layout is None else 2\n"
-        "    y = [t for t in ts if t.cached]\n"
+        "    y = [t for t in ts if t.layout]\n"
         "    z = p.varlen and p.M\n"
-        "    return p.rows_packed == 2\n"
+        "    w = 3 if t.layout is torch.strided else 4\n"
+        "    return p.layout.pages == 2\n"
     )
     limits.PACKAGE, before = tmp_path, limits.PACKAGE
     try:

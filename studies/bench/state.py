@@ -193,7 +193,7 @@ def digest(found: Mapping[str, str]) -> str:
 
 
 def carried(results: Path) -> dict[str, str]:
-    """Return states that `benchmarks/states.py carry` found to be equal machine code, and their heirs, by folder."""
+    """Return states that `tools/states.py carry` found to be equal machine code, and their heirs, by folder."""
     file = results / CARRIED
     return {each["old"]: each["new"] for each in json.loads(file.read_text())} if file.exists() else {}
 

@@ -114,10 +114,9 @@ def test_fresh_memory_is_poisoned():
     assert all(t.isnan().all() for t in fresh)
 
 
-def test_without_pytests_cache_what_ran_is_not_kept(pytestconfig, monkeypatch, tmp_path):
+def test_nothing_is_written_without_a_report(pytestconfig, monkeypatch, tmp_path):
     (conftest,) = (plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "OUTCOMES"))
     monkeypatch.setattr(conftest, "OUTCOMES", {("causal", "cpu"): {"outcome": "passed", "reason": ""}})
-    monkeypatch.setattr(conftest, "PASSED", {})
     for file in (None, tmp_path / "report.json"):
         assert list(tmp_path.iterdir()) == []
         config = SimpleNamespace(getoption=lambda name, file=file: file)  # as with -p no:cacheprovider

@@ -42,7 +42,7 @@ IN_ORDER = (
     "from-flexattention", "serve", "many-gpus",
 )  # fmt: skip
 CLIENTS = {"with-transformers": "transformers", "with-diffusers": "diffusers", "with-hub": "kernels"}
-SOURCES = ("src", "studies", "benchmarks", "tests")
+SOURCES = ("src", "studies", "tools", "tests")
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def test_the_tables_of_registers_are_what_the_tests_compile():
         ):
             written[f"{kernel} {size} {call}"] = 0 if spills == "none" else int(spills)
     measured = {name: row["spills"] for name, row in record.items() if not name.endswith("biased")}
-    assert written == measured, "run python benchmarks/resources.py"
+    assert written == measured, "run python tools/resources.py"
 
 
 def flush_left(code):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import bars
 import readme
@@ -52,7 +52,7 @@ def prose(text):
 @pytest.mark.parametrize("name", readme.PAGES)
 def test_every_digit_is_written_by_the_report(name):
     typed = [line for line in prose(page(name)).splitlines() if re.search(r"\d", line)]
-    assert typed == [], "put these numbers between comments that benchmarks/readme.py fills in"
+    assert typed == [], "put these numbers between comments that tools/readme.py fills in"
 
 
 def test_a_typed_number_is_found():
@@ -63,7 +63,7 @@ def test_a_typed_number_is_found():
 
 @pytest.mark.parametrize("name", readme.PAGES)
 def test_the_numbers_are_those_of_the_results(name, found):
-    assert page(name) == readme.filled(page(name), found), "run python benchmarks/report.py"
+    assert page(name) == readme.filled(page(name), found), "run python tools/report.py"
 
 
 def test_every_number_is_used(found):

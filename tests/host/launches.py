@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from instructions import launches
 
 RECORDED = Path(__file__).with_suffix(".json")

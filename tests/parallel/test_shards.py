@@ -151,7 +151,7 @@ def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():
 
 
 def measured(c):
-    """Rows as benchmarks/parallel.py writes them, on a cluster that is just like the model."""
+    """Rows as studies/bench/parallel.py writes them, on a cluster that is just like the model."""
     told = [("causal", tokens, heads, plan) for tokens in (1 << 15, 1 << 16, 1 << 18) for heads in ((32, 8), (64, 8))
             for plan in ("ulysses", "gather", "ring")]  # fmt: skip
     return [

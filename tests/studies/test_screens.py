@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import readme
 import screens
@@ -51,7 +51,7 @@ def test_a_page_opens_with_an_answer_a_picture_and_a_table(name):
 def test_its_numbers_are_those_of_the_results(name, found):
     for _, marked, text, _ in MARKED.findall(page(name)):
         if marked not in ("measured", "pairs"):
-            assert text == found[marked], "run python benchmarks/report.py"
+            assert text == found[marked], "run python tools/report.py"
 
 
 @pytest.mark.parametrize("name", screens.PAGES)

@@ -1,5 +1,5 @@
 """A model of what plans cost, forward and backward of one layer: of a default cluster that nobody has measured, or of
-one fitted to what benchmarks/parallel.py measured."""
+one fitted to what studies/bench/parallel.py measured."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
     alternated: a GPU whose clock changes from row to row slows both.
 
     Args:
-        rows: those of benchmarks/parallel.py with a causal mask; others are left out.
+        rows: those of studies/bench/parallel.py with a causal mask; others are left out.
         cluster: where the search begins. What one node cannot show stays as it is.
 
     Raises:
@@ -125,7 +125,7 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
     ]
     if not of_model:
         raise ValueError(
-            "fit: rows must hold calls with a causal mask on several GPUs, got none; run benchmarks/parallel.py"
+            "fit: rows must hold calls with a causal mask on several GPUs, got none; run studies.bench.parallel"
         )
 
     def of_share(x: Sizes, c: Cluster) -> float:
@@ -169,5 +169,5 @@ def _read(path: str) -> Cluster:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{VARIABLE} must name a JSON file with numbers of {', '.join(Cluster._fields)}, got {path} ({error}); "
-            "write it with benchmarks/parallel.py --fit, or unset it"
+            "write it with `python -m studies.bench.parallel --fit`, or unset it"
         ) from None

@@ -71,6 +71,8 @@ SIZES = "tests/card/test_head_sizes.py"
 """Tests that take far longer than the others: a thousand pairs of kernels to compile."""
 WIDE = "tests/card/test_wide_heads.py"
 """Tests whose kernels take long to compile."""
+PARALLEL = "studies.bench.parallel"
+"""The module that measures many GPUs."""
 
 
 def of_tests(
@@ -120,14 +122,13 @@ def steps(seen: Path) -> Iterator[Step]:
     yield of_tests("card every head size", SIZES, kernels=every, minutes=15, files=SIZES)
     for suite, minutes in MINUTES.items():
         yield of_suite(suite, seen, minutes)
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "benchmarks/parallel.py")
-    yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, ("benchmarks/parallel.py",), silence=10)
-    serve = ("benchmarks/serve.py", "--results", str(seen))
-    yield Step("serving, in time", serve, every, 3, ("benchmarks/serve.py",))
+    rated = f"{PARALLEL.replace('.', '/')}.py"
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", PARALLEL)
+    yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, (rated,), silence=10)
+    serve = ("-m", "studies.bench.serving", "--results", str(seen))
+    yield Step("serving, in time", serve, every, 3, ("studies/bench/serving.py",))
     trained = ("-m", "studies", "eight_bits", "--table", "training", "--model", "gpt2-124m", "--device", "cuda")
     yield Step("GPT-2 124M in 8 bits", trained, HOPPER, 3, ("studies/eight_bits/*.py",), silence=10)
-    fit = ("benchmarks/parallel.py", "--fit", "--results", str(seen))
-    yield Step(
-        "parallel, the model fitted", fit, every, 0.1, ("benchmarks/parallel.py", "src/tilewise/parallel/costs.py")
-    )
-    yield Step("documents", ("benchmarks/card.py", "--documents", "--seen", str(seen)), every, 1)
+    fit = ("-m", PARALLEL, "--fit", "--results", str(seen))
+    yield Step("parallel, the model fitted", fit, every, 0.1, (rated, "src/tilewise/parallel/costs.py"))
+    yield Step("documents", ("tools/card.py", "--documents", "--seen", str(seen)), every, 1)

@@ -1,4 +1,4 @@
-"""python benchmarks/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
+"""python tools/versions.py HEAD~1 . --match causal --peer "window 1024": times versions of the package in turns.
 
 A version is a git revision, or a folder that holds src/tilewise. Each has its own process, which keeps its kernels
 and inputs. One works at a time, round after round, and each round another one first: a power-limited card is faster for

@@ -1,7 +1,7 @@
 """make card: everything that needs a GPU, most valuable first, in minutes, resumed where it stopped.
 
-python benchmarks/card.py --minutes 9    runs what waits
-python benchmarks/card.py --list         what has been seen on which GPU at which state of the kernels, and what waits
+python tools/card.py --minutes 9    runs what waits
+python tools/card.py --list         what has been seen on which GPU at which state of the kernels, and what waits
 
 The steps are values in card_steps.py. What they showed is kept in benchmarks/seen, a file of JSON lines for each GPU. A
 line is written at once, so that a run that is cut off has lost nothing: the next one goes on with the tests that are
@@ -243,7 +243,7 @@ def documents(seen: Path, folder: Path = ROOT / "benchmarks" / "results") -> Non
                 kept.setdefault("kernels", {})[env["kernels"]] = content["kernels"][env["kernels"]]
                 print(f"{name} is now in {folder / file.name}")
         results.write(folder / file.name, kept)
-    for script in ("benchmarks/report.py", "docs/pictures/draw.py"):
+    for script in ("tools/report.py", "docs/pictures/draw.py"):
         subprocess.run([sys.executable, str(ROOT / script)], cwd=ROOT, check=True)
 
 

@@ -1,6 +1,7 @@
 """Rates of tilewise.parallel on this machine's GPUs, against one GPU with its share of the work.
 
-    python -m torch.distributed.run --standalone --nproc-per-node gpu benchmarks/parallel.py --results benchmarks/seen
+    python -m torch.distributed.run --standalone --nproc-per-node gpu \\
+        -m studies.bench.parallel --results benchmarks/seen
 
 Each row: plan, sharding, mask, tokens, GPUs, milliseconds of forward and backward on the slowest rank, efficiency, and
 peak bytes of memory. On one GPU it measures what fp32 parts cost beside 16-bit ones. Rounds of plan and baseline

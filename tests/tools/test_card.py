@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import card
 from card_steps import ROOT, Step, of_tests, steps
 
@@ -120,7 +120,7 @@ def test_the_minutes_are_kept_and_the_next_run_goes_on(gpu):
 def test_a_run_that_is_killed_in_the_middle_of_a_step_has_lost_nothing(gpu):
     gpu.write(seconds=1, bad=0)
     script = f"""
-import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT / "benchmarks")!r}]
+import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT / "tools")!r}]
 from pathlib import Path
 from test_card import Pretended
 sys.exit(Pretended(Path({str(gpu.folder)!r}), workers=1).run())

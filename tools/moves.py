@@ -1,7 +1,7 @@
 """Shows that a commit only moves code: every definition before it is there after it, with the same syntax tree.
 
-python benchmarks/moves.py               what lies between HEAD~1 and HEAD, under src and studies
-python benchmarks/moves.py REF REF       between any two revisions; "." is this checkout
+python tools/moves.py               what lies between HEAD~1 and HEAD, under src and studies
+python tools/moves.py REF REF       between any two revisions; "." is this checkout
 
 It compares functions and classes, with their decorators and docstrings, and all other statements but imports of files.
 What follows a move does not count: names of imported modules, imports in functions, docstrings of files, and names of

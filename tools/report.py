@@ -1,4 +1,4 @@
-"""python benchmarks/report.py: writes the pages of docs/results, their pictures, and the numbers of README.md, from
+"""python tools/report.py: writes the pages of docs/results, their pictures, and the numbers of README.md, from
 benchmarks/results. A picture that shows the same as before stays as it is."""
 
 import sys
@@ -12,7 +12,7 @@ import screens
 
 from studies.pages.report import write
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def publish(results: Path, docs: Path) -> None:
@@ -28,7 +28,7 @@ def publish(results: Path, docs: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        publish(HERE / "results", HERE.parent / "docs")
+        publish(ROOT / "benchmarks" / "results", ROOT / "docs")
         print(*readme.write(), *screens.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))

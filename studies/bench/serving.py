@@ -1,4 +1,4 @@
-"""Ratios that a serving engine asks for, on this machine: python benchmarks/serve.py --results benchmarks/seen
+"""Ratios that a serving engine asks for, on this machine: python -m studies.bench.serving --results benchmarks/seen
 
 On a GPU each call is replayed from a CUDA graph, in turns with its peers; medians count. `reads` is a kernel that only
 reads the same pages. On a CPU one query a sequence is compared with SDPA over keys that are gathered already. A ratio
@@ -9,7 +9,6 @@ import argparse
 import inspect
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
 
-sys.path.append(str(Path(__file__).parents[1]))
-from studies.bench import results
+from . import results
 
 H, H_K, D = 32, 8, 128
 ROUNDS, REPEATS = 9, 10

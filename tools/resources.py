@@ -1,4 +1,4 @@
-"""Write the tables of registers and shared memory in docs/internals: python benchmarks/resources.py.
+"""Write the tables of registers and shared memory in docs/internals: python tools/resources.py.
 
 Compiles the Hopper kernels without a GPU, as tests/hopper/test_compile.py does, with the installed Triton.
 """

@@ -1,4 +1,4 @@
-"""For `benchmarks/states.py carry`: compiles every launch for sm_90 without a GPU, and counts instructions.
+"""For `tools/states.py carry`: compiles every launch for sm_90 without a GPU, and counts instructions.
 
 Runs with a tree's own src and tests on PYTHONPATH; prints, by the kernel's state, ["hopper forward D64 ...", counts].
 """

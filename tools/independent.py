@@ -11,7 +11,7 @@ from typing import Any
 from studies.bench.results import OURS, load, rows_of
 from studies.bench.tables import geometric_mean, length_label, markdown
 
-SEEN = Path(__file__).parent / "seen"
+SEEN = Path(__file__).parents[1] / "benchmarks" / "seen"
 RUN = "independent-h100.json"
 PASSES = {"fwd": "forward", "bwd": "backward"}
 LESS = 1.0

@@ -1,4 +1,4 @@
-"""benchmarks/versions.py: versions of the package, each in a separate process, timed in turns."""
+"""tools/versions.py: versions of the package, each in a separate process, timed in turns."""
 
 import os
 import re
@@ -13,7 +13,7 @@ TINY = ("--suite", "cpu", "--match", "fp32", "--match", "full", "--match", "N512
 
 
 def run(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / "versions.py"), *arguments]
+    command = [sys.executable, str(ROOT / "tools" / "versions.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 

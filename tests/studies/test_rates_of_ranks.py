@@ -1,11 +1,6 @@
-"""benchmarks/parallel.py: rows below a bar are named, and ranks that hold more than the model says."""
+"""studies/bench/parallel.py: rows below a bar are named, and ranks that hold more than the model says."""
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
-SPEC = spec_from_file_location("benchmark_of_ranks", Path(__file__).parents[2] / "benchmarks" / "parallel.py")
-parallel = module_from_spec(SPEC)  # docs/pictures has a module of that name, too
-SPEC.loader.exec_module(parallel)
+from studies.bench import parallel
 
 ROW = {
     "plan": "ring", "mask": "causal", "tokens": 1 << 16, "heads": (32, 8), "gpus": 8, "efficiency": 0.83,

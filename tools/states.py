@@ -1,8 +1,8 @@
 """The states of kernels (studies/bench/state.py), and results whose kernels are still the same.
 
-python benchmarks/states.py            every state, and which results are older
-python benchmarks/states.py date       gives results that know their commit alone the states of that commit's kernels
-python benchmarks/states.py carry REF  compiles the launches of REF and those here for sm_90, without a GPU: a state
+python tools/states.py            every state, and which results are older
+python tools/states.py date       gives results that know their commit alone the states of that commit's kernels
+python tools/states.py carry REF  compiles the launches of REF and those here for sm_90, without a GPU: a state
                                         that changed while no count of an instruction did is carried over (carried.json)
 """
 
@@ -75,7 +75,7 @@ def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
     """Count each instruction in each kernel of a tree."""
     path = os.pathsep.join([str(tree / "src"), str(tree / "tests"), str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "instructions.py")]
+    command = [sys.executable, str(ROOT / "tools" / "instructions.py")]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     for line in done.stdout.splitlines():
         at, counts = json.loads(line)
