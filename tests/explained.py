@@ -46,7 +46,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "a bias", long, {"score": tw.Bias(meta(1, 8, 4096, 4096))} | hopper
     yield "a cap and a sink", long, causal | hopper | {"score": tw.SoftCap(30.0), "sink": meta(8, dtype=FP32)}
     yield "dropout", long, causal | hopper | {"dropout": 0.1}
-    yield "dropout off its counters", long, hopper | {"dropout": 0.1, "place": tw.Origin(8, 0)}
+    yield "dropout off its counters", long, hopper | {"dropout": 0.1, "origin": tw.Origin(8, 0)}
     yield "fp32", qkv(2048, 2048, dtype=FP32), causal | hopper
     yield "fp32 in tf32", qkv(2048, 2048, dtype=FP32), causal | hopper | {"precision": "tf32"}
     yield "fp32 with a score", qkv(2048, 2048, dtype=FP32), causal | hopper | {"score": tw.SoftCap(30.0)}

@@ -89,7 +89,7 @@ def test_contents_are_checked_every_time():
         ({"precision": "bf16x9"}, "precision"),
         ({"out_dtype": torch.float16}, "out_dtype"),
         ({"seed": "3"}, "seed"),
-        ({"place": 3}, "place"),
+        ({"origin": 3}, "origin"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

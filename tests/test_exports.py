@@ -55,7 +55,7 @@ def test_attention_has_the_arguments_of_the_design():
     parameters = inspect.signature(tw.attention).parameters
     assert list(parameters) == [
         *("q", "k", "v", "mask", "score", "scale", "sink", "dropout", "seed", "layout"),
-        *("precision", "deterministic", "return_lse", "backend", "out_dtype", "place"),
+        *("precision", "deterministic", "return_lse", "backend", "out_dtype", "origin"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in "qkv")
     defaults = {name: p.default for name, p in parameters.items() if name not in ("q", "k", "v", "mask")}
@@ -71,7 +71,7 @@ def test_attention_has_the_arguments_of_the_design():
         "return_lse": False,
         "backend": None,
         "out_dtype": None,
-        "place": None,
+        "origin": None,
     }
     assert parameters["mask"].default.parts == ()
 

@@ -14,7 +14,7 @@ import test_errors
 import test_layout
 import test_mask
 import test_merge
-import test_place
+import test_origin
 import test_rotary
 import test_score
 import torch
@@ -143,7 +143,7 @@ def bad_calls():
     """Yield a name and a call for each public error, most from the tests of single messages."""
     yield from MORE.items()
     yield from ((name, attempt) for name, (attempt, *_) in test_errors.WRONG.items())
-    yield from ((name, attempt) for name, (attempt, _) in test_place.WRONG.items())
+    yield from ((name, attempt) for name, (attempt, _) in test_origin.WRONG.items())
     yield from (
         (f"attention_backward: {name}", partial(test_attention_backward.attempt, name))
         for name in test_attention_backward.WRONG

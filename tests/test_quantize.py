@@ -338,8 +338,8 @@ def test_rotarys_tables_are_checked():
         attend(cos[:7], sin[:7])
     with pytest.raises(ValueError, match="cos must have no gradient"):
         attend(cos.clone().requires_grad_(), sin)
-    with pytest.raises(ValueError, match="place must have row=0 and column=0 where EightBits has cos and sin, got 64"):
-        attend(cos, sin, place=tw.Origin(64, 0))
+    with pytest.raises(ValueError, match="origin must have row=0 and column=0 where EightBits has cos and sin, got 64"):
+        attend(cos, sin, origin=tw.Origin(64, 0))
     ends = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="a row for every position up to 7, got 5 rows"):
         tw.attention(q[0], q[0], q[0], layout=tw.Varlen(ends, ends),

@@ -141,24 +141,24 @@ def test_places_and_spans_are_those_of_the_whole(backend):
     whole = tw.attention(*x, score=tw.Alibi(slopes), backend=backend)
     given = {"score": tw.Alibi(slopes), "return_lse": True, "backend": backend}
     ends = ((0, N // 2), (N // 2, N))
-    halves = [tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), place=tw.Origin(0, a), **given) for a, b in ends]
+    halves = [tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), origin=tw.Origin(0, a), **given) for a, b in ends]
     close(tw.merge(halves)[0], whole, "alibi at a place")
     given = {"dropout": 0.2, "seed": 5, "backend": backend}
     whole = [t.clone().requires_grad_() for t in x]
     dropped = tw.attention(*whole, **given)
     heads = [t[:, :, 4:].detach().requires_grad_() for t in whole]
-    mine = tw.attention(*heads, place=tw.Origin(head=4, heads=H), **given)
+    mine = tw.attention(*heads, origin=tw.Origin(head=4, heads=H), **given)
     close(mine, dropped[:, :, 4:], "heads")
     true = torch.autograd.grad(dropped, whole, do)
     for grad, of_all in zip(torch.autograd.grad(mine, heads, do[:, :, 4:]), true, strict=True):
         close(grad, of_all[:, :, 4:], "gradients of heads")
     for a, b in ends:  # rows; their keys are all, so that nothing is merged
         rows = x[0][:, a:b].clone().requires_grad_()
-        mine = tw.attention(rows, *x[1:3], place=tw.Origin(row=a), **given)
+        mine = tw.attention(rows, *x[1:3], origin=tw.Origin(row=a), **given)
         close(mine, dropped[:, a:b], "rows")
         close(*torch.autograd.grad(mine, rows, do[:, a:b]), true[0][:, a:b], "dq of rows")
     dropped_halves = [
-        tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), place=tw.Origin(0, a), return_lse=True, **given)
+        tw.attention(x[0], *(t[:, a:b] for t in x[1:3]), origin=tw.Origin(0, a), return_lse=True, **given)
         for a, b in ends
     ]
     close(tw.merge(dropped_halves)[0], dropped, "keys")

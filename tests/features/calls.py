@@ -38,7 +38,7 @@ class Setting:
     e4m3: bool = False
     seed: str = ""
     out_dtype: torch.dtype | None = None
-    place: tuple[int, int, int, int] | None = None
+    origin: tuple[int, int, int, int] | None = None
     """The whole's row and column, and how often the call's heads and batch entries are before it."""
     qkv: bool = False
     sizes: tuple[int, int, int] = (2, 33, 33)
@@ -86,8 +86,8 @@ def prepare(chosen: dict[str, str], device: str, backend: str | None) -> Prepare
     p = Prepared(case, setting, make(case, device))
     if setting.e4m3:
         p.call, p.scales = in_e4m3(case, p.call)
-    if setting.place:
-        p.call = p.call._replace(mask=moved(p.call.mask, setting.place[1]))
+    if setting.origin:
+        p.call = p.call._replace(mask=moved(p.call.mask, setting.origin[1]))
     p.options = options(p, backend)
     as_cached(p) if setting.layout.startswith("cached") else as_stored(p)
     p.leaves |= {f"dbias{n}": change.bias for n, change in enumerate(p.call.score) if isinstance(change, tw.Bias)}
@@ -100,9 +100,9 @@ def options(p: Prepared, backend: str | None) -> dict[str, Any]:
     found = rule.options(p.case, p.call, backend) | {"score": p.call.score, "out_dtype": p.setting.out_dtype}
     if p.call.seed is not None:
         found["seed"] = p.call.seed if p.setting.seed == "tensor" else int(p.call.seed)
-    if p.setting.place:
-        row, column, heads, batch = p.setting.place
-        found["place"] = tw.Origin(row, column, heads * p.case.H, 2 * p.case.H, batch)
+    if p.setting.origin:
+        row, column, heads, batch = p.setting.origin
+        found["origin"] = tw.Origin(row, column, heads * p.case.H, 2 * p.case.H, batch)
     if p.setting.told:
         found["precision"] = told(p)
     return found
@@ -252,18 +252,18 @@ def moved(mask: tw.Mask, column: int) -> tw.Mask:
 
 def placed(p: Prepared, call: Call) -> Call:
     """The call with masks and scores as they are at its place, by which plain torch's errors are measured."""
-    if not p.setting.place or p.setting.layout:
+    if not p.setting.origin or p.setting.layout:
         return call
-    origin, M, N = p.options["place"], p.case.M, p.case.N
+    origin, M, N = p.options["origin"], p.case.M, p.case.N
     mask = intersect(tuple(part.placed(origin, M, N) for part in call.mask.parts))
     return call._replace(mask=mask, score=tuple(change.placed(origin, M, N) for change in call.score))
 
 
 def whole_truth(p: Prepared, case: Case, call: Call) -> rule.Results:
     """The truth of a call; at a place, of the whole, in which all other rows, keys, heads and entries are 0."""
-    if not p.setting.place:
+    if not p.setting.origin:
         return rule.truth(case, call)
-    row, column, heads, batch = p.setting.place
+    row, column, heads, batch = p.setting.origin
     of_q, of_k = (slice(heads * count, (heads + 1) * count) for count in (case.H, case.H_k))
     H, H_k, length = 2 * case.H, 2 * case.H_k, max(row + case.M, column + case.N)
 
@@ -488,7 +488,7 @@ def saved_and_loaded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 OWN = ("dqkv", "dq", "dk", "dv")
-VALUES = ("mask", "score", "layout", "place", "precision")
+VALUES = ("mask", "score", "layout", "origin", "precision")
 """Options that users keep, copy and save."""
 MODES = {"vmap": mapped, "compile": compiled, "autocast": autocast}
 COPIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -174,10 +174,10 @@ FEATURES: dict[str, dict[str, Value]] = {
         "o and lse": Value({"loss": "both"}, "lse"),
         "lse alone": Value({"loss": "lse"}, "lse"),
     },
-    "place": {
+    "origin": {
         "none": Value({}),
-        "rows and keys": Value({"place": (16, 64, 0, 0)}, "place"),
-        "heads and batch": Value({"place": (0, 0, 1, 1)}, "place"),
+        "rows and keys": Value({"origin": (16, 64, 0, 0)}, "origin"),
+        "heads and batch": Value({"origin": (0, 0, 1, 1)}, "origin"),
     },
     "deterministic": {"no": Value({}), "yes": Value({"deterministic": True}, "deterministic")},
     "stored": {"apart": Value({}), "as qkv": Value({"qkv": True}, "qkv")},

@@ -111,14 +111,14 @@ def calls() -> dict[str, dict[str, Any]]:
         "scored placed": {
             "mask": tw.Causal(),
             "score": tw.Alibi(meta(H, dtype=torch.float32)),
-            "place": tw.Origin(64, 128),
+            "origin": tw.Origin(64, 128),
         },
-        "prefix placed": {"mask": tw.Prefix(meta(B, dtype=torch.int32)), "place": tw.Origin(64, 128)},
+        "prefix placed": {"mask": tw.Prefix(meta(B, dtype=torch.int32)), "origin": tw.Origin(64, 128)},
         "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
         "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
         "dropout": {"mask": tw.Causal(), "dropout": 0.1},
-        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)},
+        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
         "combined": {
             "mask": tw.Causal(),
             "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
@@ -139,7 +139,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": "hopper", "out_dtype": None, "place": None,
+        "deterministic": False, "backend": "hopper", "out_dtype": None, "origin": None,
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")

@@ -336,7 +336,7 @@ WRONG = {
         lambda s, q: tp.attention(q, q, q, sharding=s, mask=tw.Documents(ids(32), ids(32))), "the whole's shape",
     ),
     "heads": (lambda s, q: tp.attention(*[q[:, :, :3]] * 3, sharding=s, plan="ulysses"), "do not divide"),
-    "a layout": (lambda s, q: tp.attention(q, q, q, sharding=s, place=tw.Origin()), "place must be None"),
+    "a layout": (lambda s, q: tp.attention(q, q, q, sharding=s, origin=tw.Origin()), "origin must be None"),
     "numbers of a layer": (
         lambda s, q: tp.attention(q, q, q, sharding=s, precision=tw.EightBits("int8")), "precision must be None or a n",
     ),

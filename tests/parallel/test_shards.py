@@ -54,7 +54,7 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
             columns = torch.cat([torch.arange(*p) for p in parts.keys]) if parts.keys else rows[:0]
             for v in parts.visits:
                 given = s.arguments(v)
-                shown, place = given["mask"], given["place"] or tw.Origin()
+                shown, place = given["mask"], given["origin"] or tw.Origin()
                 M, n = v.r1 - v.r0, v.c1 - v.c0
                 placed = [part.placed(place, M, n) for part in shown.parts]
                 dense = torch.ones(M, n, dtype=torch.bool)

@@ -39,7 +39,7 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     """Every launch of forward and backward of a call with meta tensors; `wanted` asks for biases' gradients."""
     defaults = {
         "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": None, "out_dtype": None, "place": None,
+        "deterministic": False, "backend": None, "out_dtype": None, "origin": None,
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, v, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, target)
@@ -158,9 +158,9 @@ def of_part(variant: str, B: int, S: int, H: int) -> dict[str, Any]:
     if variant == "spans":
         return {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))}
     if variant == "placed dropout":
-        return {"dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)}
+        return {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)}
     slopes, lengths = meta(H, dtype=torch.float32), meta(B, dtype=torch.int32)
-    return {"mask": tw.Prefix(lengths), "score": tw.Alibi(slopes), "place": tw.Origin(64, 128)}
+    return {"mask": tw.Prefix(lengths), "score": tw.Alibi(slopes), "origin": tw.Origin(64, 128)}
 
 
 def compile_all(target: str) -> Iterator[dict[str, Any]]:

@@ -54,9 +54,9 @@ def calls() -> dict[str, dict[str, Any]]:
         "placed": {
             "mask": tw.Prefix(meta(B, dtype=torch.int64)),
             "score": tw.Alibi(meta(H, B, dtype=torch.float32).T),
-            "place": tw.Origin(64, 128, 1, 8),
+            "origin": tw.Origin(64, 128, 1, 8),
         },
-        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "place": tw.Origin(64, 128, 1, 8)},
+        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
         "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
         "varlen": {"mask": tw.Causal() & tw.Padding(meta(B, dtype=torch.int32)), "layout": tw.Varlen(ends, ends, S, S)},
     }

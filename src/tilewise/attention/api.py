@@ -13,7 +13,7 @@ from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; Py
 from ..call.calls import Call, find, key_of
 from ..call.check import autocast_type, cast, check_arguments, check_results, layout_given
 from ..call.operands import Saved
-from ..call.options import Everything, Options, refuse_unknown, spell_out
+from ..call.options import Everything, Options, current_names, spell_out
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
 from ..values.layout import PADDED, Layout
@@ -72,7 +72,7 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
-    place: Origin | None = None,
+    origin: Origin | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * Q K^T) V exactly, in memory linear in the length (Dao et al. 2022, 2023).
@@ -101,8 +101,8 @@ def attention(
         backend: "hopper", "triton" or "cpu" to require one; None chooses.
         out_dtype: the type of o; None for q's. torch.float32 leaves o of 16-bit inputs as it was summed, for parts
             that are merged. Gradients keep the inputs' types, as autograd wants them.
-        place: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix and
-            Padding count the whole's rows and keys.
+        origin: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix
+            and Padding count the whole's rows and keys.
 
     Returns:
         o (B, M, H, D_v) in q's type or out_dtype, contiguous; with return_lse, (o, lse).
@@ -113,8 +113,8 @@ def attention(
         RuntimeError: forward-mode differentiation was used, or a gradient was differentiated.
     """
     if unknown:
-        refuse_unknown("attention", unknown)
-    every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, place
+        origin = current_names("attention", unknown | ({} if origin is None else {"origin": origin}))["origin"]
+    every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, origin
     given: list[Any] = [q, k, v]
     key = None
     if not is_compiling():
@@ -260,6 +260,4 @@ spell_out(attention_backward, SIGNATURE, without=("return_lse",))
 
 def with_defaults(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option of `attention`, as given or by default."""
-    if unknown := set(given) - set(DEFAULTS):
-        refuse_unknown(function, unknown)
-    return {**DEFAULTS, **given}
+    return {**DEFAULTS, **current_names(function, given)}

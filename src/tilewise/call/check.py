@@ -57,10 +57,10 @@ def check_arguments(
     deterministic: bool,
     backend: str | None,
     out_dtype: torch.dtype | None = None,
-    place: Origin | None = None,
+    origin: Origin | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
-    lies, origin = layout_given(layout), origin_given(place)
+    lies, origin = layout_given(layout), origin_given(origin)
     q, k, v, lies, products = unwrap(q, k, v, lies, precision)
     refuse_operands(q=q, k=k, v=v)
     products = products.prepared(q, lies)
@@ -117,13 +117,13 @@ def layout_given(layout: Any) -> Layout:
     return layout
 
 
-def origin_given(place: Any) -> Origin:
-    """Return what `place=` says, by default a whole, or raise TypeError."""
-    if place is None:
+def origin_given(origin: Any) -> Origin:
+    """Return what `origin=` says, by default a whole, or raise TypeError."""
+    if origin is None:
         return WHOLE
-    if not isinstance(place, Origin):
-        raise TypeError(f"place must be None or an Origin, got {place!r}; write place=tilewise.Origin(row, column)")
-    return place
+    if not isinstance(origin, Origin):
+        raise TypeError(f"origin must be None or an Origin, got {origin!r}; write origin=tilewise.Origin(row, column)")
+    return origin
 
 
 def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:

@@ -1,12 +1,14 @@
 """Options of attention(): their types, for editors and type checkers, and hints for other libraries' names."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..values.layout import Layout
 from ..values.masks import Full, Mask
@@ -28,7 +30,7 @@ class Unmasked(TypedDict, total=False):
     deterministic: bool
     backend: str | None
     out_dtype: torch.dtype | None
-    place: Origin | None
+    origin: Origin | None
 
 
 class Options(Unmasked, total=False):
@@ -61,6 +63,25 @@ INSTEAD = {
     "return_attn_probs": "write return_lse=True, for the logarithm of the softmax's denominator",
 }
 """Remedies for the argument names of other attention libraries."""
+
+
+RENAMED = {"place": "origin"}
+"""Earlier names of options, which work for one release."""
+
+
+def current_names(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by today's names, with a FutureWarning for an earlier one; raise TypeError for what is none."""
+    found = {RENAMED.get(name, name): value for name, value in given.items()}
+    if unknown := found.keys() - Everything.__annotations__.keys():
+        refuse_unknown(function, unknown)
+    for old in given.keys() & RENAMED.keys():
+        new = RENAMED[old]
+        if new in given:
+            raise TypeError(f"{function}: {new} must be given once, got {old}, its earlier name, too; leave out {old}")
+        if not is_compiling():
+            text = f"{function}: {old} is called {new}, and will not work in the next release; write {new}=..."
+            warnings.warn(text, FutureWarning, stacklevel=4)
+    return found
 
 
 def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:

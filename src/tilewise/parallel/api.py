@@ -53,7 +53,7 @@ def attention(
         plan: "ulysses" swaps rows for heads; "gather" brings all keys to every rank; "ring" brings each rank, from
             their owners, the keys that its rows see; Grid(ulysses, ring) does the first inside the second. None has
             the fastest chosen, by a model of costs.
-        options: those of `tilewise.attention`, but layout, place and out_dtype. The mask is the whole's: Documents,
+        options: those of `tilewise.attention`, but layout, origin and out_dtype. The mask is the whole's: Documents,
             Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
             (..., m, N). A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors in each
             call, unless it is `fixed`.
@@ -82,7 +82,7 @@ def attention(
     return (o, lse) if wants_lse else o  # type: ignore[return-value]
 
 
-spell_out(attention, SIGNATURE, without=("layout", "place", "out_dtype"))
+spell_out(attention, SIGNATURE, without=("layout", "origin", "out_dtype"))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .shardings import Sharding
 
 LEFT_OUT = {
     "layout": "pass the documents of packed rows as mask=tilewise.Documents(ids, ids) or tilewise.Spans(lo, hi)",
-    "place": "leave it out: the sharding says where rows are",
+    "origin": "leave it out: the sharding says where rows are",
     "out_dtype": "leave it out, and convert o",
 }
 

@@ -170,8 +170,8 @@ def run(
         own = w._replace(mask=mask, score=score)
         o, lse = walked(own, "ring", joined(w.pieces, U), r, q, k, v, sink, (heads.start, H))
     else:
-        place = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
-        o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, place=place, return_lse=True, **w.options)
+        origin = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
+        o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, origin=origin, return_lse=True, **w.options)
     (o,) = Swap.apply(axis, inside, False, o)
     if not wants_lse:
         return o, None

@@ -149,13 +149,13 @@ class Shards:
     def arguments(self, v: Visit) -> dict[str, Any]:
         """Return the options of one call."""
         i0, i1, j0, j1 = v.box
-        place = None if v.mask and self.joins else Origin(i0, j0, self.head, self.heads)
+        origin = None if v.mask and self.joins else Origin(i0, j0, self.head, self.heads)
         mask = v.mask
         if mask is None:
             cut = intersect(tuple(part for one in self.mask.parts for part in self.cut(one, v)))
             mask = cut & self.band(i0, i1, j0, j1)
         score = tuple([self.cut_bias(one, v) if isinstance(one, Bias) else one for one in self.score])
-        return self.options | {"mask": mask, "score": score, "place": place}
+        return self.options | {"mask": mask, "score": score, "origin": origin}
 
     def band(self, i0: int, i1: int, j0: int, j1: int) -> Mask:
         """Return what Causal and Window parts say in a box, of whose last corner they show something."""

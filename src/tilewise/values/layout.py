@@ -93,7 +93,7 @@ class Layout(Option):
         """Return masks or scores of a call that begins at an Origin of the whole."""
         if origin.row or origin.column:
             raise ValueError(
-                f"place must have row=0 and column=0 with a layout, got {origin.row} and {origin.column}; "
+                f"origin must have row=0 and column=0 with a layout, got {origin.row} and {origin.column}; "
                 "pass whole sequences, or leave row and column out"
             )
         return tuple(values)

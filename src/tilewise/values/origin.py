@@ -53,7 +53,7 @@ class Origin:
         heads = H if self.heads is None else self.heads
         if self.head + H > heads:
             raise ValueError(
-                f"place must have room for q's {H} heads, got head {self.head} of {heads}; "
+                f"origin must have room for q's {H} heads, got head {self.head} of {heads}; "
                 "pass heads=, the number of the whole's query heads"
             )
         begins = not (self.row or self.column or self.head or self.batch) and heads == H
@@ -69,7 +69,7 @@ class Origin:
         if not (self.row % 16 or self.column % 64):
             return []
         return [
-            f"its dropout counts rows in 16s and keys in 64s, got place with row {self.row} and column {self.column}; "
+            f"its dropout counts rows in 16s and keys in 64s, got origin with row {self.row} and column {self.column}; "
             "choose multiples of these"
         ]
 

@@ -202,7 +202,7 @@ class EightBits(Codes):
     def check_origin(self, origin: Any) -> None:
         if self.cos is not None and (origin.row or origin.column):
             raise ValueError(
-                f"place must have row=0 and column=0 where EightBits has cos and sin, got {origin.row} and "
+                f"origin must have row=0 and column=0 where EightBits has cos and sin, got {origin.row} and "
                 f"{origin.column}; rotate q and k by tilewise.rotary before, and leave cos and sin out"
             )
 
