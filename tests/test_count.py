@@ -20,8 +20,8 @@ def test_calls_count_by_back_end():
         tw.attention_backward(o, Q, Q, Q, o, lse)
     tw.attention(Q, Q, Q)
     assert calls.ran == {"cpu": 3}
-    assert not calls.handed_back
-    assert str(calls) == "ran 3 calls (cpu: 3); handed back to PyTorch 0 calls"
+    assert not calls.fell_back
+    assert str(calls) == "ran 3 calls (cpu: 3); 0 calls fell back to PyTorch"
     assert COUNTING == []
 
 

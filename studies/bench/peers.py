@@ -118,7 +118,7 @@ def _of_e4m3() -> Peer:
     return Peer("tilewise e4m3", prepare, _needs_hopper, share=SHARES["e4m3"])
 
 
-def _of_codes(precision: str) -> Peer:
+def _in_eight_bits(precision: str) -> Peer:
     """Make a peer of that forward alone, on codes of the first tensors that it is called with; "e4m3" are these."""
 
     def prepare(case: Case, device: torch.device) -> Attention:
@@ -305,7 +305,7 @@ PEERS = {
         *(_precise(name) for name in PRECISIONS),
         *(_eight_bits(name) for name in EIGHT_BITS),
         _of_e4m3(),
-        *(_of_codes(name) for name in (*EIGHT_BITS, "e4m3")),
+        *(_in_eight_bits(name) for name in (*EIGHT_BITS, "e4m3")),
         Peer("standard", _standard),
         Peer("standard tf32", _standard, _needs_gpu, tf32, share=SHARES["tf32"]),
         Peer("sdpa", _sdpa),

@@ -55,12 +55,12 @@ def test_it_computes_what_pytorch_computes(case, dtype):
         assert error <= bound, f"off by {error}, allowed {bound}"
 
 
-def test_short_calls_and_fp64_are_handed_back():
+def test_short_calls_and_fp64_are_fell_back():
     with tw.count_calls() as calls, sdpa.use():
         for dtype, length in ((torch.bfloat16, 32), (torch.float64, 512)):
             scaled_dot_product_attention(*[draw(4, dtype, length)] * 3)
     assert not calls.ran
-    assert calls.handed_back.total() == 2
+    assert calls.fell_back.total() == 2
 
 
 def test_a_capture_holds_tilewises_kernels():
@@ -92,22 +92,22 @@ def test_varlen_attn_runs_here_and_hands_back_there():
         out = varlen.varlen_attn(*x, ends, ends, N - 300, N - 300, window_size=(-1, 0))
         return out, *torch.autograd.grad(out.float().square().sum(), x)
 
-    handed_back = {}
+    fell_back = {}
     if "seqused_k" in inspect.signature(varlen.varlen_attn).parameters:  # later than PyTorch 2.11
-        handed_back = {"seqused_k": ends.diff()}
+        fell_back = {"seqused_k": ends.diff()}
     expected = call()
     torch_flash.register("tilewise-test")
     torch.nn.attention.activate_flash_attention_impl("tilewise-test")
     try:
         with tw.count_calls() as calls:
             found = call()
-            if handed_back:
+            if fell_back:
                 with torch.no_grad():
-                    varlen.varlen_attn(*x, ends, ends, N - 300, N - 300, **handed_back)
+                    varlen.varlen_attn(*x, ends, ends, N - 300, N - 300, **fell_back)
     finally:
         torch.nn.attention.restore_flash_attention_impl()
     assert calls.ran.total() == 1
-    assert calls.handed_back == dict.fromkeys(handed_back, 1)
+    assert calls.fell_back == dict.fromkeys(fell_back, 1)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got.float(), want.float(), atol=0.05, rtol=0.05)
 

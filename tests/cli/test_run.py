@@ -40,7 +40,7 @@ q = torch.randn(1, 5, 2, 8)
 flash_attn.flash_attn_func(q, q, q)
 print(flash_attn.__tilewise__)
 """
-NOTHING = "tilewise: ran 0 calls; handed back to PyTorch 0 calls"
+NOTHING = "tilewise: ran 0 calls; 0 calls fell back to PyTorch"
 IMPORTS = ("tilewise.cli.run", "tilewise.compat.sdpa")
 
 
@@ -117,7 +117,7 @@ def test_a_line_says_what_ran_where(folder):
     done = run(folder, "--sdpa", "attends.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 2 calls "
+        "tilewise: ran 1 call (cpu: 1); 2 calls fell back to PyTorch "
         "(it is on a CPU: 1, tensors of more than 4 dimensions, or of several ranks: 1)"
     )
 
@@ -126,7 +126,7 @@ def test_imports_of_flash_attn_are_answered(folder):
     (folder / "imports_flash_attn.py").write_text(IMPORT)
     done = run(folder, "--flash-attn", "imports_flash_attn.py")
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    assert done.stderr.splitlines()[-1] == "tilewise: ran 1 call (cpu: 1); handed back to PyTorch 0 calls"
+    assert done.stderr.splitlines()[-1] == "tilewise: ran 1 call (cpu: 1); 0 calls fell back to PyTorch"
 
 
 def test_a_real_flash_attn_is_not_replaced(folder):

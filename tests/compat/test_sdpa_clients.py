@@ -119,7 +119,7 @@ def test_an_encoder_in_evaluation_takes_its_fast_path(padding):
         with mode():
             with sdpa.use(**ON_CPU), tw.count_calls() as calls:
                 found = model(x, src_key_padding_mask=padding)
-            assert calls.handed_back == {FAST_PATH: 3}
+            assert calls.fell_back == {FAST_PATH: 3}
             assert not calls.ran
             seen = slice(None) if padding is None else ~padding
             torch.testing.assert_close(found[seen], expected[seen], atol=1e-5, rtol=1e-5)

@@ -162,12 +162,12 @@ def test_one_split_gives_the_same_bits_in_any_batch(active):
 
 
 @needs_pages
-def test_what_it_has_no_name_for_is_handed_back(active):
+def test_what_it_has_no_name_for_is_fell_back(active):
     x = [t.detach() for t in operands()]
     table = torch.zeros(3, 1, dtype=torch.int32)
     with tw.count_calls() as calls, pytest.raises(NotImplementedError):  # PyTorch brings no such kernel for CPUs
         torch.ops.aten._flash_attention_forward(*x, CU, CU, 11, 11, 0.0, False, False, block_table=table)
-    assert calls.handed_back == {"block_table without seqused_k": 1}
+    assert calls.fell_back == {"block_table without seqused_k": 1}
 
 
 def test_restoring_leaves_nothing_behind():

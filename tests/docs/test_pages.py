@@ -67,5 +67,5 @@ def test_a_padded_row_is_zero_here_and_the_mean_of_v_in_eager_attention():
 
 def test_the_page_says_what_run_prints_on_a_cpu():
     calls = Calls()
-    calls.handed_back["it is on a CPU"] += 96
+    calls.fell_back["it is on a CPU"] += 96
     assert str(calls) in page("docs/use/with-sdpa.md")

@@ -52,7 +52,7 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
         for source in range(2):
             parts = s.pair(to, source)
             columns = torch.cat([torch.arange(*p) for p in parts.keys]) if parts.keys else rows[:0]
-            for v in parts.visits:
+            for v in parts.blocks:
                 given = s.arguments(v)
                 shown, place = given["mask"], given["origin"] or tw.Origin()
                 M, n = v.r1 - v.r0, v.c1 - v.c0
@@ -74,7 +74,7 @@ def test_rows_that_see_nothing_between_others_ask_for_no_keys():
     s = Shards(pieces, 0, reach_of(mask, 48), mask, (), {}, batch=2)
     assert s.reach.first(20) < s.reach.end(20)
     assert [s.pair(1, source) for source in range(2)] == [((), ())] * 2
-    assert [len(s.pair(0, source).visits) for source in range(2)] == [1, 1]
+    assert [len(s.pair(0, source).blocks) for source in range(2)] == [1, 1]
 
 
 def rms(found, true):

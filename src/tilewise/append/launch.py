@@ -9,7 +9,7 @@ from ..host.arguments import adjacent, batch_from, cdiv, odd, power_of_2, rows, 
 from ..host.launch import Launch
 from ..host.outputs import size
 from ..host.repeat import Append
-from ..host.replay import kept_launches, launch_kept
+from ..host.replay import launch_replayed, replays_of
 from ..values.layout import Layout
 from ..values.rotation import Angles
 from .kernel import New, Turn, cache_append
@@ -23,7 +23,7 @@ def launch(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None,
     angles = () if call.angles is None else (call.angles.cos, call.angles.sin)
     given = [t for t in (k, v, k_new, v_new, q, y, *angles, *call.layout.tensors) if t is not None]
     kind = kind_of(call.layout, q, call.angles)
-    launch_kept(kind, given, lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled))
+    launch_replayed(kind, given, lambda compiled: launches(k, v, k_new, v_new, q, y, call, compiled))
 
 
 def kind_of(layout: Layout, q: Tensor | None, angles: Angles | None) -> Any:
@@ -40,7 +40,7 @@ def repeated(
     if q is not None:  # its result is the launch's sixth tensor
         order.insert(5, len(given))
         tensors.insert(5, y)
-    _, replay = kept_launches(kind_of(layout, q, angles), tensors)
+    _, replay = replays_of(kind_of(layout, q, angles), tensors)
     return None if replay.kept is None else Append(replay, given, order, q if q is None else size(q.dtype, *q.shape))
 
 

@@ -50,7 +50,7 @@ def run_backward(
     if exact is problem:
         grads = planned(problem, BACKWARD).run(x, saved, do, dlse)
     else:
-        grads = _backward_of_codes(problem, x, saved, do, dlse, call)
+        grads = _backward_quantized(problem, x, saved, do, dlse, call)
     own = (grads.packed(), None, None) if call[0].packed else grads[:3]
     return *own, *grads.extra
 
@@ -70,7 +70,7 @@ def _narrowed(
     return saved._replace(o=zeros), do, -delta if dlse is None else dlse - delta
 
 
-def _backward_of_codes(
+def _backward_quantized(
     p: Problem,
     x: Operands,
     saved: Saved,

@@ -1,7 +1,7 @@
 """Run PyTorch's scaled_dot_product_attention on tilewise, in code that stays as it is.
 
 `use` and `install` override `aten::scaled_dot_product_attention` for the devices named, in the whole process. Results,
-gradients, shapes and errors are PyTorch's. A call that tilewise has no name for, or would slow down, is handed back:
+gradients, shapes and errors are PyTorch's. A call that tilewise has no name for, or would slow down, falls back:
 PyTorch then chooses among its own kernels, as if nothing were installed. `tilewise.count_calls` counts both.
 
 Install before the first torch.compile: what is compiled stays as it was compiled.
@@ -21,7 +21,7 @@ from ..attention.eager import attend, attend_plain, learn
 from ..call.backend import FORWARD, ON_TRITON, candidates, load, select
 from ..call.calls import Call, find, key_of, problem_of
 from ..call.check import check_arguments, describe_fake
-from ..call.count import COUNTING, count_handed_back
+from ..call.count import COUNTING, count_fell_back
 from ..call.dispatch import PLAIN, transformed
 from ..call.operands import Operands
 from ..call.problem import Problem, target_of
@@ -170,14 +170,14 @@ def _fast_path(keyset: Any, query: Tensor, *args: Any, **options: Any) -> Any:
     result = FAST_PATH.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), query, *args, **options)
     devices = {*_installed.settings.devices, *COUNTED} if _installed else ()
     if counts and counts.total() == before and query.device.type in devices:
-        count_handed_back("the C++ fast path of nn.MultiheadAttention")
+        count_fell_back("the C++ fast path of nn.MultiheadAttention")
     return result
 
 
 def _leave(query: Tensor, *operands: Any, **options: Any) -> Tensor:
     """Leave a call to PyTorch on a device that is not taken, and count it."""
     if COUNTING:
-        count_handed_back(f"it is on a {query.device.type.upper()}")
+        count_fell_back(f"it is on a {query.device.type.upper()}")
     return SDPA.decompose(query, *operands, **options)  # type: ignore[return-value]
 
 
@@ -192,7 +192,7 @@ def _route(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run one call on tilewise, or hand it back."""
+    """Run one call on tilewise, or on PyTorch."""
     of_call, at, given = (query, key, value), None, [query, key, value]
     if attn_mask is None and torch._C._get_overrideable_sdp_enabled() and not is_compiling():  # type: ignore[attr-defined]
         # else sdpa_kernel(...) names other back ends
@@ -222,7 +222,7 @@ def _route(
                     learn(at, given, x[:3], seed, call)
                 return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     if COUNTING:
-        count_handed_back(against)
+        count_fell_back(against)
     return SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@
 
 From then on packed sequences run on tilewise, with their gradients, and for inference those that use `seqused_k` keys
 of their own, or of pages by `block_table`; restore_flash_attention_impl() ends it. What tilewise has no name for is
-handed back to the kernel that PyTorch brings: dropout, ALiBi, and calls that no back end takes. Rows that see no key
+left to the kernel that PyTorch brings: dropout, ALiBi, and calls that no back end takes. Rows that see no key
 have lse = -inf.
 """
 
@@ -24,7 +24,7 @@ from ..attention.eager import attend, attend_backward
 from ..call import calls
 from ..call.backend import select
 from ..call.check import check_arguments, check_results
-from ..call.count import COUNTING, count_handed_back
+from ..call.count import COUNTING, count_fell_back
 from ..call.operands import Operands, Saved
 from ..call.recipe import Recipe
 from ..values.intervals import Causal, Window
@@ -82,14 +82,14 @@ class Handle:
         self.library._destroy()
 
     def forward(self, keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        """Compute `_flash_attention_forward`, or hand it back."""
+        """Compute `_flash_attention_forward`, here or there."""
         *call, return_debug_mask = args
         given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **options)
         if isinstance(given, Call):
             o, lse = attend((*given.x[:3], *given.x.extra), None, calls.Call(given.recipe, given.longest))
             return o, lse, torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0), q.new_empty(0)
         if COUNTING and q.device.type in self.devices:
-            count_handed_back(given)
+            count_fell_back(given)
         return FORWARD.redispatch(keys.remove(SELECT), q, k, v, *args, **options)
 
     def backward(
@@ -125,7 +125,7 @@ class Handle:
         num_splits: int | None = None,
         **unknown: Any,
     ) -> Call | str:
-        """Return a call in tilewise's terms, or why it is handed back. num_splits is a hint, and ignored, but 1 with
+        """Return a call in tilewise's terms, or why it falls back. num_splits is a hint, and ignored, but 1 with
         `seqused_k` promises the same bits in any batch."""
         if q.device.type not in self.devices:
             return "another device"

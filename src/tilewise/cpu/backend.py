@@ -61,7 +61,7 @@ class Cpu:
     def forward(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         """Compute o and lse."""
         if p.products.codes:
-            return self._forward_of_codes(p, x, seed)
+            return self._forward_quantized(p, x, seed)
         # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
         with exact_products(torch.float32 if cached.few_rows(p) else p.dtype):
             of = next((of for of, why_not in WAYS.items() if not why_not(p)), None)
@@ -71,7 +71,7 @@ class Cpu:
                     return saved
             return tiled.forward(p, x, seed)
 
-    def _forward_of_codes(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+    def _forward_quantized(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         """Multiply what the codes stand for. fp32 sums of int8 products are exact."""
         codes = quantize(p, x)
         with exact_products(torch.float32):

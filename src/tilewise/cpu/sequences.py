@@ -80,7 +80,7 @@ def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tupl
         first = last
 
 
-def heads_in_turn(s: Sequence) -> Iterator[slice]:
+def heads_serially(s: Sequence) -> Iterator[slice]:
     """Yield the slice of key heads of each round."""
     for h in range(0, s.k.shape[0], s.heads):
         yield slice(h, min(h + s.heads, s.k.shape[0]))

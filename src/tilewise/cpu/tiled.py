@@ -25,7 +25,7 @@ from .sequences import (
     compute_type,
     count_of,
     heads_first,
-    heads_in_turn,
+    heads_serially,
     sequences,
 )
 
@@ -59,7 +59,7 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
     for s in (sequences if p.layout.page(p) is None else cached_sequences)(p, x):
-        for h_k in heads_in_turn(s):
+        for h_k in heads_serially(s):
             for i0 in range(0, s.q.shape[1], B_r):
                 _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
     return Saved(o, lse, seed)
@@ -119,7 +119,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         delta_s = p.layout.lse_of(delta, s.b, s.rows).flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
         dk_s, dv_s = (p.layout.rows_of(grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
-        for h_k in heads_in_turn(s):
+        for h_k in heads_serially(s):
             lost = _lost(p, s, h_k, L)
             for j0 in range(0, s.k.shape[1], COLUMNS):
                 _backward_tile(p, s, h_k, j0, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))

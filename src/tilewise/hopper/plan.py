@@ -29,7 +29,7 @@ from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, blocks_box, box, contiguous
 from .forward import kernel as kernels
 from .parts import scores
-from .tiles import SHORT, Backward, Forward, Rows, current, of_codes, padded
+from .tiles import SHORT, Backward, Forward, Rows, current, eight_bits_row, padded
 
 TINY = 2.0**-126
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
@@ -171,7 +171,7 @@ def mixed(p: Problem) -> bool:
 def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
     """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
     with scores every logit may be NaN by itself, which half of P's bits would not show."""
-    fp8, chosen = p.products.codes_of_v, of_codes(p)
+    fp8, chosen = p.products.codes_of_v, eight_bits_row(p)
     sums = chosen.sums and not p.recipe.score
     return tile._replace(
         BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh, SUMS=sums,

@@ -159,10 +159,10 @@ def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
     rows = Rows(**{name: tables[name][key] for name, key in keys(p).items()})
-    return rows._replace(forward=of_codes(p).row) if p.products.codes else rows
+    return rows._replace(forward=eight_bits_row(p).row) if p.products.codes else rows
 
 
-def of_codes(p: Problem) -> EightBits:
+def eight_bits_row(p: Problem) -> EightBits:
     """Return the row for the forward of a problem with 8-bit products."""
     return EIGHT_BITS[padded(p), p.products.name]
 

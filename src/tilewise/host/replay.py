@@ -135,7 +135,7 @@ def _launcher(direct: Any, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return (direct.launch, given, None) if signature is None else packed(signature, direct.launch, given)
 
 
-def kept_launches(kind: Any, tensors: Sequence[Tensor]) -> tuple[dict[Any, Any], Replay]:
+def replays_of(kind: Any, tensors: Sequence[Tensor]) -> tuple[dict[Any, Any], Replay]:
     """Return what calls of a kind, with such tensors, share, at first nothing: compiled kernels, and launches.
 
     `kind` and the tensors' specs must say all that a launch depends on but addresses.
@@ -148,9 +148,9 @@ def kept_launches(kind: Any, tensors: Sequence[Tensor]) -> tuple[dict[Any, Any],
     return found
 
 
-def launch_kept(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
+def launch_replayed(kind: Any, tensors: Sequence[Tensor], make: Callable[[dict[Any, Any]], list[Launch]]) -> None:
     """Launch what calls of a kind, with such tensors, have launched before; else what `make` returns, which gets their
     compiled kernels."""
-    compiled, replay = kept_launches(kind, tensors)
+    compiled, replay = replays_of(kind, tensors)
     with on_device(tensors[0]):
         replay(current_stream(tensors[0].device), tensors, lambda: make(compiled))

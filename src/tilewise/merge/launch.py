@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..host.arguments import adjacent, cdiv, power_of_2, rows, rows_of_lse
 from ..host.launch import Launch
-from ..host.replay import launch_kept
+from ..host.replay import launch_replayed
 from .kernel import attention_merge
 
 ENTRIES = 4096
@@ -19,7 +19,7 @@ def merge_into(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -
     """Write the merged parts to o and lse, which may be the first part."""
     among = parts[0][0] is o
     tensors = [o, lse, *(t for part in parts[among:] for t in part)]
-    launch_kept((attention_merge, among), tensors, lambda compiled: [merge_launch(o, lse, parts, compiled)])
+    launch_replayed((attention_merge, among), tensors, lambda compiled: [merge_launch(o, lse, parts, compiled)])
 
 
 def merge_launch(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], compiled: dict[Any, Any]) -> Launch:

@@ -20,7 +20,7 @@ from .graph import in_graph
 from .held import Numbers, held
 from .pieces import Pieces
 from .reach import Reach, reach, reach_of
-from .ring import walk
+from .ring import ring
 from .shardings import Sharding, positive
 from .shards import CUT, joined, rows_of, shards_of
 from .ulysses import Swap, of_heads, spread_keys
@@ -155,7 +155,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
     if plan in ("ring", "gather"):
-        return walked(w, str(plan), w.pieces, w.sharding.rank, q, k, v, sink)
+        return ring_or_gather(w, str(plan), w.pieces, w.sharding.rank, q, k, v, sink)
     axis = w.sharding.axes[-1]
     U, u = dist.get_world_size(axis), dist.get_rank(axis)
     H = q.shape[2]
@@ -168,7 +168,7 @@ def run(
     sink = None if sink is None else sink[heads]
     if isinstance(plan, Grid):
         own = w._replace(mask=mask, score=score)
-        o, lse = walked(own, "ring", joined(w.pieces, U), r, q, k, v, sink, (heads.start, H))
+        o, lse = ring_or_gather(own, "ring", joined(w.pieces, U), r, q, k, v, sink, (heads.start, H))
     else:
         origin = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, origin=origin, return_lse=True, **w.options)
@@ -179,7 +179,7 @@ def run(
     return o, lse[..., 0].transpose(1, 2)
 
 
-def walked(
+def ring_or_gather(
     w: Work, plan: str, pieces: tuple[Pieces, ...], own: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
     heads: tuple[int, int | None] = (0, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -188,7 +188,7 @@ def walked(
         where = written(w.sharding.axes[:1], plan, w.N, pieces, own, *heads)
         return in_graph(where, w.mask, w.score, w.options, q, k, v, sink)
     s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads, q, w.numbers)
-    return walk(s, plan, w.sharding.axes[0], q, k, v, sink)
+    return ring(s, plan, w.sharding.axes[0], q, k, v, sink)
 
 
 def works_of(mask: Mask, pieces: tuple[Pieces, ...], N: int) -> list[float]:

@@ -133,7 +133,7 @@ class Gathered:
 EXCHANGES = {"ring": Pairwise, "gather": Gathered}
 
 
-class Walk(torch.autograd.Function):
+class Ring(torch.autograd.Function):
     """o and lse of a rank's rows, from keys that come to them."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class Walk(torch.autograd.Function):
 
 
 class Back(torch.autograd.Function):
-    """The gradients of `Walk`, which cannot be differentiated again."""
+    """The gradients of `Ring`, which cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
@@ -209,10 +209,10 @@ def gradients(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
 
 
-def walk(s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
+def ring(s: Shards, plan: str, axis: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
     """Return o and lse of this rank's rows, differentiable in q, k, v, the sink and every Bias."""
     biases = [one.bias for one in s.score if isinstance(one, Bias)]
-    return Walk.apply(s, plan, axis, q, k, v, sink, *biases)
+    return Ring.apply(s, plan, axis, q, k, v, sink, *biases)
 
 
 def entries(keys: tuple[Tensor, ...], rows: int) -> int:

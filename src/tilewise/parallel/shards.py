@@ -26,7 +26,7 @@ FEW = 3
 """So many calls of bands has a rank of Zigzag with its own keys; more become one call of Spans."""
 
 
-class Visit(NamedTuple):
+class Block(NamedTuple):
     """One call: rows of a rank, keys of a buffer, and what they are in the whole."""
 
     r0: int
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     """What rank s sends to rank r, and what r computes with it."""
 
     keys: Pieces
-    visits: tuple[Visit, ...]
+    blocks: tuple[Block, ...]
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Shards:
         """Return the keys, of some, that rows see, and the calls that compute them."""
         boxes = [[self.box(a, b) for b in keys] for a in rows]
         hulls = [self.hull([row[n] for row in boxes]) for n in range(len(keys))]
-        visits: list[Visit] = []
+        blocks: list[Block] = []
         r = 0
         for (a0, a1), row in zip(rows, boxes, strict=True):
             c = 0
@@ -84,11 +84,11 @@ class Shards:
                 if box is not None and hull is not None:
                     i0, i1, j0, j1 = box
                     at = r + i0 - a0, r + i1 - a0, c + j0 - hull[0], c + j1 - hull[0]
-                    self.add(visits, Visit(*at, box, Full() if self.reach.covers(*box) else None))
+                    self.add(blocks, Block(*at, box, Full() if self.reach.covers(*box) else None))
                 c += 0 if hull is None else hull[1] - hull[0]
             r += a1 - a0
-        found = Parts(tuple(hull for hull in hulls if hull), tuple(visits))
-        few = len(visits) <= FEW and (self.reach.each is None or all(v.mask for v in visits))
+        found = Parts(tuple(hull for hull in hulls if hull), tuple(blocks))
+        few = len(blocks) <= FEW and (self.reach.each is None or all(v.mask for v in blocks))
         if few or not (self.joins and self.reach.exact):
             return found
         return self.one_call(rows, found.keys) or found
@@ -109,7 +109,7 @@ class Shards:
         r0, r1 = int(seen[0]), int(seen[-1]) + 1
         spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
         box = int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]
-        return Parts(keys, (Visit(r0, r1, 0, length(keys), box, spans),))
+        return Parts(keys, (Block(r0, r1, 0, length(keys), box, spans),))
 
     def box(self, rows: tuple[int, int], keys: tuple[int, int]) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
@@ -131,22 +131,22 @@ class Shards:
         placed = any(isinstance(score, (Alibi, Bias)) for score in self.score)
         return not (placed or self.options.get("dropout"))
 
-    def add(self, visits: list[Visit], v: Visit) -> None:
+    def add(self, blocks: list[Block], v: Block) -> None:
         """Append a call, or extend the last one by it: keys after keys, rows below rows."""
-        last = visits[-1] if visits else None
+        last = blocks[-1] if blocks else None
         if last and self.joins and last.mask and v.mask:
             if (last.r0, last.r1, last.c1) == (v.r0, v.r1, v.c0):
-                visits[-1] = v = last._replace(c1=v.c1)
-                last = visits[-2] if len(visits) > 1 else None
+                blocks[-1] = v = last._replace(c1=v.c1)
+                last = blocks[-2] if len(blocks) > 1 else None
                 if last and last.mask and (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
-                    visits[-2:] = [last._replace(r1=v.r1)]
+                    blocks[-2:] = [last._replace(r1=v.r1)]
                 return
             if (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
-                visits[-1] = last._replace(r1=v.r1)
+                blocks[-1] = last._replace(r1=v.r1)
                 return
-        visits.append(v)
+        blocks.append(v)
 
-    def arguments(self, v: Visit) -> dict[str, Any]:
+    def arguments(self, v: Block) -> dict[str, Any]:
         """Return the options of one call."""
         i0, i1, j0, j1 = v.box
         origin = None if v.mask and self.joins else Origin(i0, j0, self.head, self.heads)
@@ -167,34 +167,34 @@ class Shards:
         return Causal() if left is None and right == 0 else Window(left, right)
 
     @singledispatchmethod
-    def cut(self, part: Mask, v: Visit) -> tuple[Mask, ...]:
+    def cut(self, part: Mask, v: Block) -> tuple[Mask, ...]:
         """Return one part of the mask in a box. Padding (lengths) and Prefix follow from the call's place."""
         return (part,)
 
     @cut.register(Causal)
     @cut.register(Window)
-    def _(self, part: Mask, v: Visit) -> tuple[Mask, ...]:
+    def _(self, part: Mask, v: Block) -> tuple[Mask, ...]:
         return ()
 
     @cut.register
-    def _(self, part: Documents, v: Visit) -> tuple[Mask, ...]:
+    def _(self, part: Documents, v: Block) -> tuple[Mask, ...]:
         i0, i1, j0, j1 = v.box
         return (Documents(part.q_ids[:, i0:i1].contiguous(), part.k_ids[:, j0:j1].contiguous()),)
 
     @cut.register
-    def _(self, part: PaddingKeys, v: Visit) -> tuple[Mask, ...]:
+    def _(self, part: PaddingKeys, v: Block) -> tuple[Mask, ...]:
         return (PaddingKeys(part.real[:, v.box[2] : v.box[3]]),)
 
     @cut.register
-    def _(self, part: Spans, v: Visit) -> tuple[Mask, ...]:
+    def _(self, part: Spans, v: Block) -> tuple[Mask, ...]:
         i0, i1, j0, j1 = v.box
         return (Spans(*((ends[:, i0:i1] - j0).clamp(0, j1 - j0) for ends in part.tensors)),)
 
     @cut.register
-    def _(self, part: Dense, v: Visit) -> tuple[Mask, ...]:
+    def _(self, part: Dense, v: Block) -> tuple[Mask, ...]:
         return (Dense(sliced(part.seen, v)),)
 
-    def cut_bias(self, bias: Bias, v: Visit) -> Bias:
+    def cut_bias(self, bias: Bias, v: Block) -> Bias:
         """Return a bias in a box; if it wants a gradient, as a leaf."""
         part = sliced(bias.bias.detach(), v)
         return Bias(part.requires_grad_() if bias.bias.requires_grad else part)
@@ -221,7 +221,7 @@ def _known(pieces: Any, numbers: Numbers, plan: str, N: int, options: Any) -> di
     return {}
 
 
-def sliced(x: Tensor, v: Visit) -> Tensor:
+def sliced(x: Tensor, v: Block) -> Tensor:
     """Return a tensor's part, whose rows are the rank's and whose columns are the whole's, where it has more than 1."""
     rows = slice(v.r0, v.r1) if x.ndim > 1 and x.shape[-2] > 1 else slice(None)
     columns = slice(v.box[2], v.box[3]) if x.ndim > 0 and x.shape[-1] > 1 else slice(None)
@@ -235,7 +235,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def forward_parts(s: Shards, sums: tuple[Tensor, Tensor], q: Tensor, keys: tuple[Tensor, ...], parts: Parts) -> None:
     """Compute a rank's calls over some keys, and fold them into (o, lse), in place."""
-    for v in parts.visits:
+    for v in parts.blocks:
         k, x = (t[:, v.c0 : v.c1] for t in keys)
         given = s.arguments(v) | {"return_lse": True, "out_dtype": wide(q.dtype)}
         o, lse = attention(q[:, v.r0 : v.r1], k, x, **given)
@@ -271,7 +271,7 @@ def backward_parts(
     Those of queries are added to `dq`, and of biases to `learned`.
     """
     sums: tuple[Tensor, ...] = ()
-    for v in parts.visits:
+    for v in parts.blocks:
         rows, columns = slice(v.r0, v.r1), slice(v.c0, v.c1)
         given = s.arguments(v)
         k, x = (t[:, columns] for t in keys)
