@@ -201,7 +201,7 @@ def counts() -> list[Count]:
         Count("floors of rooms, by imports", max(floors(above).values()), 11),
         Count("arrows between rooms of one floor", len(circles(above)), 0, None, tuple(circles(above))),
         Count("files at the top", len(top), 14, None, tuple(top)),
-        Count(f"functions over {LONGEST} lines", len(long), 2, 0, tuple(long)),
+        Count(f"functions over {LONGEST} lines", len(long), 0, None, tuple(long)),
         Count(f"functions over {WIDEST} parameters, no device code", len(wide), 0, None, tuple(wide)),
         Count(f"files over {LARGEST} lines, of studies, too", len(large), 1, None, tuple(large)),
         Count("branches of Hopper's forward", forward, 21, 20),
@@ -209,7 +209,7 @@ def counts() -> list[Count]:
         Count("questions of 8 bits", len(asked(package, EIGHT_BITS)), 83, 30),
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
-        Count("lines of src", lines, 27_230, 24_400),
+        Count("lines of src", lines, 27_220, 24_400),
     ]
 
 

@@ -133,11 +133,7 @@ def attention_forward(
     shared = Shared(
         Channel(q, barriers(Q_STAGES, 1), barriers(Q_STAGES, WARPGROUPS)),
         o,
-        Channel(
-            gl.allocate_shared_memory(K.dtype, [KV_STAGES, 1, 1, B_C, D], K.layout),
-            barriers(KV_STAGES, 1),
-            done,
-        ),
+        Channel(gl.allocate_shared_memory(K.dtype, [KV_STAGES, 1, 1, B_C, D], K.layout), barriers(KV_STAGES, 1), done),
         Channel(
             gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, V_ROWS, V_COLUMNS], V.layout),
             barriers(KV_STAGES, 1),

@@ -275,8 +275,7 @@ def attend(W: gl.constexpr, O, L, K, V, shared, call, c, tile: gl.constexpr):
         while x > part.lo:
             x -= 1
             j = key_tile(call.variant, loop, x)
-            # early: it takes long
-            descale_k, descale_next = descale_of(K, first + j, tile), descale_of(V, first + j, tile)
+            descale_k, descale_next = descale_of(K, first + j, tile), descale_of(V, first + j, tile)  # early: slow
             wait(shared.k.full, y + 1)
             if tile.PINGPONG:
                 named_barrier("sync", W)
