@@ -519,7 +519,8 @@ def test_what_a_cache_does_not_go_with_is_refused_with_a_reason(text):
 
 def test_no_grad_lets_weights_pass():
     with torch.no_grad():
-        tw.attention(Q.clone().requires_grad_(), K, K, layout=tw.Cached(LENGTHS))
+        o = tw.attention(Q.clone().requires_grad_(), K, K, layout=tw.Cached(LENGTHS))
+    assert torch.equal(o, tw.attention(Q, K, K, layout=tw.Cached(LENGTHS)))
 
 
 def test_a_layout_is_a_value():

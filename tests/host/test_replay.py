@@ -444,7 +444,10 @@ def test_a_backward_is_repeated_where_it_is_plain(launched, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host.Launch, "run", refuse)
             patch.setattr(Replay, "run", refuse)
-            trained(name)[0]()
+            call, tensors = trained(name)
+            launches, grads = trained_launches(launched, call, tensors)
+        assert len(launches) > 1
+        assert [shape for shape, *_ in grads] == [t.shape for t in tensors[:3]]
 
 
 def test_whether_gradients_are_enabled_is_told_apart(launched):

@@ -18,16 +18,7 @@ from ..quantize.dequantize import probabilities
 from ..values.dropout import philox
 from ..values.score import Bias, Score
 from .cached import cached_sequences
-from .sequences import (
-    COLUMNS,
-    Sequence,
-    choose_tiles,
-    compute_type,
-    count_of,
-    heads_first,
-    heads_serially,
-    sequences,
-)
+from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, count_of, heads_first, heads_serially, sequences
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

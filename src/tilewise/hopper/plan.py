@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call.operands import Operands
 from ..call.problem import Problem, empty_parts, once
 from ..call.recipe import KINDS, hides_later_keys
-from ..host.arguments import cdiv, device_values, lengths
+from ..host.arguments import cdiv, device_values, lengths, scale_of
 from ..host.launch import multiprocessors
 from ..host.replay import Replay
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
@@ -31,7 +31,6 @@ from .forward import kernel as kernels
 from .parts import scores
 from .tiles import SHORT, Backward, Forward, Rows, current, eight_bits_row, padded
 
-TINY = 2.0**-126
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
 """Multiprocessors that attention leaves free, for messages that travel beside it."""
 SECTION = 16
@@ -94,8 +93,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     warps = dropout_warps(p, 256)
     if warps:  # the dropout warps replace a warpgroup, and take registers from the others
         row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
-    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
-    c = natural * LOG2E.value
+    c = scale_of(p) * LOG2E.value
     D, o = padded(p), (*p.q.shape[:-1], p.D_v)
     boxes = (
         *operand_boxes(p, row.B_c, D), box(o, contiguous(o), 64, D, p),

@@ -20,6 +20,8 @@ DEVICE_SCORES: Any = scores
 
 NARROW = (16, 32)
 """Head sizes whose blocks have fewer than 64 columns in 16-bit types."""
+TINY = 2.0**-126
+"""Stands for a scale of 0, so that -inf times it is -inf; exp2(TINY) is still 1."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,6 +55,11 @@ def with_contiguous_lse(saved: Saved, dlse: Tensor | None) -> tuple[Saved, Tenso
     """Return a forward's results and dlse, with lse and dlse contiguous."""
     dlse = None if dlse is None else dlse.contiguous()
     return saved if saved.lse.is_contiguous() else saved._replace(lse=saved.lse.contiguous()), dlse
+
+
+def scale_of(p: Problem) -> float:
+    """Return the factor that a kernel has yet to apply to its logits: the scale, or 1 where scores need scaled ones."""
+    return 1.0 if p.recipe.score else max(p.scale, TINY)
 
 
 def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:

@@ -14,13 +14,12 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import adjacent, batch_of, cdiv, device_values, rows, rows_of_lse
+from .arguments import adjacent, batch_of, cdiv, device_values, rows, rows_of_lse, scale_of
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved, sizes
 from .plan import plan_of
 from .repeat import Forward
 
-TINY = 2.0**-126
 COMBINED = 16
 """Partial sums that are added at a time."""
 Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
@@ -63,7 +62,7 @@ def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None) -> Forward |
 
 def unit(p: Problem) -> float:
     """Return the factor that turns logits into base 2."""
-    return (1.0 if p.recipe.score else max(p.scale, TINY)) * LOG2E.value
+    return scale_of(p) * LOG2E.value
 
 
 def row_tiles(p: Problem, B_r: int) -> int:

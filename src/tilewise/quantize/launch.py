@@ -10,16 +10,7 @@ from ..host.arguments import cdiv, lengths, packed, rows, with_adjacent_rows
 from ..host.launch import Launch, current_stream
 from ..rotary.kernel import Tables
 from . import rows as device
-from .codes import (
-    BLOCK_K,
-    BLOCK_Q,
-    blocks_of,
-    empty_codes,
-    given_statistics,
-    key_bounds,
-    size_of,
-    smooths,
-)
+from .codes import BLOCK_K, BLOCK_Q, blocks_of, empty_codes, given_statistics, key_bounds, size_of, smooths
 from .kernel import attention_quantize
 from .statistics import attention_quantize_statistics
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, once
-from ..host.arguments import device_values, odd
+from ..host.arguments import device_values, odd, scale_of
 from ..host.replay import Replay
 from ..quantize.codes import columns
 from ..tile.blocks import Tile
@@ -15,7 +15,6 @@ from ..tile.schedule import Schedule
 from ..tile.softmax import LOG2E
 from .tiles import Rows, Tiles, bias_tiles, current, precision
 
-TINY = 2.0**-126
 CACHED_KEYS = 32 << 20
 """Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
 
@@ -55,9 +54,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     per_head = p.N * (p.D + p.D_v) * p.q.dtype.itemsize
     group = p.H // p.H_k
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
-    # Scores need scaled logits; without scores, the exponent includes the scale. A scale of 0 becomes TINY, so that
-    # -inf * c is -inf; exp2(TINY) is still 1.
-    natural = 1.0 if p.recipe.score else max(p.scale, TINY)
+    natural = scale_of(p)
     c = natural * LOG2E.value
     values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...call.operands import Grads, Operands, Saved
 from ...call.problem import Problem, once
-from ...host.arguments import cdiv, device_values, lengths, odd, packed, rows, unplanned, unused
+from ...host.arguments import TINY, cdiv, device_values, lengths, odd, packed, rows, unplanned, unused
 from ...host.launch import Launch
 from ...host.lists import tile_lists
 from ...tile.ranges import Variant
@@ -19,7 +19,6 @@ from ..backward.postprocess import attention_backward_postprocess
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
 from ..parts.call import Scratch as RowScratch
 from ..plan import (
-    TINY,
     empty_gqa_sums,
     even_section,
     heads_per_loop,

@@ -10,7 +10,17 @@ from torch import Tensor
 from ...call.backend import Plan as PassPlan
 from ...call.operands import Grads, Operands, Saved
 from ...call.problem import Problem, once
-from ...host.arguments import cdiv, device_values, lengths, odd_counts, packed, rows, unplanned, with_contiguous_lse
+from ...host.arguments import (
+    TINY,
+    cdiv,
+    device_values,
+    lengths,
+    odd_counts,
+    packed,
+    rows,
+    unplanned,
+    with_contiguous_lse,
+)
 from ...host.launch import Launch, current_stream
 from ...host.lists import tile_lists
 from ...host.outputs import empty_grads, empty_saved
@@ -23,7 +33,7 @@ from ...tile.schedule import assign, assign_each
 from ...tile.softmax import LOG2E
 from ..descriptors import Box, Descriptor, addressable, blocks_box, box
 from ..launch import by_row, counter, each
-from ..plan import SECTION, TINY, even_section, needs_mask_in_loop, processors
+from ..plan import SECTION, even_section, needs_mask_in_loop, processors
 from ..tiles import Fp32Forward, Kind, current_fp32, precision
 from . import backward_launch as gradients
 from . import forward as kernels
