@@ -60,6 +60,9 @@ def launches() -> Iterator[tuple[str, int, str, Any]]:
         for precision, name in product(fp32.KINDS, names):
             for one in fp32.launches(D, precision, name):
                 yield "hopper", D, f"{precision} {name} backward", one
+    eight = load("eight_bits_offline", "hopper/offline_eight_bits.py")
+    for D, precision, name in eight.CASES:
+        yield "hopper", D, f"{precision} {name}", eight.launch_of(D, precision, eight.CALLS[name])
     for call in portable.calls("sm_90"):
         for one in portable.launches_of("sm_90", call):
             kind = "fp32 " if call.dtype == torch.float32 else ""
@@ -74,6 +77,8 @@ def main() -> None:
         group = GROUPS[back].get(kernel, kernel)
         if back == "triton" and name.startswith("fp32"):
             group = group.replace("triton", "triton fp32")
+        if name.startswith(("int8", "fp8")):
+            group = group.replace("hopper", "hopper 8-bit")
         counts = Counter(INSTRUCTION.findall(sass(one.compile().asm["cubin"])))
         where = f" D{D}" if "ward" in group or "bias" in group else ""
         print(json.dumps([f"{group}{where} {name} {number}", counts]), flush=True)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,15 @@ CALLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def compiled(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bool = False) -> Any:
-    """A forward of 16-bit tensors, or of e4m3 ones as they are, compiled for sm_90a."""
+CASES = [
+    (D, precision, name) for D, precision in product((64, 128, 256), ("int8", "fp8"))
+    for name in (CALLS if D == 128 else ("full",))
+]  # fmt: skip
+"""Every row of the table without a mask, and at head size 128 every call."""
+
+
+def launch_of(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bool = False) -> Any:
+    """The launch of a forward of 16-bit tensors, or of e4m3 ones as they are."""
     shape = (B * S,) if "layout" in options else (B, S)
     o = meta(*shape, H, D, dtype=torch.bfloat16)
     q = tw.Quantized(meta(*shape, H, D, dtype=torch.float8_e4m3fn), meta(H, dtype=torch.float32)) if of_e4m3 else o
@@ -49,7 +57,7 @@ def compiled(D: int, precision: str | None, options: dict[str, Any], of_e4m3: bo
     saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
     if precision:
         saved = saved._replace(kept=empty_codes(p, o.device).present())
-    return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1].compile()
+    return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1]
 
 
 def loop(kernel: Any) -> dict[str, int]:
@@ -59,18 +67,13 @@ def loop(kernel: Any) -> dict[str, int]:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Every row of the table without a mask, and at head size 128 every call; 16 bits for comparison. Inputs that are
-    e4m3 already count as a precision "e4m3"."""
+    """All cases, and 16 bits for comparison. Inputs that are e4m3 already count as a precision "e4m3"."""
     use_target("sm_90")
-    for D in (64, 128, 256):
-        for precision in (None, "int8", "fp8"):
-            for name in CALLS if D == 128 and precision else ("full",):
-                kernel = compiled(D, precision, CALLS[name])
-                counts = loop(kernel)
-                yield {"D": D, "precision": precision, "call": name, "counts": counts} | read_hopper(kernel)
-        for name in ("full", "varlen") if D == 128 else ("full",):
-            kernel = compiled(D, "fp8", CALLS[name], of_e4m3=True)
-            yield {"D": D, "precision": "e4m3", "call": name, "counts": loop(kernel)} | read_hopper(kernel)
+    of_e4m3 = [(D, "e4m3", name) for D in (64, 128, 256) for name in (("full", "varlen") if D == 128 else ("full",))]
+    for D, precision, name in [(D, None, "full") for D in (64, 128, 256)] + CASES + of_e4m3:
+        wide = precision == "e4m3"
+        kernel = launch_of(D, "fp8" if wide else precision, CALLS[name], of_e4m3=wide).compile()
+        yield {"D": D, "precision": precision, "call": name, "counts": loop(kernel)} | read_hopper(kernel)
 
 
 if __name__ == "__main__":

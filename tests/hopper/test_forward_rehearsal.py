@@ -66,7 +66,7 @@ class Reader:
         _, _, h_k, j, column = right
         if self.tile.PV_BITS == 8:  # transposed, in tiles of 128 keys
             j = j // self.tile.D * 128 + column
-        half = self.tile.FRESH == 2 and role not in self.begun
+        half = self.tile.PROMOTE == "halves" and role not in self.begun
         self.begun = self.begun | {role} if half else self.begun - {role}
         if self.waiting[role][:1] != [(h_k, j)] or not (half or self.waiting[role].pop(0)):
             self.wrong.append(f"V of key head {h_k} from key {j} on is another P's")
@@ -125,9 +125,12 @@ def test_warpgroups_take_turns():
 
 EIGHT_BITS = {
     "int8": (128, {"QK_BITS": 8}),
-    "fp8": (128, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 1}),
-    "fp8, row sums by product": (128, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 1, "SUMS": True}),
-    "fp8 in halves": (256, {"QK_BITS": 8, "PV_BITS": 8, "FRESH": 2, "B_C": 64}),
+    "fp8": (128, {"QK_BITS": 8, "PV_BITS": 8, "P_SCALE_LOG2": 8, "PROMOTE": "whole"}),
+    "fp8, row sums by product": (
+        128,
+        {"QK_BITS": 8, "PV_BITS": 8, "P_SCALE_LOG2": 8, "PROMOTE": "whole", "SUM_BY_PRODUCT": True},
+    ),
+    "fp8 in halves": (256, {"QK_BITS": 8, "PV_BITS": 8, "P_SCALE_LOG2": 8, "PROMOTE": "halves", "B_C": 64}),
 }
 
 

@@ -170,10 +170,11 @@ def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
     """Return the constants of an 8-bit forward. With "fp8", P has too short a range for a shift of the whole row, and
     with scores every logit may be NaN by itself, which half of P's bits would not show."""
     fp8, chosen = p.products.codes_of_v, eight_bits_row(p)
-    sums = chosen.sums and not p.recipe.score
+    sums = chosen.sum_by_product and not p.recipe.score
     return tile._replace(
-        BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, FRESH=chosen.fresh, SUMS=sums,
-        WAIT_PV=tile.WAIT_PV if sums or chosen.fresh < 2 else 0,  # else no product is left to wait for
+        BOUNDED=tile.BOUNDED and not fp8, QK_BITS=8, PV_BITS=8 if fp8 else 16, P_SCALE_LOG2=8 if fp8 else 0,
+        PROMOTE=chosen.promote, SUM_BY_PRODUCT=sums,
+        WAIT_PV=tile.WAIT_PV if sums or chosen.promote != "halves" else 0,  # else no product is left to wait for
     )  # fmt: skip
 
 

@@ -56,17 +56,19 @@ class EightBits(NamedTuple):
     """Hold one row of the table of 8-bit forwards: the tiles, and two more fields of forward/kernel.py's `Tile`."""
 
     row: Forward
-    fresh: int = 0
-    sums: bool = False
+    promote: str = "none"
+    sum_by_product: bool = False
 
 
 EIGHT_BITS: dict[Any, EightBits] = {
     (64, "int8"): EightBits(FORWARD[64]),
     (128, "int8"): EightBits(FORWARD[128]._replace(kv_stages=3, pingpong=True, wait_pv=1)),
     (256, "int8"): EightBits(FORWARD[256]._replace(kv_stages=3)),
-    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
-    (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), 1, sums=True),
-    (256, "fp8"): EightBits(FORWARD[256]._replace(B_c=128, pingpong=True, fetch_early=False, wait_pv=1), 2, sums=True),
+    (64, "fp8"): EightBits(FORWARD[64, "small"]._replace(kv_stages=3, wait_pv=2), "whole", sum_by_product=True),
+    (128, "fp8"): EightBits(FORWARD[128]._replace(kv_stages=3, wait_pv=2), "whole", sum_by_product=True),
+    (256, "fp8"): EightBits(
+        FORWARD[256]._replace(B_c=128, pingpong=True, fetch_early=False, wait_pv=1), "halves", sum_by_product=True
+    ),
 }
 """By head size and precision, among the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift.
 That file is older than the ping-pong of (256, "fp8"). `studies tune` does not measure these."""

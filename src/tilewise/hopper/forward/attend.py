@@ -75,7 +75,7 @@ def loop_over_keys(
     s_layout: gl.constexpr = accumulator(B_C, tile.QK_BITS)
     SCORES: gl.constexpr = len(call.variant.scores) > 0
     BY_ROW: gl.constexpr = tile.QK_BITS == 8 and not SCORES
-    E4M3: gl.constexpr = tile.SUMS and not INTEGERS
+    E4M3: gl.constexpr = tile.SUM_BY_PRODUCT and not INTEGERS
     zero = gl.zeros([64, B_C], gl.int32 if INTEGERS else gl.float32, s_layout)
     x = part.hi - 1
     j = key_tile(call.variant, loop, x)
@@ -90,7 +90,7 @@ def loop_over_keys(
     S_first = product_of(S_first, rows, k_scale, SCORES, True, tile)
     c_first = scale_of(S_first, c, rows.scale * k_scale) if BY_ROW else c
     m, l, P_first = begin(
-        S_first, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, E4M3, tile
+        S_first, is_partial(x, part), place, row0, j * B_C, call.variant, c_first, s_layout, E4M3, BY_ROW, tile
     )
     p = operand(P_first, read_bits(shared.bits, y * tile.WARPGROUPS + W, 0, zero), TYPE, call, tile)
     zero_hidden(place, j, call, shared, y, tile)
@@ -99,14 +99,14 @@ def loop_over_keys(
         if n > 0:
             tma.store_wait(0)
             arrive(shared.q.empty, n - 1)
-    below = any_below(m) if E4M3 and tile.FRESH == 1 else False
+    below = any_below(m, E4M3, tile)
     while x > part.lo:
         x -= 1
         j = key_tile(call.variant, loop, x)
         k_scale, v_next = key_scales(codes, rows, j, tile)  # early: it takes long
         sums = join_halves(sums, p, shared, y, W if tile.PINGPONG else None, tile)
         wait(shared.k.full, y + 1)
-        if tile.PINGPONG and tile.FRESH != 2:
+        if tile.PINGPONG and tile.PROMOTE != "halves":
             named_barrier("sync", W)
         S = start_logits(q, stage(shared.k.memory, y + 1), zero, tile)
         products = start_products(sums, p, shared, y, tile)
@@ -115,7 +115,7 @@ def loop_over_keys(
         words = read_bits(shared.bits, (y + 1) * tile.WARPGROUPS + W, 0, zero)
         if tile.WAIT_PV == 3:
             products = finish_products(products, tile)
-        S = warpgroup_mma_wait(tile.SUMS + (tile.FRESH != 2), [S])
+        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (tile.PROMOTE != "halves"), [S])
         S = product_of(S, rows, k_scale, SCORES, tile.MASK_IN_LOOP, tile)
         c_j = scale_of(S, c, rows.scale * k_scale) if BY_ROW else c
         partial = is_partial(x, part) if tile.MASK_IN_LOOP else False
@@ -163,7 +163,7 @@ def start_logits(q, k, zero, tile: gl.constexpr):
 def operand(P, words, TYPE: gl.constexpr, call, tile: gl.constexpr):
     """Return P as the loop carries it."""
     if tile.PV_BITS == 8:
-        return pack(P, tile.SUMS)
+        return pack(P, tile.SUM_BY_PRODUCT)
     else:
         layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.D, 16), 2)
         return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)

@@ -15,9 +15,6 @@ from triton.experimental.gluon import language as gl
 from ...quantize.rows import BLOCK_K, BLOCK_Q
 
 TINY = gl.constexpr(2.0**-126)
-P_SCALE_LOG2 = gl.constexpr(8)
-P_SCALE = gl.constexpr(2.0**-8)
-"""P is computed as 256 P, where e4m3 has most room."""
 
 
 class Codes(NamedTuple):
@@ -43,12 +40,19 @@ def first_rows(place, q0, k0, packed, tile: gl.constexpr):
         return (q0 // BLOCK_Q + place.b) * BLOCK_Q, (k0 // BLOCK_K + place.b) * BLOCK_K
 
 
+@gluon.constexpr_function
+def values_shape(tile):
+    """Return rows and columns of a tile of V in shared memory: codes are transposed."""
+    return (tile.D, tile.B_C) if tile.PV_BITS == 8 else (tile.B_C, tile.D)
+
+
 @gluon.jit
-def values_box(row, tile: gl.constexpr):
-    """Return where the values of keys from `row` on begin in memory: codes are transposed, in tiles of BLOCK_K keys."""
+def values_box(row, code_row, tile: gl.constexpr):
+    """Return where the values of keys from `row` on begin in memory; as codes, from `code_row` on, in tiles of BLOCK_K
+    keys."""
     if tile.PV_BITS == 8:
         D: gl.constexpr = tile.D
-        return row // BLOCK_K * D, row % BLOCK_K
+        return code_row // BLOCK_K * D, code_row % BLOCK_K
     else:
         return row, 0
 
@@ -176,10 +180,8 @@ def product_of(S, rows, k_scale, SCORES: gl.constexpr, FLOAT: gl.constexpr, tile
     """Return the logits of codes where scores take them; else their product, in FLOAT or as it is."""
     if tile.QK_BITS == 8 and SCORES:
         return descaled(S, rows.scale * k_scale)
-    elif tile.QK_BITS == 8 and FLOAT:
-        return S.to(gl.float32)
     else:
-        return S
+        return S.to(gl.float32) if FLOAT else S
 
 
 @gluon.jit
@@ -208,7 +210,7 @@ def in_units(o, l, v_scale, c, tile: gl.constexpr):
     if tile.PV_BITS == 8:
         o = o * v_scale
         if c is None:
-            o, l = o * P_SCALE, l * P_SCALE
+            o, l = o * 2.0**-tile.P_SCALE_LOG2, l * 2.0**-tile.P_SCALE_LOG2
     return o, l
 
 

@@ -21,7 +21,7 @@ from ..parts.channel import Channel, barriers, launch_dependents
 from ..parts.dropout_bits import bits
 from ..parts.queue import tile_channel
 from .attend import attend
-from .eight_bits import ones_of
+from .eight_bits import ones_of, values_shape
 from .load import load, produce_bits
 
 
@@ -55,10 +55,13 @@ class Tile(NamedTuple):
     QK_BITS: int = 16
     """Counts the bits of an entry of Q and K: 16, or 8 with a scale for each block."""
     PV_BITS: int = 16
-    FRESH: int = 0
-    """Says whether P V of each key tile begins at zero and joins O in registers: 0 no, 1 yes, 2 in two halves of its
-    columns, before the next S. Sums of 8-bit products that stay in the tensor core drift with length."""
-    SUMS: bool = False
+    P_SCALE_LOG2: int = 0
+    """Computes P as 2^P_SCALE_LOG2 P: e4m3 has most room there."""
+    PROMOTE: str = "none"
+    """Says whether P V of each key tile begins at zero and joins O in registers: "none" does not, "whole" does, and
+    "halves" in two halves of its columns, before the next S. Sums of 8-bit products that stay in the tensor core drift
+    with length."""
+    SUM_BY_PRODUCT: bool = False
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
     PAGE: int | None = None
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
@@ -119,8 +122,7 @@ def attention_forward(
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    V_ROWS: gl.constexpr = D if tile.PV_BITS == 8 else B_C  # codes of V are transposed
-    V_COLUMNS: gl.constexpr = B_C if tile.PV_BITS == 8 else D
+    OF_V: gl.constexpr = values_shape(tile)
     REGISTERS: gl.constexpr = tile.REGISTERS
     shape = counts_of(shape)
     done = barriers(KV_STAGES, WARPGROUPS)
@@ -135,13 +137,13 @@ def attention_forward(
         o,
         Channel(gl.allocate_shared_memory(K.dtype, [KV_STAGES, 1, 1, B_C, D], K.layout), barriers(KV_STAGES, 1), done),
         Channel(
-            gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, V_ROWS, V_COLUMNS], V.layout),
+            gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, OF_V[0], OF_V[1]], V.layout),
             barriers(KV_STAGES, 1),
             done,
         ),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,
-        gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUMS else None,
+        gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUM_BY_PRODUCT else None,
     )
     fence_async_shared()
     launch_dependents()

@@ -32,7 +32,6 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             loop = loop_of(place, m, call.variant, tile)
             h_k = place.h // call.shape.group
             q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
-            v_row = k_row if tile.PV_BITS == 8 else k0
             if tile.LOCATE_EARLY:
                 wait_dependencies()  # for Q, K and V, once
             wait_before(shared.q.empty, n)
@@ -55,10 +54,10 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                 if x > 0:
                     if tile.PAGE is None:
                         bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                        row, column = values_box(v_row + j_before * B_C, tile)
+                        row, column = values_box(k0 + j_before * B_C, k_row + j_before * B_C, tile)
                         triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
                     else:
-                        load_rows(V, shared.v, y - 1, call, place, h_k, v_row + j_before * B_C, tile)
+                        load_rows(V, shared.v, y - 1, call, place, h_k, k0 + j_before * B_C, tile)
                 if FETCH_EARLY:
                     if x == 1:
                         t = fetch_next_tile(counter)

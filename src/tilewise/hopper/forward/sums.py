@@ -44,15 +44,15 @@ def accumulator(columns, bits):
 @gluon.jit
 def no_sums(layout: gl.constexpr, tile: gl.constexpr):
     """Return sums over no key tile; `layout` is that of S."""
-    COLUMNS: gl.constexpr = tile.D // 2 if tile.FRESH == 2 else tile.D
+    COLUMNS: gl.constexpr = tile.D // 2 if tile.PROMOTE == "halves" else tile.D
     o = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS, tile.PV_BITS))
     one_a_row = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
     return Sums(
         o,
-        o if tile.FRESH == 2 else 0,
-        gl.zeros([64, 8], gl.float32, accumulator(8, tile.PV_BITS)) if tile.SUMS else 0,
-        one_a_row if tile.FRESH else 0,
-        one_a_row if tile.SUMS else 0,
+        o if tile.PROMOTE == "halves" else 0,
+        gl.zeros([64, 8], gl.float32, accumulator(8, tile.PV_BITS)) if tile.SUM_BY_PRODUCT else 0,
+        one_a_row if tile.PROMOTE != "none" else 0,
+        one_a_row if tile.SUM_BY_PRODUCT else 0,
     )
 
 
@@ -64,7 +64,7 @@ def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
         p = unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
     else:
         v = v.reshape([tile.B_C, tile.D])
-    return warpgroup_mma(p, v, o, use_acc=tile.FRESH == 0, is_async=True)
+    return warpgroup_mma(p, v, o, use_acc=tile.PROMOTE == "none", is_async=True)
 
 
 @gluon.jit
@@ -84,7 +84,7 @@ def added(x, alpha, new):
 def join_halves(sums, p, shared, y, W: gl.constexpr, tile: gl.constexpr):
     """Let P V of key tile y join the left half of O's columns and then the right: registers hold half of P V. W is the
     warpgroup that waits for its turn, or None."""
-    if tile.FRESH != 2:
+    if tile.PROMOTE != "halves":
         return sums
     else:
         wait(shared.v.full, y)
@@ -100,20 +100,21 @@ def join_halves(sums, p, shared, y, W: gl.constexpr, tile: gl.constexpr):
 @gluon.jit
 def start_products(sums, p, shared, y, tile: gl.constexpr):
     """Start the products of P that are not summed in halves."""
-    l = sum_rows(p, shared.ones, gl.zeros_like(sums.l)) if tile.SUMS else 0
-    if tile.FRESH == 2:
+    l = sum_rows(p, shared.ones, gl.zeros_like(sums.l)) if tile.SUM_BY_PRODUCT else 0
+    if tile.PROMOTE == "halves":
         return Products(0, l)
     else:
         wait(shared.v.full, y)
-        return Products(weigh(p, stage(shared.v.memory, y), gl.zeros_like(sums.o) if tile.FRESH else sums.o, tile), l)
+        o = sums.o if tile.PROMOTE == "none" else gl.zeros_like(sums.o)
+        return Products(weigh(p, stage(shared.v.memory, y), o, tile), l)
 
 
 @gluon.jit
 def finish_products(products, tile: gl.constexpr):
     """Wait until the products are complete."""
-    if tile.FRESH == 2:
-        return Products(0, warpgroup_mma_wait(0, [products.l]) if tile.SUMS else 0)
-    elif tile.SUMS:
+    if tile.PROMOTE == "halves":
+        return Products(0, warpgroup_mma_wait(0, [products.l]) if tile.SUM_BY_PRODUCT else 0)
+    elif tile.SUM_BY_PRODUCT:
         o, l = warpgroup_mma_wait(0, [products.o, products.l])
         return Products(o, l)
     else:
@@ -123,10 +124,10 @@ def finish_products(products, tile: gl.constexpr):
 @gluon.jit
 def join(sums, products, tile: gl.constexpr):
     """Let complete products join the sums."""
-    l = added(sums.l, sums.alpha_l, products.l) if tile.SUMS else 0
-    if tile.FRESH == 2:
+    l = added(sums.l, sums.alpha_l, products.l) if tile.SUM_BY_PRODUCT else 0
+    if tile.PROMOTE == "halves":
         return Sums(sums.o, sums.o_right, l, sums.alpha, sums.alpha_l)
-    elif tile.FRESH == 1:
+    elif tile.PROMOTE == "whole":
         return Sums(added(sums.o, sums.alpha, products.o), 0, l, sums.alpha, sums.alpha_l)
     else:
         return Sums(products.o, 0, l, 0, sums.alpha_l)
@@ -135,8 +136,8 @@ def join(sums, products, tile: gl.constexpr):
 @gluon.jit
 def rescale(sums, alpha, alpha_o, tile: gl.constexpr):
     """Rescale the sums to the new row max, by alpha and O by alpha_o; at once, or when the next products join them."""
-    alpha_l = alpha if tile.SUMS else 0
-    if tile.FRESH:
+    alpha_l = alpha if tile.SUM_BY_PRODUCT else 0
+    if tile.PROMOTE != "none":
         return Sums(sums.o, sums.o_right, sums.l, alpha_o, alpha_l)
     elif tile.BOUNDED:
         return sums
@@ -148,9 +149,9 @@ def rescale(sums, alpha, alpha_o, tile: gl.constexpr):
 @gluon.jit
 def totals(sums, l, m, tile: gl.constexpr):
     """Return O of all columns, and the row sums: l, or what products summed."""
-    if tile.SUMS:
+    if tile.SUM_BY_PRODUCT:
         l = with_nan(gl.convert_layout(gl.max(sums.l, 1), m.type.layout), m)
-    if tile.FRESH == 2:
+    if tile.PROMOTE == "halves":
         o = gl.join(sums.o, sums.o_right).permute((0, 2, 1)).reshape([64, tile.D])
         return gl.convert_layout(o, accumulator(tile.D, tile.PV_BITS)), l
     else:
