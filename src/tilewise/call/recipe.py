@@ -1,8 +1,10 @@
 """Recipe: the options of a call, without tensors. It passes through PyTorch's dispatcher as text."""
 
 import ast
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +27,10 @@ KINDS: dict[str, type[Value]] = {
 SAVED = masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits, Padded
 """What torch.load may find."""
 torch.serialization.add_safe_globals([*SAVED])
-torch.serialization.add_safe_globals(  # by their names in 0.1.0
-    [(kind, f"tilewise.{file}.{kind.__name__}") for kind in SAVED for file in ("mask", "score", "layout")]
-)
+for name in ("tilewise.mask", "tilewise.score", "tilewise.layout"):  # where 0.1.0 had them: its files name these
+    earlier = sys.modules[name] = ModuleType(name)
+    earlier.__dict__.update({kind.__name__: kind for kind in SAVED})
+    torch.serialization.add_safe_globals([(kind, f"{name}.{kind.__name__}") for kind in SAVED])
 
 
 class Recipe(NamedTuple):
