@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
 from ..call.calls import Call, find, key_of
-from ..call.check import autocast_type, cast, check_arguments, check_results, layout_given
+from ..call.check import autocast_type, cast, check_arguments, check_results
 from ..call.operands import Saved
 from ..call.options import Everything, Options, current_names, spell_out
 from ..call.recipe import KINDS
@@ -19,9 +19,8 @@ from ..values.dropout import Dropout
 from ..values.layout import PADDED, Layout
 from ..values.masks import Full, Mask
 from ..values.origin import Origin
-from ..values.products import EightBits, Quantized
+from ..values.products import EightBits, Quantized, refuse_backward
 from ..values.score import Score
-from ..values.value import Unsupported
 from . import flops  # noqa: F401, which registers the operators and their formulas
 from .eager import attend, attend_backward, attend_plain, learn
 
@@ -182,7 +181,7 @@ def attention_qkvpacked(qkv: Tensor, **options: Unpack[Everything]) -> Tensor | 
     seed, return_lse = chosen.pop("seed"), chosen.pop("return_lse")
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}; convert it with torch.as_tensor(...)")
-    layout_given(chosen["layout"]).check_qkv(qkv)
+    Layout.of(chosen["layout"]).check_qkv(qkv)
     if (kind := autocast_type(qkv)) is not None:
         qkv = cast(qkv, kind)
     q, k, v = qkv.unbind(-3)
@@ -236,9 +235,8 @@ def attention_backward(
         raise TypeError("attention_backward: options must not have return_lse, got one; leave it out")
     chosen = with_defaults("attention_backward", options)
     seed, _ = chosen.pop("seed"), chosen.pop("return_lse")
-    layout_given(chosen["layout"]).refuse_backward()
-    if isinstance(q, Quantized):
-        raise Unsupported("Quantized q, k and v are for inference and have no backward; pass 16-bit tensors")
+    Layout.of(chosen["layout"]).refuse_backward()
+    refuse_backward(q)
     x, recipe, longest = check_arguments(q, k, v, **chosen)
     if recipe.dropout and seed is None:
         raise ValueError("attention_backward: seed must be the forward's where there is dropout, got None; pass it")

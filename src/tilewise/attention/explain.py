@@ -1,6 +1,5 @@
 """Explain which back end would run a call, with which tiles, and why others refuse."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,6 @@ from ..call.recipe import Recipe
 from ..quantize.codes import empty_codes
 from ..values.products import Quantized
 from .api import SIGNATURE, with_defaults
-
-FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
-"""Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
-
 
 SLOWER, LATER = "measured slower here", "{} is asked first"
 """Why a back end that can run a call does not."""
@@ -96,33 +91,27 @@ def explain(
         other, second = select(of_backward, BACKWARD).name, planned(of_backward, BACKWARD).describe()
     if one == other:  # what holds for both passes comes last
         first = second = *(phrase for phrase in first if phrase not in second), *second
-    told = "; ".join(first) + approximate(problem) + converted(q, x)
-    return Explanation(one, told, against, other, "; ".join(second), recipe.backend)
+    tiles = *first, *approximate(problem), *converted(q, x)
+    return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend)
 
 
 spell_out(explain, SIGNATURE)
 
 
-def approximate(p: Problem) -> str:
-    """Say what 8-bit products mean for accuracy and speed; nothing for other calls."""
-    products = p.products
-    if not products.codes:
-        return ""
-    of_pv = "e4m3" if products.codes_of_v else "16-bit"
-    size = next((size for size in (64, 128, 256) if max(p.D, p.D_v) <= size), 256)
-    faster = p.N >= FASTER.get((str(products.name), size), math.inf)
-    short = "" if faster else f"; with {p.N} keys not faster than 16 bits in every measurement"
-    of_qk = "e4m3" if products.scales else "int8"
-    turned = "" if products.angles is None else "; the pass that writes codes turns q and k by rotary"
+def approximate(p: Problem) -> list[str]:
+    """Say what products that are not exact mean for accuracy and speed, and what a pass in front writes for them."""
+    said = p.products.describe(p)
+    if not said:
+        return []
     count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
-    return f"; approximate: {of_qk} Q K^T, {of_pv} P V{short}{turned}; {count} bytes of codes and scales"
+    return [*said, f"{count} bytes of codes and scales"]
 
 
-def converted(q: Tensor | Quantized, x: Operands) -> str:
+def converted(q: Tensor | Quantized, x: Operands) -> list[str]:
     """Say that q, k and v of e4m3 were converted; nothing for other calls."""
     if not isinstance(q, Quantized) or x.q.dtype.itemsize == 1:
-        return ""
-    return f"; q, k and v are converted to bf16 first, {sum(t.numel() * t.itemsize for t in x[:3])} bytes"
+        return []
+    return [f"q, k and v are converted to bf16 first, {sum(t.numel() * t.itemsize for t in x[:3])} bytes"]
 
 
 def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:

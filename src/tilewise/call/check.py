@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..values.dropout import Dropout
-from ..values.layout import PADDED, Layout
+from ..values.layout import Layout
 from ..values.masks import Mask
-from ..values.origin import WHOLE, Origin
+from ..values.origin import Origin
 from ..values.products import EightBits, Quantized, unwrap
 from ..values.score import Score
 from ..values.tables import TileList
@@ -39,8 +39,8 @@ def autocast_type(q: Tensor) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """Cast a tensor as torch's autocast does for attention: every floating type except fp64."""
-    return tensor.to(kind) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    """Cast a tensor as torch's autocast does for attention: every floating type except fp64, and those of 8 bits."""
+    return tensor.to(kind) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
 
 
 def check_arguments(
@@ -60,7 +60,7 @@ def check_arguments(
     origin: Origin | None = None,
 ) -> tuple[Operands, Recipe, tuple[int, int]]:
     """Check the arguments; return all tensors of the call in order, the recipe, and max_q and max_k of the layout."""
-    lies, origin = layout_given(layout), origin_given(origin)
+    lies, origin = Layout.of(layout), Origin.of(origin)
     q, k, v, lies, products = unwrap(q, k, v, lies, precision)
     refuse_operands(q=q, k=k, v=v)
     products = products.prepared(q, lies)
@@ -77,9 +77,8 @@ def check_arguments(
     if sink is not None and (not isinstance(sink, Tensor) or sink.layout is not torch.strided):
         got = sink.layout if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a strided tensor of shape (H,), got {got}; pass one logit for each query head")
-    scaled = products.scaled + lies.scaled
     if (kind := autocast_type(q)) is not None:
-        q, k, v = (t if name in scaled else cast(t, kind) for name, t in zip(("q", "k", "v"), (q, k, v), strict=True))
+        q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
     parts = mask.parts + mask.lists
@@ -104,26 +103,6 @@ def check_arguments(
         origin=origin.of_heads(q.shape[-2]).plain if drop.probability else (),
     )
     return Operands(q, k, v, extra), recipe, lies.longest()
-
-
-def layout_given(layout: Any) -> Layout:
-    """Return what `layout=` says, by default a padded batch, or raise TypeError."""
-    if layout is None:
-        return PADDED
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"layout must be None, a Varlen or a Cached, got {layout!r}; write layout=tilewise.Varlen(cu_q, cu_k)"
-        )
-    return layout
-
-
-def origin_given(origin: Any) -> Origin:
-    """Return what `origin=` says, by default a whole, or raise TypeError."""
-    if origin is None:
-        return WHOLE
-    if not isinstance(origin, Origin):
-        raise TypeError(f"origin must be None or an Origin, got {origin!r}; write origin=tilewise.Origin(row, column)")
-    return origin
 
 
 def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:
@@ -254,12 +233,13 @@ def check_values(values: Sequence[Value]) -> None:
 def _check_types(p: Problem) -> None:
     scaled = p.products.scaled + p.layout.scaled
     for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-        if name not in scaled and spec.dtype not in FLOATING_TYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
-        if name not in scaled and spec.dtype != p.q.dtype:
-            raise TypeError(
-                f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
-            )
+        if name not in scaled:
+            if spec.dtype not in FLOATING_TYPES:
+                raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {spec.dtype}; convert it with .to(...)")
+            if spec.dtype != p.q.dtype:
+                raise TypeError(
+                    f"q, k and v must have one type, got q {p.q.dtype}, {name} {spec.dtype}; convert one of them"
+                )
         if spec.device != p.q.device:
             raise ValueError(
                 f"q, k and v must be on one device, got q on {p.q.device}, {name} on {spec.device}; "
@@ -295,9 +275,7 @@ def _check_heads(p: Problem) -> None:
 
 def _heads_first(p: Problem) -> Problem:
     """Return the problem with q, k and v transposed, to see whether they were laid out with the heads first."""
-    if not p.layout.uniform:
-        return p
-    q, k, v = (s._replace(shape=(s.shape[0], s.shape[2], s.shape[1], s.shape[3])) for s in (p.q, p.k, p.v))
+    q, k, v = (spec._replace(shape=p.layout.heads_first(spec.shape)) for spec in (p.q, p.k, p.v))
     return p._replace(q=q, k=k, v=v)
 
 

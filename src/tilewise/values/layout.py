@@ -47,6 +47,17 @@ class Layout(Option):
     uniform: ClassVar[bool] = False
     """Whether all batch entries have M queries and N keys."""
 
+    @staticmethod
+    def of(given: Any) -> "Layout":
+        """Return what `layout=` says, by default a padded batch, or raise TypeError."""
+        if given is None:
+            return PADDED
+        if not isinstance(given, Layout):
+            raise TypeError(
+                f"layout must be None, a Varlen or a Cached, got {given!r}; write layout=tilewise.Varlen(cu_q, cu_k)"
+            )
+        return given
+
     @property
     def needs(self) -> frozenset[str]:
         """Return what a back end must be able to read, by the names of `call.backend.NEEDS`."""
@@ -81,6 +92,10 @@ class Layout(Option):
     def check_ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError if q, k or v has another number of dimensions."""
         raise NotImplementedError
+
+    def heads_first(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a tensor of (batch, heads, length, head size) should have had; others as they are."""
+        return shape
 
     def with_scales(self, k: Tensor, v: Tensor) -> "Layout":
         """Return the layout of keys and values in 8 bits with these scales, or raise ValueError."""
@@ -188,6 +203,9 @@ class Padded(Layout):
 
     def check_ranks(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         check_ranks(shapes, 4, "(batch, length, heads, head size)")
+
+    def heads_first(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[0], shape[2], shape[1], shape[3]
 
     def place(self, values: Sequence[Any], origin: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         return tuple([origin.place(value, q.shape[-3], k.shape[-3]) for value in values])

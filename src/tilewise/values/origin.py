@@ -39,6 +39,17 @@ class Origin:
                 f"Origin: head must be below heads = {self.heads}, got {self.head}; pass the whole's number"
             )
 
+    @staticmethod
+    def of(given: Any) -> "Origin":
+        """Return what `origin=` says, by default a whole, or raise TypeError."""
+        if given is None:
+            return WHOLE
+        if not isinstance(given, Origin):
+            raise TypeError(
+                f"origin must be None or an Origin, got {given!r}; write origin=tilewise.Origin(row, column)"
+            )
+        return given
+
     @property
     def plain(self) -> tuple[int | None, ...]:
         """Return the numbers, as a recipe holds them."""

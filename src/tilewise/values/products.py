@@ -1,5 +1,6 @@
 """How products are computed: exactly (Exact), or in 8 bits (EightBits); and operands that are in 8 bits (Quantized)."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,11 +10,13 @@ from torch import Tensor
 from .cached import check_scale
 from .layout import Layout
 from .rotation import Angles
-from .value import Frozen, Option
+from .value import Frozen, Option, Unsupported
 
 PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
 EIGHT_BITS = ("int8", "fp8")
 """Names of products of fp16 and bf16: approximations, never chosen by None or by torch's settings."""
+FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
+"""Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
 PREFERENCE = {
     "highest": ("bf16x6", "ieee"),
     "high": ("fp16x3", "tf32x3", "bf16x6", "ieee"),
@@ -61,6 +64,10 @@ class Products(Option):
 
     def against(self, problem: Any) -> list[str]:
         """Return why no back end runs a problem with these products."""
+        return []
+
+    def describe(self, problem: Any) -> list[str]:
+        """Say what the products mean for a problem's accuracy and speed; nothing where they are exact."""
         return []
 
     def for_backward(self, problem: Any) -> Any:
@@ -115,6 +122,14 @@ class Codes(Products):
         if self.codes_of_v and problem.recipe.dropout:
             found.append(f"{name} has no dropout; use precision='int8'")
         return found
+
+    def describe(self, problem: Any) -> list[str]:
+        of_qk, of_pv = "e4m3" if self.scales else "int8", "e4m3" if self.codes_of_v else "16-bit"
+        said, N = [f"approximate: {of_qk} Q K^T, {of_pv} P V"], problem.N
+        size = next((size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size), 256)
+        if N < FASTER.get((str(self.name), size), math.inf):
+            said.append(f"with {N} keys not faster than 16 bits in every measurement")
+        return said
 
     def for_backward(self, problem: Any) -> Any:
         return problem._replace(recipe=problem.recipe.exact())
@@ -189,6 +204,11 @@ class EightBits(Codes):
     @property
     def angles(self) -> Angles | None:
         return None if self.cos is None or self.sin is None else Angles(self.cos, self.sin, self.interleaved)
+
+    def describe(self, problem: Any) -> list[str]:
+        return super().describe(problem) + ["the pass that writes codes turns q and k by rotary"] * (
+            self.cos is not None
+        )
 
     def prepared(self, q: Tensor, layout: Layout) -> "EightBits":
         if self.angles is not None:
@@ -304,6 +324,12 @@ class Quantized(Frozen):
         """Return x * scale. Query heads have their key head's scale. `side` is 0 for queries, 1 for keys."""
         each = self.scale.expand(B, H_k).repeat_interleave(max(1, self.x.shape[-2] // max(1, H_k)), 1)[..., None]
         return self.x.float() * layout.of_rows(each, side, self.x.shape[0])
+
+
+def refuse_backward(q: Any) -> None:
+    """Raise Unsupported if q is in 8 bits."""
+    if isinstance(q, Quantized):
+        raise Unsupported("Quantized q, k and v are for inference and have no backward; pass 16-bit tensors")
 
 
 def products_of(precision: str | EightBits | None) -> Products:
