@@ -244,6 +244,7 @@ def test_a_wrong_number_of_lengths_is_named(name, text):
             CALLS[name](*operands(learns), WRONG[text])
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's offsets are read under TILEWISE_CHECK=1 alone")
 def test_wrong_offsets_are_named():
     q, k, v = (t.flatten(0, 1).requires_grad_() for t in operands())
     for cu in (ints(1, 5, 10, 15, 20), ints(0, 6, 5, 15, 20), ints(0, 5, 10, 15, 21)):
