@@ -20,6 +20,8 @@ SIGNATURES = ("compat/flash_attn/", "compat/flash_attn_interface.py")
 LAYOUT = {"Cached", "Layout", "Padded", "Varlen", "layout", "varlen"}
 EIGHT_BITS = {"EIGHT_BITS", "EightBits", "PV_BITS", "QK_BITS", "Quantized", "codes", "codes_of_v", "scaled", "scales"}
 """Names in tests that ask for a layout, or for 8 bits."""
+OWN = {"values/layout.py", "values/cached.py", "values/products.py"}
+"""The values' own files, which may ask."""
 OF_TORCH = {"strided", "type"}
 """Names beside which a layout is a tensor's own."""
 LONGEST, WIDEST, LARGEST, HEAVIEST = 80, 16, 400, 100_000
@@ -143,9 +145,9 @@ def branches(file: Path, *names: str) -> int:
 
 
 def asked(those: Iterable[Path], names: set[str]) -> list[str]:
-    """Return where a test names one of these: in if, while, a conditional expression, a comprehension, or as what is
-    returned or assigned."""
-    nodes = [(file, node) for file in those for node in ast.walk(tree(file))]
+    """Return where a test names one of these, outside the values' own files: in if, while, a conditional expression, a
+    comprehension, or as what is returned or assigned."""
+    nodes = [(file, node) for file in those if name_of(file) not in OWN for node in ast.walk(tree(file))]
     return [
         name_of(file)
         for file, node in nodes
