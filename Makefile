@@ -26,7 +26,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 OUT ?= out
 ARGS ?=
 MINUTES ?= 9
-SEEN ?= benchmarks/seen
+RESULTS ?= benchmarks/results
 SYSTEM ?=
 
 VENV := .venv
@@ -78,10 +78,10 @@ pytest: $(FOR_TEST)
 		$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(FOR_DEMO)
-	$(PY) -m studies bench --results benchmarks/results $(ARGS)
+	$(PY) -m studies bench --results '$(RESULTS)' $(ARGS)
 
 card: $(FOR_TEST)
-	$(PY) tools/card.py --minutes $(MINUTES) --seen '$(SEEN)' $(ARGS)
+	$(PY) tools/card.py --minutes $(MINUTES) --results '$(RESULTS)' $(ARGS)
 
 report: $(FOR_DEMO)
 	$(PY) tools/report.py

@@ -29,6 +29,6 @@ def results_file(folder: Path | None, device: torch.device) -> Path | None:
     """Return the file for results. Refuse one that cannot be merged before the measurement, not after it."""
     if folder is None:
         return None
-    file = folder / f"{results.slug(results.device_name(device))}.json"
+    file = results.file_of(folder, results.device_name(device))
     results.load(file)
     return file

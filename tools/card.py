@@ -1,11 +1,11 @@
 """make card: everything that needs a GPU, most valuable first, in minutes, resumed where it stopped.
 
 python tools/card.py --minutes 9    runs what waits
-python tools/card.py --list         what has been seen on which GPU at which state of the kernels, and what waits
+python tools/card.py --list         what has run on which GPU at which state of the kernels, and what waits
 
-The steps are values in card_steps.py. What they showed is kept in benchmarks/seen, a file of JSON lines for each GPU. A
-line is written at once, so that a run that is cut off has lost nothing: the next one goes on with the tests that are
-not there. A step that failed does not stop the rest. It comes last in the next run, which repeats its failures alone.
+The steps are values in card_steps.py. Their outcomes are saved in benchmarks/results/GPU/steps.jsonl. A line is written
+at once, so that a run that is cut off has lost nothing: the next one goes on with the tests that are not there. A
+step that failed does not stop the rest. It comes last in the next run, which repeats its failures alone.
 """
 
 import argparse
@@ -31,14 +31,16 @@ from studies.bench import results
 
 ITSELF = "the step itself"
 """Stands for a test where a command failed that names none."""
+STEPS = "steps.jsonl"
+"""The file of a GPU's outcomes."""
 LATE, SILENT = "late", "silent"
 LINES = 40
 """Of a command's output, which tell why it failed."""
 
 
 @dataclass
-class Seen:
-    """Hold what a step showed at one state of the kernels."""
+class Outcome:
+    """What came of a step at one state of the kernels."""
 
     step: str
     state: str
@@ -57,9 +59,9 @@ class Seen:
     def take(self, line: dict[str, Any]) -> None:
         """Take in one line of the file: a step's whole record, or an event."""
         if "record" in line:
-            known = line["record"]
-            lists = {name: set(known[name].split()) for name in ("passed", "skipped")}
-            self.__dict__.update({**known, **lists})
+            record = line["record"]
+            lists = {name: set(record[name].split()) for name in ("passed", "skipped")}
+            self.__dict__.update({**record, **lists})
         elif "test" in line:
             self._take_test(**{name: line[name] for name in ("test", "digest", "outcome", "why")})
         elif line["event"] == "begins":
@@ -83,10 +85,10 @@ class Seen:
     def record(self) -> dict[str, Any]:
         """Return it as a line of the file."""
         lists = {name: " ".join(sorted(getattr(self, name))) for name in ("passed", "skipped")}
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("step", "state", "repeated")}
-        return {"step": self.step, "state": self.state, "record": {**kept, **lists}}
+        saved = {name: value for name, value in self.__dict__.items() if name not in ("step", "state", "repeated")}
+        return {"step": self.step, "state": self.state, "record": {**saved, **lists}}
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Count the outcomes in words."""
         counts = [f"{len(self.passed)} passed"] * bool(self.passed) + [f"{len(self.skipped)} skipped"] * bool(
             self.skipped
@@ -96,18 +98,17 @@ class Seen:
 
 
 class Log:
-    """Keep what one GPU has shown, in a file of JSON lines."""
+    """Save the outcomes of one GPU, in a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
 
-    def read(self) -> dict[tuple[str, str], Seen]:
-        """Return what was seen, by step and state."""
-        found: dict[tuple[str, str], Seen] = {}
+    def read(self) -> dict[tuple[str, str], Outcome]:
+        """Return the outcomes, by step and state."""
+        found: dict[tuple[str, str], Outcome] = {}
         for line in card_plugin.lines(self.path):
             at = line["step"], line["state"]
-            found.setdefault(at, Seen(*at)).take(line)
+            found.setdefault(at, Outcome(*at)).take(line)
         return found
 
     def add(self, step: Step, state: str, **event: Any) -> None:
@@ -116,20 +117,20 @@ class Log:
 
     def tidy(self) -> None:
         """Write one line for every step and state in place of their events."""
-        lines = [json.dumps(seen.record()) for seen in self.read().values()]
+        lines = [json.dumps(outcome.record()) for outcome in self.read().values()]
         new = self.path.with_suffix(".new")
         new.write_text("\n".join(lines) + "\n")
         new.replace(self.path)
 
 
-def waiting(todo: Sequence[Step], states: dict[str, str], seen: dict[tuple[str, str], Seen]) -> list[Step]:
+def waiting(todo: Sequence[Step], states: dict[str, str], outcomes: dict[tuple[str, str], Outcome]) -> list[Step]:
     """Return the steps to run, in order: those that never ended, then those that failed or whose files have changed."""
     never, again = [], []
     for step in todo:
-        known = seen.get((step.name, states[step.name]))
-        if known is None or not known.files:
+        outcome = outcomes.get((step.name, states[step.name]))
+        if outcome is None or not outcome.files:
             never.append(step)
-        elif known.failed or known.files != step.text():
+        elif outcome.failed or outcome.files != step.text():
             again.append(step)
     return never + again
 
@@ -137,6 +138,7 @@ def waiting(todo: Sequence[Step], states: dict[str, str], seen: dict[tuple[str, 
 def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) -> int:
     """Run what waits until the minutes are over; return how many steps have failures at these kernels."""
     end = time.monotonic() + 60.0 * minutes
+    log.path.parent.mkdir(parents=True, exist_ok=True)
     for step in waiting(todo, states, log.read()):
         state = states[step.name]
         left = end - time.monotonic()
@@ -145,32 +147,32 @@ def run(todo: Sequence[Step], states: dict[str, str], log: Log, minutes: float) 
             continue
         print(f"--- {step.name}: about {step.minutes:g} minutes, {left / 60:.1f} are left", flush=True)
         log.add(step, state, event="begins")
-        known = log.read()[step.name, state]
+        before = log.read()[step.name, state]
         begin = time.monotonic()
-        code, said = execute(step, state, log, known, end)
+        code, said = execute(step, state, log, before, end)
         if code is None:
             print(
                 f"--- {step.name} was cut off after {time.monotonic() - begin:.0f} s; the next run goes on", flush=True
             )
             continue
-        known = log.read()[step.name, state]
-        if code not in step.fine and not (code == 1 and set(known.failed) - known.repeated):
+        outcome = log.read()[step.name, state]
+        if code not in step.fine and not (code == 1 and set(outcome.failed) - outcome.repeated):
             log.add(step, state, test=ITSELF, digest="", outcome="failed", why=f"exit status {code}: {said}"[-4000:])
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         seconds = round(time.monotonic() - begin, 1)
         log.add(step, state, event="ends", files=step.text(), when=now, seconds=seconds)
         log.tidy()
-        known = log.read()[step.name, state]
-        print(f"--- {step.name}: {known.told()}, in {seconds:.0f} s", *known.failed, sep="\n    ", flush=True)
-    seen = log.read()
-    return sum(bool(seen[at].failed) for step in todo if (at := (step.name, states[step.name])) in seen)
+        outcome = log.read()[step.name, state]
+        print(f"--- {step.name}: {outcome.in_words()}, in {seconds:.0f} s", *outcome.failed, sep="\n    ", flush=True)
+    outcomes = log.read()
+    return sum(bool(outcomes[at].failed) for step in todo if (at := (step.name, states[step.name])) in outcomes)
 
 
-def execute(step: Step, state: str, log: Log, known: Seen, end: float) -> tuple[int | None, str]:
+def execute(step: Step, state: str, log: Log, before: Outcome, end: float) -> tuple[int | None, str]:
     """Run a step's command until it ends, the time is over (status None), or it prints nothing for too long. Return its
     exit status and last lines."""
-    done = sorted(known.passed | known.skipped)
-    again = set(known.failed) - known.repeated
+    done = sorted(before.passed | before.skipped)
+    again = set(before.failed) - before.repeated
     plan = {"log": str(log.path), "step": step.name, "state": state, "done": done, "failed": sorted(again)}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", card_plugin.PLAN: json.dumps(plan)}
@@ -212,37 +214,40 @@ def watch(process: subprocess.Popen[bytes], log: Log, tail: deque[bytes], end: f
 
 
 def show(todo: Sequence[Step], states: dict[str, str], logs: Iterable[Log]) -> None:
-    """Print what every GPU has shown, and what waits there."""
+    """Print the outcomes of every GPU, and what waits there."""
     for log in logs:
-        seen = log.read()
-        due = {step.name for step in waiting(todo, states, seen)}
-        print(f"{log.path.stem}:")
+        outcomes = log.read()
+        due = {step.name for step in waiting(todo, states, outcomes)}
+        print(f"{log.path.parent.name}:")
         for step in todo:
-            known = seen.get((step.name, states[step.name]))
-            before = max(
-                (s for s in seen.values() if s.step == step.name and s.files), key=lambda s: s.when, default=None
-            )
-            text = f"{known.told()}, {known.when or 'not to its end'}" if known else "not seen at these kernels"
-            if not known and before:
-                text += f"; at {before.state}: {before.told()}, {before.when}"
+            outcome = outcomes.get((step.name, states[step.name]))
+            if outcome:
+                text = f"{outcome.in_words()}, {outcome.when or 'not to its end'}"
+            else:
+                text = "not seen at these kernels"
+                ended = [each for each in outcomes.values() if each.step == step.name and each.files]
+                if ended:
+                    last = max(ended, key=lambda each: each.when)
+                    text += f"; at {last.state}: {last.in_words()}, {last.when}"
             mark = f"waits, {step.minutes:g} min" if step.name in due else "seen"
             print(f"  {mark:14} {step.name:32} kernels {states[step.name]}  {text}")
-            for name in (known or Seen("", "")).failed:
+            for name in outcome.failed if outcome else ():
                 print(f"{'':17}FAILED {name}")
 
 
-def documents(seen: Path, folder: Path = ROOT / "benchmarks" / "results") -> None:
-    """Put suites that were measured whole into the results, unless those are newer, and draw everything."""
-    for file in sorted((seen / "results").glob("*.json")):
-        content, kept = results.load(file), results.load(folder / file.name)
-        kept["device"] = content["device"]
+def documents(folder: Path, into: Path = results.RESULTS) -> None:
+    """Put suites that were measured whole into bench.json, unless those there are newer, and draw everything."""
+    for file in sorted(folder.glob("*/card.json")):
+        to = results.file_of(into, file.parent.name)
+        content, merged = results.load(file), results.load(to)
+        merged["device"] = content["device"]
         for name, run in content["suites"].items():
-            env, before = run["environment"], kept["suites"].get(name, {"environment": {"when": ""}})
+            env, before = run["environment"], merged["suites"].get(name, {"environment": {"when": ""}})
             if not run["partial"] and env["when"] > before["environment"]["when"]:
-                kept["suites"][name] = run
-                kept.setdefault("kernels", {})[env["kernels"]] = content["kernels"][env["kernels"]]
-                print(f"{name} is now in {folder / file.name}")
-        results.write(folder / file.name, kept)
+                merged["suites"][name] = run
+                merged.setdefault("kernels", {})[env["kernels"]] = content["kernels"][env["kernels"]]
+                print(f"{name} is now in {to}")
+        results.write(to, merged)
     for script in ("tools/report.py", "docs/pictures/draw.py"):
         subprocess.run([sys.executable, str(ROOT / script)], cwd=ROOT, check=True)
 
@@ -251,25 +256,27 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop")
-    parser.add_argument("--list", action="store_true", help="only show what has been seen and what waits")
-    parser.add_argument("--seen", type=Path, default=ROOT / "benchmarks" / "seen", help="the folder that is kept")
+    parser.add_argument("--list", action="store_true", help="only show what has run and what waits")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="a folder with a folder for each GPU")
     parser.add_argument("--match", default="", help="only steps with this in their name")
     parser.add_argument("--documents", action="store_true", help="only put measured suites into the results, and draw")
     given = parser.parse_args()
+    folder = given.results.resolve()
     if given.documents:
-        documents(given.seen)
+        documents(folder)
         return 0
-    todo = [step for step in steps(given.seen.resolve()) if given.match in step.name]
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    todo = [step for step in steps(folder, here) if given.match in step.name]
     states = {step.name: step.state() for step in todo}
-    here = [results.slug(torch.cuda.get_device_name())] if torch.cuda.is_available() else []
+    mine = [results.file_of(folder, here, STEPS)] if here else []
     if given.list:
-        names = dict.fromkeys([*here, *(path.stem for path in sorted(given.seen.glob("*.jsonl")))]) or ["no GPU yet"]
-        show(todo, states, [Log(given.seen / f"{name}.jsonl") for name in names])
+        files = dict.fromkeys([*mine, *sorted(folder.glob(f"*/{STEPS}"))])
+        show(todo, states, map(Log, files or [folder / "no GPU yet" / STEPS]))
         return 0
-    if not here:
+    if not mine:
         print("make card needs a GPU, and PyTorch sees none here; `make card ARGS=--list` shows what waits")
         return 1
-    log = Log(given.seen.resolve() / f"{here[0]}.jsonl")
+    log = Log(*mine)
     bad = run(todo, states, log, given.minutes)
     show(todo, states, [log])
     return 1 if bad else 0

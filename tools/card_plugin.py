@@ -1,6 +1,6 @@
-"""What pytest does under `make card` (-p card_plugin): leaves out tests that were seen, writes every outcome at once.
+"""What pytest does under `make card` (-p card_plugin): leaves out tests that have an outcome, writes others at once.
 
-TILEWISE_CARD holds the step, the file to write to, and what was seen.
+TILEWISE_CARD holds the step, the file to write to, and the tests to leave out.
 """
 
 import hashlib
@@ -92,10 +92,14 @@ class Runner:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what was seen."""
-        seen = [item.nodeid in self.failed or digest(self.root, item.nodeid) in self.done for item in items]
-        config.hook.pytest_deselected(items=[item for item, known in zip(items, seen, strict=True) if known])
-        items[:] = [item for item, known in zip(items, seen, strict=True) if not known]
+        """Leave out the tests that have an outcome."""
+        left: list[pytest.Item] = []
+        out: list[pytest.Item] = []
+        for item in items:
+            done = item.nodeid in self.failed or digest(self.root, item.nodeid) in self.done
+            (out if done else left).append(item)
+        config.hook.pytest_deselected(items=out)
+        items[:] = left
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:

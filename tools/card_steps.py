@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 import studies.ablation  # noqa: F401, adds its suite
 from studies.bench import state
-from studies.bench.results import kernels_of
+from studies.bench.results import file_of, kernels_of
 from studies.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -79,22 +79,22 @@ def of_tests(
     name: str, *arguments: str, kernels: tuple[str, ...], minutes: float, files: str, workers: int = CORES,
     silence: float = 3.0,
 ) -> Step:  # fmt: skip
-    """Return a step of pytest, which runs the tests that were not seen. No test left to run (5) is no failure."""
+    """Return a step of pytest, which runs the tests that have no outcome yet. No test left to run (5) is no failure."""
     options = ["-p", "card_plugin", "-p", "no:benchmark", "-q", "-rN"]  # that plugin warns with xdist
     options += ["-n", str(min(workers, CORES)), "--dist", "worksteal"] if workers else []
     return Step(name, ("-m", "pytest", *options, *arguments), kernels, minutes, (files,), silence, fine=(0, 5))
 
 
-def of_suite(suite: str, seen: Path, minutes: float) -> Step:
-    """Return a step that measures a suite's missing cases into the folder that is kept."""
-    command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--results", str(seen / "results"))
-    of, known = SUITES[suite], state.states(chips=CHIPS)
+def of_suite(suite: str, file: Path, minutes: float) -> Step:
+    """Return a step that measures a suite's missing cases into a file."""
+    command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--json", str(file))
+    of, kernels = SUITES[suite], state.states(chips=CHIPS)
     rows = product(of.cases, of.peers, of.passes)
-    return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, known)}), minutes)
+    return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, kernels)}), minutes)
 
 
-def steps(seen: Path) -> Iterator[Step]:
-    """Yield all steps; `seen` is the folder that is kept."""
+def steps(results: Path, device: str) -> Iterator[Step]:
+    """Yield all steps of a device, which write to its folder in `results`."""
     every = ("",)
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
     for path in (path for path in files if path != SIZES):
@@ -121,14 +121,14 @@ def steps(seen: Path) -> Iterator[Step]:
     yield of_tests("on hopper, in time", hopper, "-k", slower, kernels=HOPPER, minutes=1, files=hopper, workers=1)
     yield of_tests("card every head size", SIZES, kernels=every, minutes=15, files=SIZES)
     for suite, minutes in MINUTES.items():
-        yield of_suite(suite, seen, minutes)
+        yield of_suite(suite, file_of(results, device, "card.json"), minutes)
     rated = f"{PARALLEL.replace('.', '/')}.py"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", PARALLEL)
-    yield Step("parallel, in time", (*ranks, "--results", str(seen)), every, 6, (rated,), silence=10)
-    serve = ("-m", "studies.bench.serving", "--results", str(seen))
+    yield Step("parallel, in time", (*ranks, "--results", str(results)), every, 6, (rated,), silence=10)
+    serve = ("-m", "studies.bench.serving", "--results", str(results))
     yield Step("serving, in time", serve, every, 3, ("studies/bench/serving.py",))
     trained = ("-m", "studies", "eight_bits", "--table", "training", "--model", "gpt2-124m", "--device", "cuda")
     yield Step("GPT-2 124M in 8 bits", trained, HOPPER, 3, ("studies/eight_bits/*.py",), silence=10)
-    fit = ("-m", PARALLEL, "--fit", "--results", str(seen))
+    fit = ("-m", PARALLEL, "--fit", "--results", str(results))
     yield Step("parallel, the model fitted", fit, every, 0.1, (rated, "src/tilewise/parallel/costs.py"))
-    yield Step("documents", ("tools/card.py", "--documents", "--seen", str(seen)), every, 1)
+    yield Step("documents", ("tools/card.py", "--documents", "--results", str(results)), every, 1)

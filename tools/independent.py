@@ -1,4 +1,4 @@
-"""Numbers of benchmarks/seen for the pages: an independent run on an H100, serving, first calls, and 8 bits.
+"""Numbers of benchmarks/results that no suite measured whole: an independent run, serving, first calls, and 8 bits.
 
 `readme.py` and `screens.py` put them between the pages' comments. A function returns them by name.
 """
@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from studies.bench.results import OURS, load, rows_of
+from studies.bench.results import OURS, RESULTS, file_of, load, rows_of
 from studies.bench.tables import geometric_mean, length_label, markdown
 
-SEEN = Path(__file__).parents[1] / "benchmarks" / "seen"
-RUN = "independent-h100.json"
+H100, H200, AMX = "nvidia-h100-80gb-hbm3", "nvidia-h200", "cpu-with-amx"
+CARDS = {"H100": H100, "H200": H200}
+"""Those with suites and serving, by the names that tables show."""
+RUN, SERVING, FIRST = "independent.json", "serving.json", "first-call.json"
 PASSES = {"fwd": "forward", "bwd": "backward"}
 LESS = 1.0
 """Below it a peer is faster."""
@@ -23,23 +25,24 @@ STEPS = {
 CACHES = {"1 sequences of 32768 keys": "1 x 32k", "8 sequences of 4096 keys": "8 x 4k",
           "32 sequences of 4096 keys": "32 x 4k", "128 sequences of 1024 keys": "128 x 1k",
           "8 sequences of 32768 keys": "8 x 32k", "64 sequences of 8192 keys": "64 x 8k"}  # fmt: skip
-SERVED = {"H100": "serve-nvidia-h100-80gb-hbm3.json", "H200": "serve-nvidia-h200.json"}
-FIRST = "first-call-h100.json"
-EIGHT_BITS = {"H100": "nvidia-h100-80gb-hbm3.json", "H200": "nvidia-h200.json"}
 PRECISIONS = ("fp8", "int8")
 SIZES = (64, 128, 256)
 Ratios = dict[tuple[str, int, bool, int], dict[str, float]]
 """Speed over 16 bits: by precision, head size, causal or not, and tokens; in each measurement."""
 
 
-def read(name: str, seen: Path = SEEN) -> dict[str, Any]:
-    """Return a file of the folder."""
-    return json.loads((seen / name).read_text())
+def read(device: str, name: str, results: Path = RESULTS) -> dict[str, Any]:
+    """Return a file of a device."""
+    return json.loads(file_of(results, device, name).read_text())
 
 
-def grid(seen: Path = SEEN) -> dict[str, str]:
+def _run(results: Path) -> dict[str, Any]:
+    return read(H100, RUN, results)
+
+
+def grid(results: Path = RESULTS) -> dict[str, str]:
     """Speed over the fastest of cuDNN and FlashAttention-2 in the independent run."""
-    rows = [row for row in read(RUN, seen)["rows"] if row["suite"] == "grid"]
+    rows = [row for row in _run(results)["rows"] if row["suite"] == "grid"]
     found = {"independent-shapes": str(sum(row["pass"] == "fwd" for row in rows))}
     for short, name in PASSES.items():
         mine = [row["ratio"] for row in rows if row["pass"] == short]
@@ -50,9 +53,9 @@ def grid(seen: Path = SEEN) -> dict[str, str]:
     return found
 
 
-def grid_table(seen: Path = SEEN) -> str:
+def grid_table(results: Path = RESULTS) -> str:
     """Return the grid by head size and mask: means and lowest ratios."""
-    rows = [row for row in read(RUN, seen)["rows"] if row["suite"] == "grid"]
+    rows = [row for row in _run(results)["rows"] if row["suite"] == "grid"]
     groups: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         _, size, mask, _ = row["case"].split(" ")
@@ -65,9 +68,9 @@ def grid_table(seen: Path = SEEN) -> str:
     return markdown(head, [[name, *(f"{x:.2f}" for x in cells[name])] for name in order])
 
 
-def slower_table(seen: Path = SEEN) -> str:
+def slower_table(results: Path = RESULTS) -> str:
     """Return every case of the independent run in which a peer was faster, slowest first."""
-    rows = [row for row in read(RUN, seen)["rows"] if row["ratio"] < LESS]
+    rows = [row for row in _run(results)["rows"] if row["ratio"] < LESS]
     lines = [[row["case"], row["pass"], f"{row['ratio']:.2f}", _fastest(row)] for row in sorted(rows, key=_ratio)]
     return markdown(["case", "pass", "speed", "over"], lines)
 
@@ -82,18 +85,18 @@ def _fastest(row: dict[str, Any]) -> str:
     return min(peers, key=lambda name: peers[name]).removesuffix("_c").replace("cudnn", "cuDNN")
 
 
-def steps(seen: Path = SEEN) -> list[tuple[str, float, float]]:
+def steps(results: Path = RESULTS) -> list[tuple[str, float, float]]:
     """Return each whole training step: what it is, tilewise's milliseconds, and those of PyTorch's fastest."""
-    measured = read(RUN, seen)["training steps, milliseconds"]
+    measured = _run(results)["training steps, milliseconds"]
     return [
         (title, measured[name][OURS], min(time for peer, time in measured[name].items() if peer != OURS))
         for name, title in STEPS.items()
     ]
 
 
-def shares(card: str, seen: Path = SEEN) -> dict[str, tuple[float, float]]:
+def shares(card: str, results: Path = RESULTS) -> dict[str, tuple[float, float]]:
     """Return by caches the speed of one query over that of only reading them: tilewise's, and PyTorch's fastest."""
-    rows, found = {row["what"]: row for row in read(SERVED[card], seen)["rows"]}, {}
+    rows, found = {row["what"]: row for row in read(CARDS[card], SERVING, results)["rows"]}, {}
     for name, label in CACHES.items():
         reading, beside = rows[f"{name}, share of reading"], rows[f"{name}, contiguous"]["microseconds"]
         theirs = min(t for peer, t in beside.items() if not (isinstance(t, str) or peer.startswith(OURS)))
@@ -101,9 +104,9 @@ def shares(card: str, seen: Path = SEEN) -> dict[str, tuple[float, float]]:
     return found
 
 
-def shares_table(seen: Path = SEEN) -> str:
+def shares_table(results: Path = RESULTS) -> str:
     """Return the shares of both cards."""
-    cards = {card: shares(card, seen) for card in SERVED}
+    cards = {card: shares(card, results) for card in CARDS}
     lines = [
         [label, *(f"{100 * share:.0f}%" for card in cards.values() for share in card[label])]
         for label in CACHES.values()
@@ -112,15 +115,15 @@ def shares_table(seen: Path = SEEN) -> str:
     return markdown(["sequences x keys", *head], lines)
 
 
-def decoding(seen: Path = SEEN) -> dict[str, str]:
+def decoding(results: Path = RESULTS) -> dict[str, str]:
     """The lowest share of reading, of all cards and caches."""
-    lowest = min(share for card in SERVED for share, _ in shares(card, seen).values())
+    lowest = min(share for card in CARDS for share, _ in shares(card, results).values())
     return {"decode-lowest": f"{100 * lowest:.0f}"}
 
 
-def first(seen: Path = SEEN) -> dict[str, float]:
+def first(results: Path = RESULTS) -> dict[str, float]:
     """Return the seconds of the first forward and backward of a process, by the state of Triton's cache."""
-    content = read(FIRST, seen)
+    content = read(H100, FIRST, results)
     commit = content["environment"]["commit"]
     return {
         state: sum([row["seconds"] for row in content[f"{commit}, {state} cache"] if row.get("length") == 2048])
@@ -132,9 +135,9 @@ NUMERALS = {2: ("two", "两"), 4: ("four", "四"), 8: ("eight", "八")}
 """Numbers of GPUs in words, English and Chinese: the README's prose has no digits of its own."""
 
 
-def many_gpus(seen: Path = SEEN) -> dict[str, str]:
+def many_gpus(results: Path = RESULTS) -> dict[str, str]:
     """Return what has run on several GPUs, in one sentence for every page that says it."""
-    content = read(RUN, seen)
+    content = _run(results)
     named = {count: name for name in content for count, (word, _) in NUMERALS.items() if name == f"{word} H100s"}
     over_nccl, most = content[named[2]], max(named)
     right, all_ = over_nccl["right"], over_nccl["combinations"]
@@ -148,9 +151,9 @@ def many_gpus(seen: Path = SEEN) -> dict[str, str]:
     }
 
 
-def four_table(seen: Path = SEEN) -> str:
+def four_table(results: Path = RESULTS) -> str:
     """Return the share of ideal speed of four GPUs."""
-    rows = read(RUN, seen)["four H100s"]["rows"]
+    rows = _run(results)["four H100s"]["rows"]
     lengths = sorted({row["tokens"] for row in rows})
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in rows:
@@ -160,17 +163,17 @@ def four_table(seen: Path = SEEN) -> str:
     return markdown(["mask", "sharding", "plan", *(f"{n >> 10}k tokens" for n in lengths)], lines)
 
 
-def eight_bits(seen: Path = SEEN) -> Ratios:
+def eight_bits(results: Path = RESULTS) -> Ratios:
     """Return how many times as fast as in 16 bits calls in 8 bits are, in every measurement."""
     found: Ratios = {}
-    for row in read(RUN, seen)["rows"]:
+    for row in _run(results)["rows"]:
         if row["suite"] == "8 bits":
             size, mask, length = row["case"].removeprefix("8 bits D").split(" ")
             for name in PRECISIONS:
                 at = name, int(size), mask == "causal", int(length.removeprefix("N"))
                 found.setdefault(at, {})["independent"] = row["ours"] / row["peers"][f"{OURS} {name}"]
-    for card, file in EIGHT_BITS.items():
-        rows = rows_of(load(seen / "results" / file), "eight-bits")
+    for card, device in CARDS.items():
+        rows = rows_of(load(file_of(results, device, "card.json")), "eight-bits")
         times = {(row.implementation, row.of): row.milliseconds for row in rows if row.milliseconds}
         for (name, case), time in times.items():
             precision = name.removeprefix(f"{OURS} ")
@@ -188,9 +191,9 @@ def faster_from(found: Ratios, precision: str, size: int) -> int | None:
     return min((at[3] for at in mine if at[3] > max(slow, default=0)), default=None)
 
 
-def eight_bits_tables(seen: Path = SEEN) -> dict[str, str]:
+def eight_bits_tables(results: Path = RESULTS) -> dict[str, str]:
     """Return the advice, and every measurement of each precision."""
-    found = eight_bits(seen)
+    found = eight_bits(results)
     advice = []
     for size in SIZES:
         line = [str(size)]

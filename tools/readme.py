@@ -11,7 +11,7 @@ import independent
 from studies.accuracy import measure as study
 from studies.accuracy.page import findings_of
 from studies.bench import state
-from studies.bench.results import OURS, load, repeated, rows_of
+from studies.bench.results import OURS, RESULTS, file_of, load, repeated, rows_of
 from studies.bench.suites import BACKWARD, FORWARD
 from studies.bench.tables import CUDNN, EFFICIENT, STANDARD, geometric_mean, length_label, markdown, ratios
 from studies.pages import field
@@ -46,12 +46,12 @@ STAMPS = {
     "of-first": ("first-empty", "first-full"),
 }  # fmt: skip
 """What says the version and the date of which numbers, on the line of each; empty where their kernels are shipped."""
-AMX = "independent-amx.json"
+GPU, CPU = independent.H200, "amd-epyc-2-threads"
 DECODED = ("1 x 32k", "64 x 8k")
 """Sequences x keys of the README's shares of reading."""
 STAMPED = (
     "Numbers whose kernels have changed since say their version, commit and date. The independent run "
-    "([file](benchmarks/seen/independent-h100.json)) gave each contender its own clock. "
+    "([file](benchmarks/results/nvidia-h100-80gb-hbm3/independent.json)) gave each contender its own clock. "
     "[Performance](docs/results/performance.md) has more, and every table."
 )
 CHART_LENGTHS = (4096, 16384)
@@ -60,7 +60,7 @@ LONGEST = 4096
 """The length of the fp32 numbers."""
 
 
-def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) -> list[Path]:
+def write(results: Path = RESULTS, root: Path = ROOT) -> list[Path]:
     """Rewrites what stands between the comments."""
     found = numbers(results)
     pages = [root / name for name in PAGES]
@@ -69,34 +69,33 @@ def write(results: Path = ROOT / "benchmarks" / "results", root: Path = ROOT) ->
     return pages
 
 
-def numbers(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
+def numbers(results: Path) -> dict[str, str]:
     """By name, what the README says; its tables stand together."""
-    found = measured(results, seen)
+    found = measured(results)
     reference = (ROOT / "src" / "tilewise" / "attention" / "reference.py").read_text()
-    tables = found["hopper"], _asked(results, seen, found)
+    tables = found["hopper"], _asked(results, found)
     found["numbers"] = "\n" + "\n\n".join((*tables, STAMPED)) + "\n"
     return found | {"reference-lines": str(len(reference.splitlines()))}
 
 
-def measured(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
+def measured(results: Path) -> dict[str, str]:
     """By name, what the README and the pages of results say: numbers, whole tables, and stamps."""
     gpu, cpu = loaded(results)
-    told = stamps(results, seen)
-    found = _fp32(gpu, told) | _memory(gpu, told) | _host(gpu) | _cpu(cpu) | told
-    found |= (
-        independent.grid(seen) | independent.decoding(seen) | independent.many_gpus(seen) | _steps(seen) | _first(seen)
-    )
-    least, most = independent.read(AMX, seen)["bf16 over SDPA"]
+    stamped = stamps(results)
+    found = _fp32(gpu, stamped) | _memory(gpu, stamped) | _host(gpu) | _cpu(cpu) | stamped
+    found |= independent.grid(results) | independent.decoding(results) | independent.many_gpus(results)
+    found |= _steps(results) | _first(results)
+    least, most = independent.read(independent.AMX, independent.RUN, results)["bf16 over SDPA"]
     found["cpu-amx"] = f"{least}-{most}"
-    return found | _hopper(results / "nvidia-h200.json", gpu, found)
+    return found | _hopper(file_of(results, GPU), gpu, found)
 
 
 def loaded(results: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results of the GPU, and those of the CPU."""
-    return load(results / "nvidia-h200.json"), load(results / "amd-epyc-2-threads.json")
+    return load(file_of(results, GPU)), load(file_of(results, CPU))
 
 
-def stamps(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
+def stamps(results: Path) -> dict[str, str]:
     """By name, version and date of numbers whose kernels are not those of today."""
     gpu, cpu = loaded(results)
     carried = state.carried(results)
@@ -107,11 +106,11 @@ def stamps(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
                  for name, run in zip(suites, runs, strict=True)]  # fmt: skip
         return "".join(dict.fromkeys(found))
 
-    def alone(name: str, *kernels: str) -> str:
-        content = independent.read(name, seen)
+    def alone(device: str, name: str, *kernels: str) -> str:
+        content = independent.read(device, name, results)
         return Origin(content, carried, kernels).stamp(content["environment"])
 
-    served = dict.fromkeys(alone(name, "hopper split keys") for name in independent.SERVED.values())
+    served = dict.fromkeys(alone(card, independent.SERVING, "hopper split keys") for card in independent.CARDS.values())
     return {
         "of-paper": of(gpu, "paper"),
         "of-llmc": of(gpu, "llmc"),
@@ -119,36 +118,36 @@ def stamps(results: Path, seen: Path = independent.SEEN) -> dict[str, str]:
         "of-classic": of(gpu, "classic"),
         "of-host": of(gpu, "host"),
         "of-cpu": of(cpu, "cpu"),
-        "of-amx": alone(AMX, "cpu"),
+        "of-amx": alone(independent.AMX, independent.RUN, "cpu"),
         "of-serve": "".join(served),
-        "of-independent": alone(independent.RUN, "hopper"),
-        "of-first": alone(independent.FIRST, "hopper forward D128", "hopper backward D128"),
+        "of-independent": alone(independent.H100, independent.RUN, "hopper"),
+        "of-first": alone(independent.H100, independent.FIRST, "hopper forward D128", "hopper backward D128"),
     }
 
 
-def _steps(seen: Path) -> dict[str, str]:
+def _steps(results: Path) -> dict[str, str]:
     """Speed of whole training steps over PyTorch's fastest attention."""
-    (_, gpt2, of_gpt2), (_, llama, of_llama) = independent.steps(seen)
+    (_, gpt2, of_gpt2), (_, llama, of_llama) = independent.steps(results)
     return {"step-gpt2": f"{of_gpt2 / gpt2:.2f}", "step-llama": f"{of_llama / llama:.2f}"}
 
 
-def _first(seen: Path) -> dict[str, str]:
+def _first(results: Path) -> dict[str, str]:
     """Seconds of a first forward and backward."""
-    return {f"first-{state}": f"{seconds:.0f}" for state, seconds in independent.first(seen).items()}
+    return {f"first-{state}": f"{seconds:.0f}" for state, seconds in independent.first(results).items()}
 
 
-def _asked(results: Path, seen: Path, told: dict[str, str]) -> str:
+def _asked(results: Path, stamped: dict[str, str]) -> str:
     """Return the table of what visitors ask: a step, decoding, the first call, fp32 and memory."""
     gpu, _ = loaded(results)
     times, peaks = _times(gpu), _peaks(gpu)
     longest = max(length for _, length in peaks)
-    lines = [[title, f"{a:.1f}", f"{b:.1f}", "of-independent"] for title, a, b in independent.steps(seen)]
+    lines = [[title, f"{a:.1f}", f"{b:.1f}", "of-independent"] for title, a, b in independent.steps(results)]
     for label in DECODED:
-        shares = [independent.shares(card, seen)[label] for card in independent.SERVED]
+        shares = [independent.shares(card, results)[label] for card in independent.CARDS]
         both = (", ".join(f"{100 * x:.0f}%" for x in of) for of in zip(*shares, strict=True))
-        cards = ", ".join(independent.SERVED)
+        cards = ", ".join(independent.CARDS)
         lines.append([f"decoding, {label} keys: speed over only reading them, {cards}", *both, "of-serve"])
-    cold, warm = independent.first(seen).items()
+    cold, warm = independent.first(results).items()
     title = f"first forward and backward: {cold[0]} kernel cache, {warm[0]} one, s"
     lines.append([title, f"{cold[1]:.1f}, {warm[1]:.1f}", "-", "of-first"])
     both = (", ".join(f"{times[name, pass_]:.2f}" for pass_ in PASSES) for name in (f"{OURS} bf16x6", EFFICIENT))
@@ -156,7 +155,7 @@ def _asked(results: Path, seen: Path, told: dict[str, str]) -> str:
     both = (f"{peaks[name, longest] / 1e6:.0f}" for name in (OURS, CUDNN))
     title = f"peak memory, forward and backward, fp16, {length_label(longest)} tokens, MB"
     lines.append([title, *both, "of-classic"])
-    shown = [[*cells, told[name].strip(" ()") or "shipped kernels"] for *cells, name in lines]
+    shown = [[*cells, stamped[name].strip(" ()") or "shipped kernels"] for *cells, name in lines]
     return markdown(["on an H100 or H200", "tilewise", "PyTorch's fastest", "measured"], shown)
 
 
@@ -165,7 +164,7 @@ def _hopper(file: Path, content: dict[str, Any], others: dict[str, str]) -> dict
     rows = rows_of(content, "paper")
     runs, peers = repeated(file, content, "paper"), field.peers_of(file)
     if not runs or not peers:
-        raise ValueError(f"{file.name} has no repeated run of the suite paper, or peers/{file.name} is missing")
+        raise ValueError(f"{file} has no repeated run of the suite paper beside it, or no peers.json")
     best = field.ratios([rows_of(run, "paper") for run in runs], field.best_of(peers))
     field_of = {pass_: [x for line, cells in best.items() if line[2] == pass_ for x in cells] for pass_ in PASSES}
 
@@ -227,7 +226,7 @@ def _times(content: dict[str, Any]) -> dict[tuple[str, str], float]:
     }
 
 
-def _fp32(content: dict[str, Any], told: dict[str, str]) -> dict[str, str]:
+def _fp32(content: dict[str, Any], stamped: dict[str, str]) -> dict[str, str]:
     """Times of GPT-2's attention in fp32, and errors over those of standard attention."""
     times = _times(content)
     errors = _errors(content)
@@ -235,7 +234,7 @@ def _fp32(content: dict[str, Any], told: dict[str, str]) -> dict[str, str]:
         [title, *(f"{times[name, pass_]:.2f}" for pass_ in PASSES), f"{errors[name]:.2f}"]
         for name, title in FP32.items()
     ]
-    where = f"fp32 on an H200: GPT-2's heads, {length_label(LONGEST)} tokens, causal{told['of-llmc']}"
+    where = f"fp32 on an H200: GPT-2's heads, {length_label(LONGEST)} tokens, causal{stamped['of-llmc']}"
     table = markdown([where, "forward, ms", "backward, ms", "error / standard attention's"], lines)
     faster = times[EFFICIENT, FORWARD] / times[f"{OURS} bf16x6", FORWARD]
     error = errors[f"{OURS} bf16x6"] / errors[EFFICIENT]
@@ -259,12 +258,12 @@ def _peaks(content: dict[str, Any]) -> dict[tuple[str, int], int]:
     return {(row.implementation, row.of.length): row.peak_bytes or 0 for row in rows}
 
 
-def _memory(content: dict[str, Any], told: dict[str, str]) -> dict[str, str]:
+def _memory(content: dict[str, Any], stamped: dict[str, str]) -> dict[str, str]:
     """Peak memory of a forward and a backward, above the inputs."""
     at = _peaks(content)
     lengths = sorted({length for _, length in at})
     lines = [[title, *(f"{at[name, n] / 1e6:.0f}" for n in lengths)] for name, title in MEMORY.items()]
-    where = f"peak memory on an H200, MB: fp16, batch 8, 12 heads of 64, both passes{told['of-classic']}"
+    where = f"peak memory on an H200, MB: fp16, batch 8, 12 heads of 64, both passes{stamped['of-classic']}"
     less = at[STANDARD, max(lengths)] / at[OURS, max(lengths)]
     table = markdown([where, *map(length_label, lengths)], lines)
     return {"memory": table, "less-memory": f"{less:.0f}", "less-memory-at": length_label(max(lengths))}

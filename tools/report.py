@@ -10,6 +10,7 @@ import palette
 import readme
 import screens
 
+from studies.bench.results import RESULTS
 from studies.pages.report import write
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ def publish(results: Path, docs: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        publish(ROOT / "benchmarks" / "results", ROOT / "docs")
+        publish(RESULTS, ROOT / "docs")
         print(*readme.write(), *screens.write(), sep="\n")
     except ValueError as error:
         sys.exit(str(error))

@@ -14,7 +14,7 @@ from studies.accuracy import measure as accuracy
 from studies.accuracy.page import findings_of
 from studies.bench import state
 from studies.bench.accuracy import NAMES
-from studies.bench.results import OURS, load
+from studies.bench.results import OURS, RESULTS, file_of, load
 from studies.bench.tables import EFFICIENT, STANDARD, geometric_mean, is_ours, markdown
 from studies.pages.fp32 import WAYS_TABLE
 from studies.pages.marked import write as fill
@@ -22,7 +22,6 @@ from studies.pages.report import Origin
 from studies.training.contests import Trial, name_of
 
 ROOT = readme.ROOT
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("performance", "fp32", "accuracy", "accumulation")
 MORE = ("results/eight-bits", "use/many-gpus", "use/faq", "use/support")
 """Other pages with numbers and sentences that they share."""
@@ -41,19 +40,19 @@ def write(results: Path = RESULTS, docs: Path = ROOT / "docs") -> list[Path]:
 def numbers(results: Path) -> dict[str, str]:
     """Return by name what the pages say."""
     gpu, _ = readme.loaded(results)
-    found = readme.measured(results) | _training(gpu) | _accuracy(gpu) | _accumulation(gpu) | _seen()
+    found = readme.measured(results) | _training(gpu) | _accuracy(gpu) | _accumulation(gpu) | _beside(results)
     return {name: f"\n\n{text}\n\n" if "\n" in text else text for name, text in (found | {"ways": WAYS_TABLE}).items()}
 
 
-def _seen() -> dict[str, str]:
-    """Return the tables of benchmarks/seen."""
-    found = {"independent-grid": independent.grid_table(), "slower": independent.slower_table()}
-    for card, file in independent.EIGHT_BITS.items():
-        content = load(independent.SEEN / "results" / file)
-        of = Origin(content, state.carried(RESULTS), ("hopper 8-bit forward", "hopper forward", "quantize"))
+def _beside(results: Path) -> dict[str, str]:
+    """Return the tables of other files than bench.json."""
+    found = {"independent-grid": independent.grid_table(results), "slower": independent.slower_table(results)}
+    for card, device in independent.CARDS.items():
+        content = load(file_of(results, device, "card.json"))
+        of = Origin(content, state.carried(results), ("hopper 8-bit forward", "hopper forward", "quantize"))
         found[f"of-eight-bits-{card.lower()}"] = of.stamp(content["suites"]["eight-bits"]["environment"])
-    found |= {"decoding": independent.shares_table(), "four-gpus": independent.four_table()}
-    return found | independent.eight_bits_tables()
+    found |= {"decoding": independent.shares_table(results), "four-gpus": independent.four_table(results)}
+    return found | independent.eight_bits_tables(results)
 
 
 def _training(content: dict[str, Any]) -> dict[str, str]:

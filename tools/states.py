@@ -17,11 +17,13 @@ from typing import Any
 from versions import source
 
 from studies.bench import results, state
+from studies.bench.results import RESULTS
 from studies.console import sentences
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 CHIPS = ("hopper",)
+DATED = ("*/bench.json", "*/tune.json", "*/runs/*.json")
+"""Files whose results say what the kernels were."""
 
 
 def environments(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,14 +87,12 @@ def instructions(tree: Path) -> Iterator[tuple[str, dict[str, int]]]:
 def old() -> Iterator[str]:
     """Yield the results of older kernels, file by file."""
     carried = state.carried(RESULTS)
-    for file in sorted(RESULTS.glob("*.json")):
-        if file.name == state.CARRIED:
-            continue
+    for file in [*sorted(RESULTS.glob("*/bench.json")), *sorted(RESULTS.glob("*/tune.json"))]:
         content = results.unpacked(json.loads(file.read_text()))
         for name in dict.fromkeys(env["kernels"] for env in environments(content)):
             known = content.get("kernels", {}).get(name)
             differ = results.changed(known, [""], carried) if known else ["what they were is not known"]
-            yield f"{file.name}, kernels {name}: {', '.join(differ) or 'as they are'}"
+            yield f"{file.relative_to(RESULTS)}, kernels {name}: {', '.join(differ) or 'as they are'}"
 
 
 def main(arguments: list[str]) -> None:
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> None:
                 print(f"{of:14} {name}")
             print(*old(), sep="\n")
         case ["date"]:
-            date([file for file in sorted(RESULTS.rglob("*.json")) if file.name != state.CARRIED])
+            date([file for pattern in DATED for file in sorted(RESULTS.glob(pattern))])
         case ["carry", ref]:
             file = RESULTS / state.CARRIED
             before = json.loads(file.read_text()) if file.exists() else []

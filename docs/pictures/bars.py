@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-from studies.bench.results import OK, load, rows_of
+from studies.bench.results import OK, RESULTS, file_of, load, rows_of
 from studies.bench.suites import BACKWARD, FORWARD
 from studies.bench.tables import CUDNN, geometric_mean
 from studies.pages.field import peers_of
 from studies.pages.plots import COLOURS
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200.json"
+FILE = file_of(RESULTS, "nvidia-h200")
 LENGTHS = (4096, 16384)
 """Those at which the run has FlexAttention, too."""
 SIZES = (64, 128, 256)
@@ -47,7 +47,7 @@ LIGHT = Theme("#ffffff", "#333333", "#e6e6e6")
 DARK = Theme("#0d1117", "#d0d7de", "#2b3138", {"flash-attn 4": "#b0744a"})
 
 
-def speeds(file: Path = RESULTS) -> dict[Bar, float]:
+def speeds(file: Path = FILE) -> dict[Bar, float]:
     """Speed over cuDNN in the same run: geometric means of the shapes; without bars that lack one of them."""
     found: dict[Bar, list[float]] = {}
     times: dict[Any, dict[str, float]] = {}

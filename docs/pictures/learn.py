@@ -11,7 +11,7 @@ import torch
 from matplotlib.patches import Rectangle
 from timelines import GREY, GROUP, HEADS, INK, below
 
-from studies.bench.results import load
+from studies.bench.results import RESULTS, file_of, load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "minimal"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))
@@ -23,7 +23,6 @@ import online_softmax
 from traffic import Lines, counted
 
 RED, BLUE = GROUP
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200.json"
 PROCESSORS = 132
 """Of an H100 or H200."""
 
@@ -138,7 +137,7 @@ def loops() -> Any:
 
 def measured(suite: str, length: int = 4096) -> dict[tuple[str, int], float]:
     """By implementation and head size: the forward's rate relative to a large matrix product's, bf16, no mask."""
-    rows = load(RESULTS)["suites"][suite]["rows"]
+    rows = load(file_of(RESULTS, "nvidia-h200"))["suites"][suite]["rows"]
     return {
         (row["implementation"], row["case"]["head_size"]): row["of_matmul"]
         for row in rows

@@ -34,7 +34,7 @@ def accumulation(
         list[str] | None, typer.Option(help="Chips to compile for, such as sm_90; the GPU's own, else sm_80 and sm_90.")
     ] = None,
     results_folder: Annotated[
-        Path | None, typer.Option("--results", help="Merge the findings into <device name>.json in this folder.")
+        Path | None, typer.Option("--results", help="Merge the findings into <device name>/bench.json in this folder.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw <name>-errors.png and <name>-speed.png, from this name.")

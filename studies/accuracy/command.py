@@ -23,7 +23,7 @@ def accuracy(
     longest: Annotated[int | None, typer.Option(help="Leave out points with more tokens.", min=1)] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     results_folder: Annotated[
-        Path | None, typer.Option("--results", help="Merge the findings into <device name>.json in this folder.")
+        Path | None, typer.Option("--results", help="Merge the findings into <device name>/bench.json in this folder.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw pictures as <name>-<sweep>.png, from this name.")] = None,
 ) -> None:

@@ -35,7 +35,7 @@ def bench(
         Path | None, typer.Option("--json", help="Merge the rows into this file; - prints them instead of tables.")
     ] = None,
     results_folder: Annotated[
-        Path | None, typer.Option("--results", help="Merge the rows into <device name>.json in this folder.")
+        Path | None, typer.Option("--results", help="Merge the rows into <device name>/bench.json in this folder.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
 ) -> None:
@@ -48,7 +48,7 @@ def bench(
         asked = _metrics(show or [])
         env = results.environment(where)
         files = [json_file] if json_file and str(json_file) != "-" else []
-        files += [results_folder / f"{results.slug(env['device'])}.json"] if results_folder else []
+        files += [results.file_of(results_folder, env["device"])] if results_folder else []
         if resume and len(files) != 1:
             raise ValueError(
                 f"--resume must have one file, got {len(files)}; name it with --json FILE or --results FOLDER"

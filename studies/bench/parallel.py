@@ -1,7 +1,7 @@
 """Rates of tilewise.parallel on this machine's GPUs, against one GPU with its share of the work.
 
     python -m torch.distributed.run --standalone --nproc-per-node gpu \\
-        -m studies.bench.parallel --results benchmarks/seen
+        -m studies.bench.parallel --results benchmarks/results
 
 Each row: plan, sharding, mask, tokens, GPUs, milliseconds of forward and backward on the slowest rank, efficiency, and
 peak bytes of memory. On one GPU it measures what fp32 parts cost beside 16-bit ones. Rounds of plan and baseline
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import tilewise as tw
 import tilewise.parallel as tp
 from tilewise.parallel.costs import Sizes, cost
+
+from .results import file_of
 
 HEADS = ((32, 8), (64, 8))
 D = 128
@@ -191,7 +193,7 @@ def below(rows: list[dict[str, Any]]) -> list[str]:
 
 def fitted(folder: Path) -> None:
     """Write for each file of rows the cluster whose modelled costs come closest, for TILEWISE_CLUSTER."""
-    for path in sorted(folder.glob("parallel-*-x*.json")):
+    for path in sorted(folder.glob("*/parallel-x*.json")):
         rows = json.loads(path.read_text())
         if any(row["gpus"] > 1 for row in rows):
             to = path.with_name(path.name.replace("parallel-", "cluster-"))
@@ -202,7 +204,7 @@ def fitted(folder: Path) -> None:
 def main() -> None:
     """Measure, and write the rows of the first rank."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/seen"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backend", help="the kernels of all calls; left out, tilewise chooses")
     parser.add_argument("--mask", choices=MASKS, help="measure this one alone; other rows of the file stay")
@@ -214,9 +216,8 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     deadline = time.monotonic() + 60 * given.minutes
-    card = torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = given.results / f"parallel-{card}-x{dist.get_world_size()}.json"
-    given.results.mkdir(parents=True, exist_ok=True)
+    path = file_of(given.results, torch.cuda.get_device_name(), f"parallel-x{dist.get_world_size()}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
     if given.mask and path.exists():
         found = [row for row in json.loads(path.read_text()) if row.get("mask") != given.mask]

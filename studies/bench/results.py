@@ -1,4 +1,4 @@
-"""Results: rows, their environments, and one file for each machine, replaced suite by suite."""
+"""Results: rows, their environments, and one folder for each machine, whose bench.json is replaced suite by suite."""
 
 import json
 import math
@@ -24,6 +24,8 @@ from .state import PACKAGE
 from .suites import BACKWARD, BOTH, FORWARD, Case, Suite
 from .variants import VARIANTS
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+"""A folder for each device, with all that was measured on it."""
 OK, REFUSED, WRONG, FAILED, SKIPPED = "ok", "refused", "wrong", "failed", "skipped"
 DIGITS = 6
 """Significant digits of a measured number in a file: enough that no page shows another number."""
@@ -99,8 +101,13 @@ def _run_by(case: Case, pass_: str) -> str:
 
 
 def slug(name: str) -> str:
-    """Return a name as a file name, such as nvidia-h200."""
+    """Return a name as the name of a folder, such as nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def file_of(folder: Path, device: str, name: str = "bench.json") -> Path:
+    """Return where a device's file lies in a folder of results, such as nvidia-h200/bench.json."""
+    return folder / slug(device) / name
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -306,9 +313,9 @@ def comparable(file: Path, suite: Suite, env: dict[str, Any]) -> list[Row]:
 
 
 def repeated(file: Path, content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """Return a loaded file's run of a suite and those in repeats/<its name>-<suite>-*.json next to it, if they are of
-    the kernels measured last; none if it was run once."""
-    again = [load(path) for path in sorted((file.parent / "repeats").glob(f"{file.stem}-{suite}-*.json"))]
+    """Return a loaded file's run of a suite and those in runs/<suite>-*.json next to it, if they are of the kernels
+    measured last; none if it was run once."""
+    again = [load(path) for path in sorted(file.parent.glob(f"runs/{suite}-*.json"))]
     return newest([content, *again], suite) if suite in content["suites"] and again else []
 
 

@@ -1,4 +1,4 @@
-"""Ratios that a serving engine asks for, on this machine: python -m studies.bench.serving --results benchmarks/seen
+"""Ratios that a serving engine asks for, on this machine: python -m studies.bench.serving --results benchmarks/results
 
 On a GPU each call is replayed from a CUDA graph, in turns with its peers; medians count. `reads` is a kernel that only
 reads the same pages. On a CPU one query a sequence is compared with SDPA over keys that are gathered already. A ratio
@@ -331,7 +331,7 @@ def cpu_rows() -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, print a line for each ratio, and write all of it to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, help="the folder for serve-<device>.json")
+    parser.add_argument("--results", type=Path, help="write <device name>/serving.json in this folder")
     parser.add_argument("--only", default="", help="decode, prefill or host")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -344,11 +344,11 @@ def main() -> None:
                 print(line(each), flush=True)
                 print("   ", {n: t if isinstance(t, str) else round(t, 1) for n, t in each["microseconds"].items()})
     if given.results:
-        device = torch.cuda.get_device_name() if gpu else "cpu"
-        path = given.results / f"serve-{device.lower().replace(' ', '-')}.json"
         env = results.environment(torch.device("cuda" if gpu else "cpu"))
-        content = {"device": device, "environment": env, "rows": found}
+        content = {"device": env["device"], "environment": env, "rows": found}
         results.keep_states(content, [env])
+        path = results.file_of(given.results, env["device"], "serving.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 

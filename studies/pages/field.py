@@ -1,6 +1,6 @@
 """Compare tilewise with the best of cuDNN, FlashAttention-2, -3 and -4, on the grid of the suite `paper`.
 
-PyTorch brings the first two of the four. All were measured in one separate run: results/peers/<device>.json holds the
+PyTorch brings the first two of the four. All were measured in one separate run: a device's peers.json holds the
 rates of each cell. So tilewise over cuDNN in any run, divided by the best one's ratio to cuDNN in theirs, is tilewise
 over the best of them, as far as ratios carry over from day to day.
 """
@@ -29,7 +29,7 @@ SUFFIXES = {FORWARD: "", BACKWARD: "_bwd"}
 
 def peers_of(file: Path) -> dict[str, Any] | None:
     """Return the run of these peers on the device of a results file; None if there is none."""
-    path = file.parent / "peers" / file.name
+    path = file.with_name("peers.json")
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -108,7 +108,7 @@ def section(file: Path, content: dict[str, Any]) -> list[str]:
         f"Speed of tilewise over the fastest of {', '.join(FIELD.values())}. tilewise and the others were measured in",
         "different runs, on cards of the same kind, each with cuDNN. So this is the ratio of two ratios to cuDNN;",
         f"tilewise's is the median of {len(runs)} runs.",
-        f"[Rates of the others](../../benchmarks/results/peers/{file.name}):",
+        f"[Rates of the others](../../benchmarks/results/{file.parent.name}/peers.json):",
         f"{peers['when']}, {versions}. tilewise: commit {of['commit']}, kernels {of['kernels']}.\n",
         *(f"- {line}" for line in absent(peers)),
         f"- Why: {peers['missing']}.",

@@ -99,8 +99,8 @@ def write(results: Path, docs: Path) -> Path:
 
     Raises ValueError if there is no results file.
     """
-    measured = sorted(results.glob("tune-*.json"))
-    files = sorted(set(results.glob("*.json")) - {*measured, results / state.CARRIED})
+    measured = sorted(results.glob("*/tune.json"))
+    files = sorted(results.glob("*/bench.json"))
     if not files and not measured:
         raise ValueError(f"there is no results file in {results}; run a suite with --results {results} first")
     contents = dict(sorted(((file, load(file)) for file in files), key=lambda each: _on_a_cpu(each[1])))
@@ -108,7 +108,7 @@ def write(results: Path, docs: Path) -> Path:
     sections: dict[bool, list[str]] = {False: [], True: []}
     fp32, studied, summed = [], [], []
     for file, content in contents.items():
-        stem, heading = docs / "images" / file.stem, [f"## {content['device']}\n"]
+        stem, heading = docs / "images" / file.parent.name, [f"## {content['device']}\n"]
         if study.PART in content:
             studied += accuracy_section(
                 content, stem.with_name(f"{stem.name}-accuracy"), Origin(content, carried, ACCURACY)

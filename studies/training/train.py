@@ -15,9 +15,9 @@ import typer
 
 import tilewise as tw
 
-from ..bench.results import environment, slug
+from ..bench.results import environment
 from ..console import err, out, print_json, progress, sentences, table
-from ..options import pick_device
+from ..options import pick_device, results_file
 from .comparison import NAMES, Comparison
 from .contest import CONTENDERS, contest, known, log_loss
 from .contest import show as show_contest
@@ -53,7 +53,7 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write what came out here; - prints it.")] = None,
     results_folder: Annotated[
-        Path | None, typer.Option("--results", help="gpt2-124m: merge into <device name>.json in this folder.")
+        Path | None, typer.Option("--results", help="gpt2-124m: merge into <device name>/bench.json in this folder.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw losses, time and memory into this PNG.")] = None,
 ) -> None:
@@ -76,12 +76,13 @@ def train(
         if model == "small" and (attention or seeds > 1 or results_folder):
             raise ValueError("attention, seeds and results are for --model gpt2-124m; small compares two attentions")
         chosen = known(attention or CONTENDERS)
+        file = results_file(results_folder, torch.device(settings.device))
         if json_file:
             json_file.parent.mkdir(parents=True, exist_ok=True)  # told before, not after, the training
     if model == "small":
         _train_small(settings, json_file, plot)
     else:
-        _train_gpt2(settings, chosen, seeds, json_file, results_folder, plot)
+        _train_gpt2(settings, chosen, seeds, json_file, file, plot)
 
 
 def _train_small(settings: Settings, json_file: Path | None, plot: Path | None) -> None:
@@ -102,11 +103,10 @@ def _train_gpt2(
     names: Sequence[str],
     seeds: int,
     json_file: Path | None,
-    results_folder: Path | None,
+    file: Path | None,
     plot: Path | None,
 ) -> None:
     env = environment(torch.device(settings.device))
-    file = results_folder / f"{slug(env['device'])}.json" if results_folder else None
     found = contest(
         settings, names, range(settings.seed, settings.seed + seeds),
         lambda found: save(file, "GPT-2 124M", found, env) if file else None,

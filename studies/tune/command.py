@@ -29,7 +29,7 @@ def tune(
         Path | None, typer.Option(help=f"Put the best rows into this file; {VARIABLE}=file uses them.")
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--results", help="Merge the measurements into tune-<device name>.json in this folder.")
+        Path, typer.Option("--results", help="Merge the measurements into <device name>/tune.json in this folder.")
     ] = Path("benchmarks/results"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def tune(
             names = ", ".join(slot.title for slot in found)
             raise ValueError(f"--match must be words of a row's name, got {' '.join(match or ())}; choose from {names}")
         env = results.environment(device)
-        file = folder / f"tune-{results.slug(env['device'])}.json"
+        file = results.file_of(folder, env["device"], "tune.json")
         tuned.load(file)  # refuse a file that cannot be merged before the measurement, not after it
         if write:
             tuned.load_rows(write)

@@ -424,7 +424,7 @@ def test_calls_on_other_devices_are_left_alone_and_counted_if_asked(monkeypatch)
 
 def times():
     """Yield head size, causality, length and the times of every implementation, forward and backward, of the H200."""
-    suites = json.loads((ROOT / "benchmarks/results/nvidia-h200.json").read_text())["suites"]
+    suites = json.loads((ROOT / "benchmarks/results/nvidia-h200/bench.json").read_text())["suites"]
     for suite in (suites["paper"], suites["classic"]):
         same, found = suite["rows"]["same"], {}
         for values in suite["rows"]["table"]:

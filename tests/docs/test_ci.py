@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAKE = """#!/bin/sh
 echo "make $*"
-pwd >> "$SEEN"
+pwd >> "$RAN"
 ls uncommitted 2>/dev/null && exit 9
 [ "$1" = "$FAILS" ] && exit 3
 [ "$1" = demo ] && cp -r "$DEMO" out
@@ -118,7 +118,7 @@ def run(checkout, tmp_path):
     def start(fails="", **changes):
         shutil.rmtree(tmp_path / "demo", ignore_errors=True)
         given = {
-            "PATH": f"{tmp_path / 'tools'}{os.pathsep}{os.environ['PATH']}", "SEEN": str(tmp_path / "seen"),
+            "PATH": f"{tmp_path / 'tools'}{os.pathsep}{os.environ['PATH']}", "RAN": str(tmp_path / "ran"),
             "DEMO": str(leave(tmp_path / "demo", **changes)), "FAILS": fails, "INTERPRETER": sys.executable,
         }  # fmt: skip
         done = subprocess.run(
@@ -126,7 +126,7 @@ def run(checkout, tmp_path):
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert list((checkout / "out").iterdir()) == [], "clones are removed"
-        return done.returncode, done.stdout.splitlines(), (tmp_path / "seen").read_text().splitlines()
+        return done.returncode, done.stdout.splitlines(), (tmp_path / "ran").read_text().splitlines()
 
     return start
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from studies.bench.results import RESULTS
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS / "pictures"))
 parallel = pytest.importorskip("parallel")
@@ -22,10 +24,7 @@ def test_the_tables_are_the_models(name):
     assert "No machine has measured these numbers." in PAGE
 
 
-SEEN = DOCS.parent / "benchmarks" / "seen"
-
-
-@pytest.mark.parametrize("file", sorted(SEEN.glob("parallel-*-x[2-8].json")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/parallel-x[2-8].json")), ids=lambda file: file.parent.name)
 def test_ranks_hold_what_the_page_says(file):
     """Memory of rows that were measured, beside the share's, is at most the model's."""
     rows = [row for row in json.loads(file.read_text()) if row["gpus"] > 1]

@@ -12,11 +12,11 @@ import bars
 import readme
 
 from studies.bench import state
+from studies.bench.results import RESULTS
 from studies.pages import report
 from studies.pages.marked import MARKED
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 LINES = {"README.md": 110, "README.zh-CN.md": 45}
 WORDS = 25
 """Of a sentence."""

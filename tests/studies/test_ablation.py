@@ -238,7 +238,7 @@ def test_other_suites_have_no_such_table():
 
 def test_the_report_shows_table_and_picture(tmp_path):
     rows = measured({"without overlap": 1.25, "triton, keys outside": 7.0})
-    results.merge(tmp_path / "results/card.json", "ablation", rows, results.environment(CPU), partial=False)
+    results.merge(tmp_path / "results/card/bench.json", "ablation", rows, results.environment(CPU), partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "| without overlap | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 |" in page
     assert "### ablation: what each technique of the forward is worth" in page

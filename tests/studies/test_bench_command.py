@@ -61,7 +61,7 @@ def test_bench_goes_on_with_the_cases_that_its_file_lacks(monkeypatch, tmp_path)
     monkeypatch.setitem(SUITES, "cpu", replace(suite, cases=(case, replace(case, length=48))))
     arguments = ("bench", "--suite", "cpu", "--device", "cpu", "--resume", "--results", str(tmp_path))
     assert call(*arguments).exit_code == 0
-    (file,) = tmp_path.glob("*.json")
+    (file,) = tmp_path.glob("*/bench.json")
     content = results.load(file)
     rows = content["suites"]["cpu"]["rows"]
     first = [row for row in rows if row["case"] == rows[0]["case"]]
@@ -84,7 +84,7 @@ def test_bench_merges_and_prints_a_table(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     assert "GFLOP/s" in result.stdout
     assert "\x1b[" not in result.stdout
-    (file,) = (tmp_path / "results").glob("*.json")
+    (file,) = (tmp_path / "results").glob("*/bench.json")
     assert results.load(file)["suites"]["cpu"]["partial"]
 
 

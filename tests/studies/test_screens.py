@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "pictures"))
 import readme
 import screens
 
+from studies.bench.results import RESULTS
 from studies.pages.marked import MARKED, filled
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ OUTSIDE = (
 
 @pytest.fixture(scope="module")
 def found():
-    return screens.numbers(ROOT / "benchmarks" / "results")
+    return screens.numbers(RESULTS)
 
 
 def page(name):
@@ -72,7 +73,7 @@ def test_the_gpu_comes_first_and_the_cpu_last(name):
 def test_every_number_of_the_screens_is_used(found):
     names = (*screens.PAGES, *(f"../{name}" for name in screens.MORE))
     used = {marked[1] for name in names for marked in MARKED.findall(page(name))}
-    assert set(found) - used <= set(readme.measured(ROOT / "benchmarks" / "results"))
+    assert set(found) - used <= set(readme.measured(RESULTS))
 
 
 def test_parts_that_are_not_found_stay(tmp_path):

@@ -169,12 +169,12 @@ def pages(folder, before):
     """The performance page of a file whose kernels were these."""
     times = dict.fromkeys(("milliseconds", "milliseconds_p20", "milliseconds_p80", "tflops", "matmul_tflops"), 1.0)
     rows = [Row(asdict(SUITES["paper"].cases[0]), "tilewise", pass_, **times) for pass_ in (FORWARD, BACKWARD)]
-    file = folder / "results" / "card.json"
+    file = folder / "results" / "card" / "bench.json"
     env = {"device": "a card", "when": "2026-11-23", "commit": "abc", "kernels": "told", "versions": {}}
     results.merge(file, "paper", rows, env, partial=False)
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"kernels": {"told": before}}))
-    return report.write(file.parent, folder / "docs").read_text()
+    return report.write(folder / "results", folder / "docs").read_text()
 
 
 def test_one_kernel_changes_and_only_its_rows_turn_old(tmp_path):

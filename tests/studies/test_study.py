@@ -111,7 +111,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
         assert result.exit_code == 0, result.output
         assert "tilewise ieee: o " in result.stdout
         assert (tmp_path / f"p-{name}.png").stat().st_size > 5000
-    (file,) = folder.glob("*.json")
+    (file,) = folder.glob("*/bench.json")
     content = json.loads(file.read_text())
     assert set(content[PART]) == {"length", "scale"}
     assert content[PART]["scale"]["partial"]
@@ -119,7 +119,7 @@ def test_the_command_measures_merges_draws_and_the_report_writes_the_page(tmp_pa
     report.write(folder, tmp_path / "docs")
     page = (tmp_path / "docs/results/accuracy.md").read_text()
     for name in ("length", "scale"):
-        picture = f"{file.stem}-accuracy-{name}.png"
+        picture = f"{file.parent.name}-accuracy-{name}.png"
         assert f"images/{picture}" in page
         assert (tmp_path / "docs/images" / picture).stat().st_size > 5000
     assert "changed since" not in page

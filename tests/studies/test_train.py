@@ -317,7 +317,7 @@ def test_contexts_stand_side_by_side(tmp_path):
         ["peak GB", "standard", "1.02", "2.05", "-"], ["", "tilewise bf16x6", "1.02", "2.05", "8.19"]
     ]  # fmt: skip
     for c in group.values():
-        trainings.save(tmp_path / "results/card.json", "GPT", c, environment(torch.device("cpu")))
+        trainings.save(tmp_path / "results/card/bench.json", "GPT", c, environment(torch.device("cpu")))
     report.write(tmp_path / "results", tmp_path / "docs")
     assert "### Training by context length, batch 4" in (tmp_path / "docs/results/fp32.md").read_text()
     assert (tmp_path / "docs/images/card-training-contexts-0.png").stat().st_size > 5000

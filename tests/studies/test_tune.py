@@ -287,7 +287,7 @@ def test_the_whole_command_on_a_tiny_case(tmp_path, monkeypatch):
     assert "B_c 16" in result.output
     result = call(*arguments, "--match", "dq", "--json")
     assert json.loads(result.stdout)["slots"][0]["table"] == "dq"
-    (file,) = tmp_path.glob("tune-*.json")
+    (file,) = tmp_path.glob("*/tune.json")
     kept = {slot.table: slot for slot in tuned.load(file)["slots"]}
     assert set(kept) == {"forward", "dq"}
     for slot in kept.values():
@@ -347,7 +347,7 @@ def test_the_time_budget_leaves_rows_that_say_so():
 
 
 def test_results_of_another_card_or_kind_are_not_overwritten(tmp_path):
-    file = tmp_path / "tune-card.json"
+    file = tmp_path / "tune.json"
     tuned.merge(file, "card", [made_up(Candidate(row()))])
     tuned.merge(file, "card", [made_up(Candidate(row(), "skipped", "no time"))])
     assert tuned.load(file)["slots"][0].present.status == "ok", "what was skipped is still known from before"
@@ -364,7 +364,7 @@ def test_the_report_draws_the_tables(tmp_path):
         Candidate(row(B_c=16), milliseconds={CASE: 1.0}, spread={CASE: 0.01}),
         Candidate(row(B_r=128), "failed", "out of resource: shared memory"),
     )
-    file = tmp_path / "results/tune-card.json"
+    file = tmp_path / "results/card/tune.json"
     tuned.merge(file, "card", [found])
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "## Tiles of card" in page

@@ -175,7 +175,7 @@ def test_reasons_of_several_are_one_line():
 
 def test_the_report_shows_table_and_picture(tmp_path):
     rows = measured({"window 1024": 3.4, "softcap": 0.7, "dropout 0.1": 0.48, "varlen": 1.4})
-    results.merge(tmp_path / "results/card.json", "variants", rows, results.environment(CPU), partial=False)
+    results.merge(tmp_path / "results/card/bench.json", "variants", rows, results.environment(CPU), partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     assert "### variants: what each variant of a call costs" in page
     assert "packed as sequences of 3000, 100, 5092, 808, 7384." in page
@@ -185,10 +185,10 @@ def test_the_report_shows_table_and_picture(tmp_path):
 
 def test_the_report_has_the_median_of_several_runs(tmp_path):
     speeds = {"dropout 0.1": (0.48, 0.52, 0.51), "varlen": (1.41, 1.2, 1.3)}
-    names = "card.json", "repeats/card-variants-2.json", "repeats/card-variants-3.json"
+    names = "bench.json", "runs/variants-2.json", "runs/variants-3.json"
     for n, name in enumerate(names):
         rows = measured({variant: each[n] for variant, each in speeds.items()})
-        results.merge(tmp_path / "results" / name, "variants", rows, results.environment(CPU), partial=False)
+        results.merge(tmp_path / "results" / "card" / name, "variants", rows, results.environment(CPU), partial=False)
     page = report.write(tmp_path / "results", tmp_path / "docs").read_text()
     _, section = page.split("### variants, in 3 runs")
     assert "dropout 0.1 | 0.510 | 0.480 | 0.520 | 0.50 |" in section
@@ -206,7 +206,7 @@ def test_the_command_measures_prints_and_keeps(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     assert f"what a variant costs: {case}, backward" in " ".join(result.stdout.split())
     assert "of 15 aims are met." in result.stdout
-    (file,) = tmp_path.glob("*.json")
+    (file,) = tmp_path.glob("*/bench.json")
     assert len(results.rows_of(results.load(file), "variants")) == 2 * (1 + len(VARIANTS))
     (picture,) = plots.draw("variants", results.rows_of(results.load(file), "variants"), tmp_path / "b")
     assert picture[0].stat().st_size > 5000

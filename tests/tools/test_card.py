@@ -1,4 +1,4 @@
-"""make card, on a pretended GPU: what is cut off goes on, what fails stops nothing, what was seen is not run again."""
+"""make card, on a pretended GPU: what is cut off goes on, what fails stops nothing, what passed is not run again."""
 
 import json
 import signal
@@ -44,7 +44,7 @@ def gpu(tmp_path):
 
 class Pretended:
     def __init__(self, folder, workers=0):
-        self.folder, self.log = folder, card.Log(folder / "seen" / "pretended.jsonl")
+        self.folder, self.log = folder, card.Log(folder / "results" / "pretended" / card.STEPS)
         file, plain = folder / "test_some.py", ("-c", "/dev/null", "--rootdir", str(folder), "-p", "no:cacheprovider")
         step = of_tests("some", str(file), *plain, kernels=("",), minutes=0.1, files=file.name, workers=workers)
         self.step = replace(step, folder=folder)
@@ -65,7 +65,7 @@ class Pretended:
         todo = [self.step, *more]
         return card.run(todo, {step.name: state for step in todo}, self.log, minutes)
 
-    def seen(self, state="a", name="some"):
+    def outcome(self, state="a", name="some"):
         return self.log.read()[name, state]
 
 
@@ -73,7 +73,7 @@ def one_line(name, code, folder):
     return Step(name, ("-c", code), ("",), 0.1, folder=folder)
 
 
-def test_what_was_seen_is_not_run_again(gpu):
+def test_what_has_passed_is_not_run_again(gpu):
     assert gpu.run() == 0
     assert gpu.ran() == [0, 1, 2, 3]
     assert gpu.run() == 0
@@ -88,8 +88,8 @@ def test_a_failure_stops_nothing_keeps_its_name_and_runs_again_alone(gpu, capfd)
     later = one_line("later", "print('later')", gpu.folder)
     assert gpu.run(later) == 1
     assert gpu.ran() == [0, 1, 2, 3]
-    assert gpu.seen(name="later").files
-    (name, why), *others = gpu.seen().failed.items()
+    assert gpu.outcome(name="later").files
+    (name, why), *others = gpu.outcome().failed.items()
     assert (name, others) == ("test_some.py::test_some[1]", [])
     assert "the one that fails" in why
     assert name in capfd.readouterr().out
@@ -98,12 +98,12 @@ def test_a_failure_stops_nothing_keeps_its_name_and_runs_again_alone(gpu, capfd)
     gpu.write(bad=-1)  # a test is its name and the text of its file
     assert gpu.run(later) == 0
     assert gpu.ran() == [0, 1, 2, 3]
-    assert not gpu.seen().failed
+    assert not gpu.outcome().failed
 
 
-def test_a_command_that_fails_is_told_with_its_last_words(gpu):
+def test_a_command_that_fails_is_saved_with_its_last_lines(gpu):
     assert gpu.run(one_line("broken", "raise SystemExit('no such thing')", gpu.folder)) == 1
-    assert "no such thing" in gpu.seen(name="broken").failed[card.ITSELF]
+    assert "no such thing" in gpu.outcome(name="broken").failed[card.ITSELF]
 
 
 def test_the_minutes_are_kept_and_the_next_run_goes_on(gpu):
@@ -131,16 +131,16 @@ sys.exit(Pretended(Path({str(gpu.folder)!r}), workers=1).run())
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    known = gpu.seen()
-    assert list(known.failed) == ["test_some.py::test_some[0]"]
-    assert not known.files
+    outcome = gpu.outcome()
+    assert list(outcome.failed) == ["test_some.py::test_some[0]"]
+    assert not outcome.files
     time.sleep(2)  # what it started dies at its next word
     first = gpu.ran()
     (gpu.folder / "seconds").write_text("0")
     assert gpu.run() == 1
     assert set(first) | set(gpu.ran()) == {0, 1, 2, 3}
-    known = gpu.seen()
-    assert (len(known.passed), list(known.failed)) == (3, ["test_some.py::test_some[0]"])
+    outcome = gpu.outcome()
+    assert (len(outcome.passed), list(outcome.failed)) == (3, ["test_some.py::test_some[0]"])
 
 
 def test_a_step_that_is_silent_is_stopped_and_names_the_test(gpu):
@@ -149,7 +149,7 @@ def test_a_step_that_is_silent_is_stopped_and_names_the_test(gpu):
     for minutes in (0.1, 0.5, 2.5):
         gpu.step = replace(gpu.step, silence=minutes)
         assert gpu.run() == 1
-        if first := gpu.seen().failed.get("test_some.py::test_some[0]"):
+        if first := gpu.outcome().failed.get("test_some.py::test_some[0]"):
             break
     assert first == f"silent for {minutes:g} minutes"
 
@@ -158,10 +158,10 @@ def test_a_half_written_line_is_left_out(gpu):
     gpu.run()
     with open(gpu.log.path, "a") as file:
         file.write(json.dumps({"step": "some"})[:9])
-    assert len(gpu.seen().passed) == 4
+    assert len(gpu.outcome().passed) == 4
 
 
-def test_the_list_says_what_was_seen_and_what_waits(gpu, capsys):
+def test_the_list_says_what_has_run_and_what_waits(gpu, capsys):
     gpu.run()
     capsys.readouterr()
     later = one_line("later", "pass", gpu.folder)
@@ -176,7 +176,7 @@ def test_the_list_says_what_was_seen_and_what_waits(gpu, capsys):
 
 
 def test_steps_have_names_of_their_own_and_commands_that_exist():
-    todo = list(steps(ROOT / "benchmarks" / "seen"))
+    todo = list(steps(results.RESULTS, "a card"))
     assert len({step.name for step in todo}) == len(todo)
     for step in todo:
         assert all(list(ROOT.glob(pattern)) for pattern in step.files), step.name
@@ -185,14 +185,14 @@ def test_steps_have_names_of_their_own_and_commands_that_exist():
 def test_suites_that_were_measured_whole_go_into_the_results(tmp_path, monkeypatch):
     env = results.environment(torch.device("cpu"))
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: None)
-    seen, kept = tmp_path / "seen", tmp_path / "results"
+    measured, file = tmp_path / "measured", results.file_of(tmp_path, "card")
     rows = [Row(asdict(SUITES["cpu"].cases[0]), "tilewise", FORWARD)]
     for suite, partial in (("cpu", False), ("llmc", True)):
-        results.merge(seen / "results" / "card.json", suite, rows, env, partial)
-    card.documents(seen, kept)
-    content = results.load(kept / "card.json")
+        results.merge(results.file_of(measured, "card", "card.json"), suite, rows, env, partial)
+    card.documents(measured, tmp_path)
+    content = results.load(file)
     assert set(content["suites"]) == {"cpu"}
     assert content["kernels"][env["kernels"]]["cpu"]
-    results.merge(kept / "card.json", "cpu", [], env | {"when": "9999"}, False)
-    card.documents(seen, kept)
-    assert results.load(kept / "card.json")["suites"]["cpu"]["rows"] == [], "what is newer stays"
+    results.merge(file, "cpu", [], env | {"when": "9999"}, False)
+    card.documents(measured, tmp_path)
+    assert results.load(file)["suites"]["cpu"]["rows"] == [], "what is newer stays"

@@ -54,7 +54,7 @@ MEASURED = {
 }
 """From which length on, with gradients and without, 16-bit calls are at least as fast as the fastest of PyTorch's.
 
-By chip, greatest head size, and whether the mask is causal; from benchmarks/results/nvidia-h200.json.
+By chip, greatest head size, and whether the mask is causal; from benchmarks/results/nvidia-h200/bench.json.
 """
 FEW_QUERIES = 128
 """The fewest queries of what was measured."""

@@ -70,8 +70,8 @@ EIGHT_BITS: dict[Any, EightBits] = {
         FORWARD[256]._replace(B_c=128, pingpong=True, fetch_early=False, wait_pv=1), "halves", sum_by_product=True
     ),
 }
-"""By head size and precision, among the fastest of benchmarks/seen/eight-bits-h100.json whose sums do not drift.
-That file is older than the ping-pong of (256, "fp8"). `studies tune` does not measure these."""
+"""By head size and precision, among the fastest of benchmarks/results/nvidia-h100-80gb-hbm3/eight-bits.json whose sums
+do not drift. That file is older than the ping-pong of (256, "fp8"). `studies tune` does not measure these."""
 
 
 class Backward(NamedTuple):
