@@ -34,7 +34,7 @@ def main() -> None:
                     call = stack.enter_context(measure.bound(peer, peer.prepare(case, device), x, question["pass"]))
                     timed, held = partial(measure.sample, call, measure.pace(call, device), device), question
                 answer = {"seconds": timed()}
-            except Exception as error:  # what this version cannot do is told, and the others go on
+            except Exception as error:  # what this version cannot do is listed, and the others go on
                 held, answer = None, {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
             print(json.dumps(answer), file=answers, flush=True)
 

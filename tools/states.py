@@ -90,8 +90,8 @@ def old() -> Iterator[str]:
     for file in [*sorted(RESULTS.glob("*/bench.json")), *sorted(RESULTS.glob("*/tune.json"))]:
         content = results.unpacked(json.loads(file.read_text()))
         for name in dict.fromkeys(env["kernels"] for env in environments(content)):
-            known = content.get("kernels", {}).get(name)
-            differ = results.changed(known, [""], carried) if known else ["what they were is not known"]
+            before = content.get("kernels", {}).get(name)
+            differ = results.changed(before, [""], carried) if before else ["what they were is not known"]
             yield f"{file.relative_to(RESULTS)}, kernels {name}: {', '.join(differ) or 'as they are'}"
 
 

@@ -116,11 +116,11 @@ def rows(deadline: float, backend: str | None, masks: tuple[str, ...]) -> Iterat
         even = tp.Zigzag(group) if name == "causal" else tp.Contiguous(group)
         cases: list[tuple[str, tp.Sharding]] = [("ulysses", tp.Contiguous(group)), ("ring", even), ("gather", even)]
         cases += [("ring", tp.Balanced(group, mask, tokens, 1024))] if name == "documents" else []
-        told = {"mask": name, "tokens": tokens, "heads": heads, "gpus": P}
+        common = {"mask": name, "tokens": tokens, "heads": heads, "gpus": P}
         for plan, s in cases:
             if slowest(time.monotonic() - deadline) > 0:
                 return
-            yield told | of_plan(plan, s, mask, tokens, heads, backend)
+            yield common | of_plan(plan, s, mask, tokens, heads, backend)
 
 
 def of_plan(

@@ -136,7 +136,7 @@ def _digest_on(device: torch.device) -> str:
     return state.digest(found)
 
 
-def keep_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
+def save_states(content: dict[str, Any], environments: Iterable[dict[str, Any]]) -> None:
     """Name the states of a file's kernels once, next to its results."""
     for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
         content.setdefault("kernels", {})[name] = STATES[name]
@@ -202,7 +202,7 @@ def merge(
     content["device"] = env["device"]
     run = {"environment": env, "partial": partial, **(more or {}), "rows": [asdict(row) for row in rows]}
     content.setdefault(part, {})[suite] = run
-    keep_states(content, [env])
+    save_states(content, [env])
     write(path, content)
     return load(path)
 
@@ -304,8 +304,8 @@ def rows_of(content: dict[str, Any], suite: str) -> list[Row]:
 def comparable(file: Path, suite: Suite, env: dict[str, Any]) -> list[Row]:
     """Return a file's rows of a suite, without those that ran late, if kernels and versions are the same."""
     content = load(file)
-    known = content["suites"].get(suite.name, {"environment": {}})["environment"]
-    if any(known.get(name) != env[name] for name in ("device", "kernels", "versions")):
+    before = content["suites"].get(suite.name, {"environment": {}})["environment"]
+    if any(before.get(name) != env[name] for name in ("device", "kernels", "versions")):
         return []
     rows = [row for row in rows_of(content, suite.name) if row.of in suite.cases]
     skipped = {row.of for row in rows if row.status == SKIPPED and "budget" in (row.why or "")}

@@ -2,7 +2,7 @@
 
 On a GPU each call is replayed from a CUDA graph, in turns with its peers; medians count. `reads` is a kernel that only
 reads the same pages. On a CPU one query a sequence is compared with SDPA over keys that are gathered already. A ratio
-above 1 means that tilewise takes less time; a peer that cannot run is listed with its reason. Each line tells its bar.
+above 1 means that tilewise takes less time; a peer that cannot run is listed with its reason. Each line states its bar.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def timed(calls: Calls) -> Found:
 
 
 def prepared(call: Callable[[], Any]) -> Callable[[], Any] | str:
-    """Return what runs a call, or why it cannot: a peer that this PyTorch lacks is told, and the others go on."""
+    """Return what runs a call, or why it cannot: a peer that this PyTorch lacks is listed, and the others go on."""
     try:
         call()
         return graphed(call) if torch.cuda.is_available() else call
@@ -199,7 +199,7 @@ def peers(s: Served) -> Calls:
         return lambda: varlen_attn(q, *rows, cu_q, cu_k, M, N, **more)
 
     def later(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
-        """Make a peer where its errors are told."""
+        """Make a peer where its errors are listed."""
         made: list[Callable[[], Any]] = []
 
         def call() -> Any:
@@ -238,8 +238,8 @@ def line(each: dict[str, Any]) -> str:
     what = f"{each['ours']} against {each['than']}" if least else f"{each['than']} of {each['ours']}"
     if found is None:
         return f"{each['what']}: not measured, {what}"
-    told = "reached" if (found >= bar if least else found <= bar) else "MISSED"
-    return f"{each['what']}: {found:.3f} ({'at least' if least else 'at most'} {bar}: {told}), {what}"
+    verdict = "reached" if (found >= bar if least else found <= bar) else "MISSED"
+    return f"{each['what']}: {found:.3f} ({'at least' if least else 'at most'} {bar}: {verdict}), {what}"
 
 
 def reading_row(s: Served, what: str, bar: float) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def main() -> None:
     if given.results:
         env = results.environment(torch.device("cuda" if gpu else "cpu"))
         content = {"device": env["device"], "environment": env, "rows": found}
-        results.keep_states(content, [env])
+        results.save_states(content, [env])
         path = results.file_of(given.results, env["device"], "serving.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")

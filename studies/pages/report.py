@@ -83,8 +83,8 @@ class Origin(NamedTuple):
 
     def changed_since(self, env: dict[str, Any]) -> list[str] | None:
         """Return which kernels are others today; None if what they were is not known."""
-        known = self.content.get("kernels", {}).get(env["kernels"])
-        return None if known is None else changed(known, self.names, self.carried)
+        before = self.content.get("kernels", {}).get(env["kernels"])
+        return None if before is None else changed(before, self.names, self.carried)
 
     def stamp(self, env: dict[str, Any]) -> str:
         """Say the version, commit and date of results whose kernels are not those of today; nothing of others."""
@@ -207,9 +207,9 @@ def _tiles(content: dict[str, Any], carried: dict[str, str]) -> list[str]:
 
 def kernels_of_run(content: dict[str, Any], suite: str) -> set[str]:
     """Return the kernels on which a suite's rows depend."""
-    known = content.get("kernels", {}).get(content["suites"][suite]["environment"]["kernels"], {})
+    states = content.get("kernels", {}).get(content["suites"][suite]["environment"]["kernels"], {})
     rows = [row for row in rows_of(content, suite) if row.status == OK]
-    return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, known)}
+    return {name for row in rows for name in kernels_of(row.of, row.implementation, row.pass_, states)}
 
 
 def _tables(found: Sequence[Grid]) -> str:

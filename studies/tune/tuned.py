@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewise.host.tables import read
 
-from ..bench.results import OK, SKIPPED, keep_states, text, write
+from ..bench.results import OK, SKIPPED, save_states, text, write
 from ..bench.suites import Case
 
 MARGIN = 0.01
@@ -161,7 +161,7 @@ def merge(path: Path, device: str, found: Sequence[Tuned]) -> None:
         if at not in slots or t.present.status != SKIPPED:
             slots[at] = t
     content = {**content, "device": device, "slots": [asdict(t) for t in slots.values()]}
-    keep_states(content, [t.environment for t in found])
+    save_states(content, [t.environment for t in found])
     write(path, content)
 
 

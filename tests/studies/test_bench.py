@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,6 +251,13 @@ def test_a_file_says_once_what_all_rows_share_and_reads_older_forms(tmp_path):
     assert '[1024,{"o":1.0}]' in file.read_text()
     assert file.read_text().count("dropout") == 1
     assert results.unpacked(content) == content
+
+
+def test_a_devices_results_lie_in_its_folder():
+    assert results.file_of(Path("r"), "NVIDIA H200") == Path("r/nvidia-h200/bench.json")
+    assert results.file_of(Path("r"), "nvidia-h200", "tune.json") == Path("r/nvidia-h200/tune.json")
+    for file in results.RESULTS.glob("*/bench.json"):
+        assert file == results.file_of(results.RESULTS, results.load(file)["device"])
 
 
 def test_the_kept_results_are_small():

@@ -180,6 +180,8 @@ def test_steps_have_names_of_their_own_and_commands_that_exist():
     assert len({step.name for step in todo}) == len(todo)
     for step in todo:
         assert all(list(ROOT.glob(pattern)) for pattern in step.files), step.name
+    into = {step.command[-1] for step in todo if step.name.startswith("bench ")}
+    assert into == {str(results.RESULTS / "a-card" / "card.json")}
 
 
 def test_suites_that_were_measured_whole_go_into_the_results(tmp_path, monkeypatch):
