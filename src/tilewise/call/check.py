@@ -99,22 +99,10 @@ def check_arguments(
         products.plain,
         bool(deterministic) or asks_for_determinism(),
         backend,
-        out_dtype=_out_dtype(out_dtype, products.dtype(q.dtype)),
+        out_dtype=products.out_dtype(out_dtype, q.dtype),
         origin=origin.of_heads(q.shape[-2]).plain if drop.probability else (),
     )
     return Operands(q, k, v, extra), recipe, lies.longest()
-
-
-def _out_dtype(out_dtype: torch.dtype | None, of_q: torch.dtype) -> str | None:
-    """Return the recipe's word for a type of o: None for q's own."""
-    if out_dtype is None or out_dtype == of_q:
-        return None
-    if out_dtype != torch.float32 or of_q not in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"out_dtype must be None, q's type {of_q}, or torch.float32 for 16-bit inputs, got {out_dtype!r}; "
-            "leave it out, and convert o"
-        )
-    return "float32"
 
 
 def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:

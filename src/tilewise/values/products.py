@@ -62,6 +62,18 @@ class Products(Option):
         """Return the type of results, for that of q."""
         return of_q
 
+    def out_dtype(self, asked: torch.dtype | None, of_q: torch.dtype) -> str | None:
+        """Return the recipe's word for a type of o that was asked for, None for q's own; or raise ValueError."""
+        own = self.dtype(of_q)
+        if asked is None or asked == own:
+            return None
+        if asked != torch.float32 or own not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"out_dtype must be None, q's type {own}, or torch.float32 for 16-bit inputs, got {asked!r}; "
+                "leave it out, and convert o"
+            )
+        return "float32"
+
     def against(self, problem: Any) -> list[str]:
         """Return why no back end runs a problem with these products."""
         return []
