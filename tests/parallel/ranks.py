@@ -32,7 +32,7 @@ import tilewise as tw
 import tilewise.parallel as tp
 from tilewise.attention import reference
 from tilewise.parallel.check import same_seed
-from tilewise.parallel.exchange import told
+from tilewise.parallel.exchange import gathered
 
 from . import forked
 
@@ -411,7 +411,7 @@ def two_models_at_once_and_a_seed_that_is_drawn(rank):
     second = tp.attention(*two.shard((q, k, v)), sharding=two, plan="gather", mask=tw.Window(5, 5))
     close(one.unshard(first), reference.attention(q, k, v, mask=tw.Causal())[0], 1e-12, "one")
     close(two.unshard(second), reference.attention(q, k, v, mask=tw.Window(5, 5))[0], 1e-12, "two")
-    seeds = told([int(same_seed(None, q.device, one)) for _ in range(2)], one.axes)
+    seeds = gathered([int(same_seed(None, q.device, one)) for _ in range(2)], one.axes)
     assert seeds == [seeds[0]] * RANKS
     assert seeds[0][0] != seeds[0][1]
     dropped = tp.attention(*one.shard((q, k, v)), sharding=one, plan="ring", dropout=0.5)
@@ -421,7 +421,7 @@ def two_models_at_once_and_a_seed_that_is_drawn(rank):
 @case
 def rows_come_together_again_and_gradients_go_apart(rank):
     for s in (tp.Zigzag(everyone()), tp.Contiguous(everyone(), 61), tp.Zigzag(MESH[0])):
-        length = s.known or N
+        length = s.global_length or N
         x = torch.arange(2.0 * length).view(2, length)
         own = s.shard(x).requires_grad_()
         whole = s.unshard(own)

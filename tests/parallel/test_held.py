@@ -62,9 +62,9 @@ def test_copies_are_its_own_and_few():
             plan = documents(seed, N)
             q = torch.zeros(2, N // 2, 1, 8)
             pieces = (((0, N // 2),), ((N // 2, N),))
-            shards.shards_of("ring", N, pieces, 0, plan, (), {}, 0, None, q)
+            shards.shards_of(None, "ring", N, pieces, 0, 0, None, plan, (), {}, q)
     assert len(held.RECENT) == held.RECENT.maxlen
-    for kept in (reach.reach, shards._known, held._check, plans._even):
+    for kept in (reach.reach, shards._made, held._check, plans._even):
         assert kept.cache_info().currsize <= kept.cache_info().maxsize <= 64
 
 

@@ -135,10 +135,10 @@ def test_the_solver_balances_packed_documents(N, ranks):
 def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():
     node = Sizes(1 << 18, 8, 32, 8, 128)
     assert cost("ulysses", 1, node).seconds < min(cost(plan, 1, node).seconds for plan in ("ring", "gather"))
-    wide = Sizes(1 << 20, 64, 32, 8, 128, seen=0.5)
+    wide = Sizes(1 << 20, 64, 32, 8, 128, visible=0.5)
     grid = cost("ring", 8, wide)
     assert grid.seconds < cost("ring", 1, wide).seconds
-    narrow = wide._replace(seen=0.01, fetched=0.01)
+    narrow = wide._replace(visible=0.01, fetched=0.01)
     assert cost("ring", 1, narrow).received < 0.05 * cost("gather", 1, narrow).received
 
 

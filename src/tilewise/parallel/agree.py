@@ -1,7 +1,7 @@
 """Agreement: ranks compare a call before any of them sends, so that an error of one is an error of all, at once."""
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -14,8 +14,7 @@ from ..call.dispatch import NAMESPACE, OPERATORS
 from ..call.import_hook import when_imported
 from ..call.recipe import KINDS
 from ..values.masks import Full, Mask, intersect
-from ..values.tables import Dense
-from .exchange import Axes, alike, home_of, size_of, told
+from .exchange import Axes, alike, gathered, home_of, size_of
 from .held import Numbers, checked
 
 T = TypeVar("T")
@@ -45,10 +44,10 @@ def together(axes: Axes, near: Any, prepare: Callable[[], tuple[Facts, T]]) -> T
         facts, found = prepare()
     except Exception as error:
         if not alike(ERROR, axes, home):
-            told(f"{type(error).__name__}: {error}", axes)
+            gathered(f"{type(error).__name__}: {error}", axes)
         raise
     if not alike(repr(facts), axes, home):
-        _disagree(told(facts, axes))
+        _disagree(gathered(facts, axes))
     return found
 
 
@@ -71,7 +70,7 @@ def _short(text: str) -> str:
 
 def of_numbers(numbers: Numbers | None) -> Facts:
     """Return what ranks say of a mask's numbers, where they were read."""
-    return {} if numbers is None else {"the numbers of the mask": str([one.told for one in numbers])}
+    return {} if numbers is None else {"the numbers of the mask": str([one.numbers for one in numbers])}
 
 
 FULL = Full()
@@ -85,9 +84,9 @@ def agreed(x: Tensor, axes: Axes, facts: Facts, mask: Mask = FULL, N: int = 0, n
     """
     if size_of(axes) == 1:
         return x
-    whole = [part for part in mask.parts if not isinstance(part, Dense)]
-    names = [(type(part).__name__, *part.plain[1:]) for part in whole]
-    return OPERATORS.agree(x, [t for part in whole for t in part.tensors], written(axes, facts, names, N, needed))
+    whole = [part for part in mask.parts if not part.broadcasts]
+    tensors = [t for part in whole for t in part.tensors]
+    return OPERATORS.agree(x, tensors, written(axes, facts, [part.plain for part in whole], N, needed))
 
 
 def written(axes: Axes, *rest: Any) -> str:
@@ -105,28 +104,26 @@ when_imported("torch._dynamo", _before_graphs)
 
 
 literal: Any = lru_cache(256)(ast.literal_eval)
-"""What `written` wrote, read."""
 
 
-def resolved(group: str) -> Any:
-    """Return the process group of a name."""
-    return distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+def read(text: str) -> tuple[Any, ...]:
+    """Return what `written` wrote: the groups of these names, and the rest."""
+    names, *rest = literal(text)
+    return tuple(map(distributed_c10d._resolve_process_group, names)), *rest  # type: ignore[attr-defined]
+
+
+def rebuilt(plain: Iterable[tuple[Any, ...]], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+    """Return masks or scores of these numbers with the next of the tensors."""
+    kinds = [(KINDS[name], numbers) for name, *numbers in plain]
+    return tuple([kind.rebuild(tuple(numbers), tuple(next(tensors) for _ in kind.captures)) for kind, numbers in kinds])
 
 
 @torch.library.custom_op(f"{NAMESPACE}::agree", mutates_args=())
 def agree_op(x: Tensor, captured: Sequence[Tensor], where: str) -> Tensor:
     """Return x, once every rank of some groups says the same. `where` is encoded text."""
-    groups, facts, names, N, needed = literal(where)
-    tensors = iter(captured)
-    parts: list[Any] = [
-        KINDS[name].rebuild(tuple(numbers), tuple(next(tensors) for _ in KINDS[name].captures))
-        for name, *numbers in names
-    ]
-
-    def prepare() -> tuple[Facts, None]:
-        return facts | of_numbers(checked(intersect(tuple(parts)), N, needed, x)), None
-
-    together(tuple(map(resolved, groups)), x, prepare)
+    axes, facts, parts, N, needed = read(where)
+    mask = intersect(rebuilt(parts, iter(captured)))
+    together(axes, x, lambda: (facts | of_numbers(checked(mask, N, needed, x)), None))
     return x.clone()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..attention.api import SIGNATURE, with_defaults
+from ..attention.api import SIGNATURE
 from ..call.check import autocast_type, cast
 from ..call.options import Everything, spell_out
 from ..values.value import Unsupported
@@ -17,21 +17,9 @@ from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
 from .costs import VARIABLE, Cluster, Cost, current
 from .held import checked
-from .plans import (
-    NAMES,
-    Grid,
-    Plan,
-    Work,
-    candidates,
-    choose,
-    costs_of,
-    memory_limit,
-    needs_numbers,
-    refusals,
-    run,
-    works_of,
-)
-from .shardings import Sharding
+from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, needs_numbers, refusals, run
+from .reach import reach_of
+from .shardings import Sharding, refuse_sharding
 
 
 def attention(
@@ -68,7 +56,7 @@ def attention(
             what is wrong, ValueError on the others; if ranks disagree, ValueError on every rank.
         RuntimeError: a rank does not answer within the group's time-out.
     """
-    _refuse_sharding(sharding)
+    refuse_sharding(sharding)
     prepare = partial(_prepared, q, k, v, sharding, plan, options)
     if torch.compiler.is_compiling():
         facts, (chosen, w, (q, k, v), sink) = prepare()
@@ -134,12 +122,13 @@ def explain(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    _refuse_sharding(sharding)
-    w = _checked("tilewise.parallel.explain", q, k, v, sharding, options)
+    refuse_sharding(sharding)
+    w = check_call("tilewise.parallel.explain", q, k, v, sharding, options)
     source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
-    return Explanation(choose(costs, memory_limit(q.device)), costs, against, works_of(w.mask, w.pieces, w.N), source)
+    work = reach_of(w.mask, w.N).work(w.pieces)
+    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
 
 
 Ready = tuple[Plan, Work, tuple[Tensor, Tensor, Tensor], Tensor | None]
@@ -150,7 +139,7 @@ def _prepared(
     q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, plan: Plan | None, options: Any
 ) -> tuple[Facts, Ready]:
     """Do all that may fail on one rank alone; return what it says to others, and what it has prepared."""
-    w = _checked("tilewise.parallel.attention", q, k, v, sharding, options)
+    w = check_call("tilewise.parallel.attention", q, k, v, sharding, options)
     kind = autocast_type(q)
     x = (q, k, v) if kind is None else (cast(q, kind), cast(k, kind), cast(v, kind))
     if plan is None:
@@ -161,24 +150,6 @@ def _prepared(
         w = w._replace(numbers=checked(w.mask, w.N, needs_numbers(plan), q))
     sink = options.get("sink")
     return facts_of(w, plan, x, sink, bool(options.get("return_lse"))), (plan, w, x, sink)
-
-
-def _checked(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Any) -> Work:
-    """Check what this rank can see, and return the call."""
-    chosen = with_defaults(function, options)
-    N, pieces = check_call(q, k, v, sharding, chosen)
-    names = ("scale", "dropout", "seed", "precision", "deterministic", "backend")
-    given = {name: chosen[name] for name in names}
-    score = chosen["score"] if isinstance(chosen["score"], (tuple, list)) else (chosen["score"],)
-    return Work(sharding, N, pieces, chosen["mask"], tuple(score), given)
-
-
-def _refuse_sharding(sharding: Any) -> None:
-    """Raise for no sharding; without one there is nobody to tell."""
-    if not isinstance(sharding, Sharding):
-        raise TypeError(
-            f"sharding must be a sharding such as Contiguous(group), got {sharding!r}; write one of tilewise.parallel"
-        )
 
 
 def _refuse(plan: Any, w: Work, H: int) -> None:

@@ -10,7 +10,7 @@ from ..compat.transformers.view import SHARDED
 from ..values.masks import Full, Mask
 from .api import attention
 from .plans import Plan
-from .shardings import Sharding
+from .shardings import Sharding, refuse_sharding
 
 FULL = Full()
 
@@ -30,10 +30,7 @@ def using(sharding: Sharding, plan: Plan | None = None, mask: Mask = FULL) -> It
     Raises:
         TypeError: sharding is none. Unsupported, in a layer: padding, chunks, caches and drawn masks.
     """
-    if not isinstance(sharding, Sharding):
-        raise TypeError(
-            f"sharding must be a sharding such as Zigzag(group), got {sharding!r}; write one of tilewise.parallel"
-        )
+    refuse_sharding(sharding)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         options["mask"] = options["mask"] & mask

@@ -33,7 +33,7 @@ class Cluster(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A problem's sizes: the whole's rows, ranks, heads, head size, bytes of a number, and the part of P computed."""
+    """A problem's sizes: the whole's rows, ranks, heads, head size, and bytes of a number."""
 
     N: int
     ranks: int
@@ -41,7 +41,8 @@ class Sizes(NamedTuple):
     H_k: int
     D: int
     itemsize: int = 2
-    seen: float = 0.5
+    visible: float = 0.5
+    """The part of P that the mask shows, and that is computed."""
     fetched: float = 0.75
     """The part of the others' keys that a rank needs, the mean over ranks."""
     balance: float = 1.0
@@ -64,7 +65,7 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     R = x.ranks // U
     h, h_k = x.H // U, max(1, x.H_k // U)
     rows = max(1, x.N // R)  # no length is refused for its cost
-    flops = 4.0 * x.seen * x.N * x.N * x.H * x.D / x.ranks
+    flops = 4.0 * x.visible * x.N * x.N * x.H * x.D / x.ranks
     swap, swapped = _swap(x, U, h_k, c) if U > 1 else (0.0, 0.0)
     held = rows * (3.0 * h + 2 * h_k) * x.D * x.itemsize if U > 1 else 0.0  # q, o and do, k and v by heads
     if R == 1:

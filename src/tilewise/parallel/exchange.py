@@ -1,10 +1,11 @@
 """Messages between the ranks of a group, over torch.distributed; and how many bytes they carry."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from hashlib import sha256
+from math import prod
 from typing import Any
 
 import torch
@@ -34,10 +35,13 @@ def count_bytes() -> Iterator[Counter]:
         SENT.reset(token)
 
 
-def count(to: int, tensor: Tensor) -> None:
-    """Add a message to the counter, if there is one."""
-    if not torch.compiler.is_compiling() and (counter := SENT.get()) is not None:
-        counter[to] += tensor.numel() * tensor.element_size()
+def count(messages: Iterable[tuple[int, Tensor]], own: int) -> None:
+    """Add messages, by the rank that gets them, to the counter, if there is one; but for this rank's own."""
+    if torch.compiler.is_compiling() or (counter := SENT.get()) is None:
+        return
+    for to, tensor in messages:
+        if to != own:
+            counter[to] += tensor.numel() * tensor.element_size()
 
 
 def axes_of(group: Any) -> Axes:
@@ -49,10 +53,7 @@ def axes_of(group: Any) -> Axes:
 
 def size_of(axes: Axes) -> int:
     """Return how many ranks there are."""
-    size = 1
-    for axis in axes:
-        size *= dist.get_world_size(axis)
-    return size
+    return prod([dist.get_world_size(axis) for axis in axes])
 
 
 def rank_of(axes: Axes) -> int:
@@ -77,7 +78,7 @@ def answered() -> Iterator[None]:
         ) from error
 
 
-def told(fact: Any, axes: Axes) -> list[Any]:
+def gathered(fact: Any, axes: Axes) -> list[Any]:
     """Return what every rank says, in the order of ranks."""
     facts = [fact]
     for axis in reversed(axes):
@@ -115,24 +116,19 @@ def alike(fact: str, axes: Axes, home: torch.device) -> bool:
 
 def gather(x: Tensor, axes: Axes) -> Tensor:
     """Return the tensors of all ranks, (P, *x.shape)."""
-    found, mine = x.contiguous()[None], rank_of(axes)
+    found = x.contiguous()[None]
     for axis in reversed(axes):
         every = found.new_empty((dist.get_world_size(axis) * found.shape[0], *found.shape[1:]))
         with answered():
             ALL_GATHER(every, found, group=axis)
         found = every
-    for to in range(found.shape[0]):
-        if to != mine:
-            count(to, x)
+    count(enumerate(found), rank_of(axes))
     return found
 
 
 def scatter_sum(x: Tensor, axes: Axes) -> Tensor:
     """Return the sum over ranks of the part of x (P, ...) that is this rank's."""
-    mine = rank_of(axes)
-    for to in range(x.shape[0]):
-        if to != mine:
-            count(to, x[to])
+    count(enumerate(x), rank_of(axes))
     for axis in axes:
         part = x.new_empty((x.shape[0] // dist.get_world_size(axis), *x.shape[1:]))
         with answered():
@@ -141,44 +137,29 @@ def scatter_sum(x: Tensor, axes: Axes) -> Tensor:
     return x[0]
 
 
-def swap(parts: Sequence[Tensor], sizes: Sequence[int], axis: Any) -> list[Tensor]:
-    """Send part u to rank u; return what each sends here, flat, of `sizes` entries."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    got = flat.new_empty(sum(sizes))
-    mine = dist.get_rank(axis)
-    for to, part in enumerate(parts):
-        if to != mine:
-            count(to, part)
+def swap(x: Tensor, sent: list[int], received: list[int], axis: Any) -> Tensor:
+    """Send the next `sent[u]` rows of x to rank u; return those of each rank in order, `received[u]` of them."""
+    got = x.new_empty((sum(received), *x.shape[1:]))
+    count(enumerate(x.split(sent)), dist.get_rank(axis))
     with answered():
-        dist.all_to_all_single(got, flat, list(sizes), [part.numel() for part in parts], group=axis)
-    return list(got.split(list(sizes)))
+        dist.all_to_all_single(got, x.contiguous(), received, sent, group=axis)
+    return got
 
 
-class Messages:
-    """Messages between pairs of ranks; what arrives is waited for when it is wanted."""
+class Message:
+    """What is on its way to one rank and from another; None or an empty tensor is no message."""
 
-    def __init__(self, axis: Any) -> None:
-        self.axis = axis
-        self.rank, self.size = dist.get_rank(axis), dist.get_world_size(axis)
-
-    def start(self, out: Tensor | None, to: int, into: Tensor | None, source: int) -> "Arriving":
-        """Send `out` and receive `into`; None or an empty tensor is no message."""
+    def __init__(self, axis: Any, out: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
         operations = []
         for run, tensor, peer in ((dist.isend, out, to), (dist.irecv, into, source)):
             if tensor is not None and tensor.numel():
-                at = peer if self.axis is None else dist.get_global_rank(self.axis, peer)
-                operations.append(dist.P2POp(run, tensor, at, self.axis))
+                at = peer if axis is None else dist.get_global_rank(axis, peer)
+                operations.append(dist.P2POp(run, tensor, at, axis))
         if out is not None:
-            count(to, out)
+            count([(to, out)], dist.get_rank(axis))
+        self.sent, self.into = out, into  # both stay alive until they are there
         with answered():
-            return Arriving(dist.batch_isend_irecv(operations) if operations else [], into, out)
-
-
-class Arriving:
-    """A message on its way; `sent` stays alive until it is there."""
-
-    def __init__(self, works: list[Any], into: Tensor | None, sent: Tensor | None) -> None:
-        self.works, self.into, self.sent = works, into, sent
+            self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
         """Return what was received."""

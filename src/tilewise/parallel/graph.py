@@ -9,45 +9,40 @@ from torch import Tensor
 from ..call.check import check_arguments, describe_fake
 from ..call.dispatch import NAMESPACE, OPERATORS
 from ..call.operands import Operands
-from ..call.recipe import KINDS, Recipe
+from ..call.recipe import Recipe
 from ..values.dropout import Dropout
 from ..values.masks import Mask, intersect
 from ..values.score import Score
-from .agree import literal, resolved
+from .agree import read, rebuilt
 from .ring import gradients, results
 from .shards import Shards, shards_of, wide
-
-Kept = tuple[Shards, str, Any, Tensor | None]
-"""The problem in pieces, the plan, its group, and the sink."""
 
 
 def in_graph(
     where: str, mask: Mask, score: Sequence[Score], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o and lse by the operator. `where` is what `written` wrote: the plan, and what `shards_of` wants."""
+    """Return o and lse by the operator. `where` is encoded text: what `shards_of` wants first."""
     given = {name: number for name, number in options.items() if name != "seed"}
     x, recipe, _ = check_arguments(q, k, v, mask=intersect(mask.parts), score=score, sink=sink, layout=None, **given)
     seed = Dropout(recipe.dropout).seed(options["seed"], q)
     return OPERATORS.parallel(q, k, v, list(x.extra), seed, recipe.encode(), where)
 
 
-def rebuilt(
-    recipe: Recipe, q: Tensor, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
-) -> Kept:
-    """Return what the text and tensors of an operator describe. A bias that is `wanted` gets a gradient."""
-    (group,), plan, N, pieces, own, head, heads = literal(where)
-    learned = [*wanted, *[False] * (len(extra) - len(wanted))]
+def described(
+    text: str, q: Tensor, extra: Sequence[Tensor], seed: Tensor | None, where: str, wanted: Sequence[bool] = ()
+) -> tuple[Shards, Tensor | None]:
+    """Return the problem in pieces that an operator's text and tensors describe, and its sink.
+
+    A bias that is `wanted` gets a gradient.
+    """
+    recipe, ((axis,), *at) = Recipe.decode(text), read(where)
+    learned = wanted or [False] * len(extra)
     tensors = iter([t.detach().requires_grad_() if wants else t for t, wants in zip(extra, learned, strict=True)])
-    built: list[Any] = [
-        KINDS[name].rebuild(tuple(numbers), tuple(next(tensors) for _ in KINDS[name].captures))
-        for name, *numbers in recipe.mask + recipe.score
-    ]
-    count = len(recipe.mask)
+    mask, score = intersect(rebuilt(recipe.mask, tensors)), rebuilt(recipe.score, tensors)
     names = "scale", "dropout", "precision", "deterministic", "backend"
     options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
-    s = shards_of(plan, N, pieces, own, intersect(tuple(built[:count])), tuple(built[count:]), options, head, heads, q)
-    return s, plan, resolved(group), next(tensors) if recipe.sink else None
+    return shards_of(axis, *at, mask, score, options, q), next(tensors) if recipe.sink else None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::parallel", mutates_args=())
@@ -56,8 +51,8 @@ def parallel_op(
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse of this rank's rows. `recipe` and `where` are encoded text."""
     with torch.no_grad():
-        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), q, extra, seed, where)
-        return results(s, plan, axis, q, k, v, sink)
+        s, sink = described(recipe, q, extra, seed, where)
+        return results(s, q, k, v, sink)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::parallel_backward", mutates_args=())
@@ -67,8 +62,8 @@ def parallel_backward_op(
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv; then the gradients of the extras in `wanted`."""
     with torch.no_grad():
-        s, plan, axis, sink = rebuilt(Recipe.decode(recipe), q, extra, seed, where, wanted)
-        dq, dk, dv, d_sink, *of_biases = gradients(s, plan, axis, q, k, v, sink, o, lse, do, dlse)
+        s, sink = described(recipe, q, extra, seed, where, wanted)
+        dq, dk, dv, d_sink, *of_biases = gradients(s, q, k, v, sink, o, lse, do, dlse)
     last = [d_sink] if d_sink is not None and wanted[-1] else []
     return [dq, dk, dv, *[t for t in of_biases if t is not None], *last]  # type: ignore[list-item]
 

@@ -1,4 +1,4 @@
-"""Masks as they were read: with tensors of their own on the host. What follows from a tensor is kept by its numbers."""
+"""Masks as they were read: with tensors of their own on the host. What follows from them is saved by their numbers."""
 
 import ctypes
 from collections import deque
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ..call.dispatch import CHECK
 from ..values.masks import Mask, intersect
-from ..values.tables import Dense
 
 
 @dataclass(frozen=True)
 class Held:
     """A part of a mask as it was read. Equal numbers make equal values, in whatever tensors they came."""
 
-    told: tuple[Any, ...]
+    numbers: tuple[Any, ...]
     """The part's class and plain numbers, and a digest of each tensor."""
     part: Mask = field(compare=False)
     """The part itself, with its tensors on the host."""
@@ -46,7 +45,7 @@ def held(mask: Mask) -> Numbers:
 
     Dense is left out: it holds rows of a rank alone, and says nothing of the whole.
     """
-    return tuple([part.held or _read(part) for part in mask.parts if not isinstance(part, Dense)])
+    return tuple([part.held or _read(part) for part in mask.parts if not part.broadcasts])
 
 
 def checked(mask: Mask, N: int, needed: bool, near: Tensor) -> Numbers | None:
@@ -73,7 +72,7 @@ def _copied(part: Mask) -> Mask:
         return part
     with torch.inference_mode(False):
         own = part.rebuild(part.plain[1:], tuple([t.clone() for t in part.tensors]))
-    if not isinstance(own, Dense):
+    if not own.broadcasts:
         object.__setattr__(own, "held", _read(own))
     return own
 
@@ -82,12 +81,12 @@ def _read(part: Mask) -> Held:
     read: list[tuple[Tensor, str]] = []
     for n, t in enumerate(part.tensors):  # the ids of queries are often those of keys
         same = next((m for m in range(n) if part.tensors[m] is t), None)
-        read.append(_known(t) if same is None else read[same])
+        read.append(_copy_of(t) if same is None else read[same])
     on_host = part.rebuild(part.plain[1:], tuple([t for t, _ in read])) if read else part
     return Held((*part.plain, *[digest for _, digest in read]), on_host)
 
 
-def _known(t: Tensor) -> tuple[Tensor, str]:
+def _copy_of(t: Tensor) -> tuple[Tensor, str]:
     """Return a copy of a tensor on the host, and its digest: those of an equal one that was read before, if any."""
     now = t.detach().cpu()
     for found in tuple(RECENT):

@@ -35,11 +35,15 @@ def join(pieces: Iterable[Piece]) -> Pieces:
     return tuple(out)
 
 
-def index(pieces: Pieces, device: torch.device | None = None) -> Tensor:
+def joined(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
+    """Return what every `inner` ranks in a row hold in common, sorted."""
+    groups = (pieces[x : x + inner] for x in range(0, len(pieces), inner))
+    return tuple(join(sorted(piece for own in group for piece in own)) for group in groups)
+
+
+def index(pieces: Pieces, device: torch.device | str | None = None) -> Tensor:
     """Return the global positions of local rows, int64."""
-    if not pieces:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(start, end, device=device) for start, end in pieces])
+    return torch.cat([torch.arange(start, end, device=device) for start, end in pieces or ((0, 0),)])
 
 
 def places(pieces: Pieces, part: Pieces) -> list[slice]:

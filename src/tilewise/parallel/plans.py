@@ -12,18 +12,18 @@ from ..attention.api import attention as attend
 from ..call.import_hook import when_imported
 from ..values.masks import Mask, intersect
 from ..values.origin import Origin
-from ..values.score import Bias, Score
-from ..values.tables import Dense
+from ..values.score import Score
+from ..values.value import Value
 from .agree import written
 from .costs import Cluster, Cost, Sizes, cost
 from .graph import in_graph
 from .held import Numbers, held
-from .pieces import Pieces
-from .reach import Reach, reach, reach_of
-from .ring import ring
+from .pieces import Pieces, joined, length
+from .reach import reach
+from .ring import Ring
 from .shardings import Sharding, positive
-from .shards import CUT, joined, rows_of, shards_of
-from .ulysses import Swap, of_heads, spread_keys
+from .shards import CUT, cut, shards_of
+from .ulysses import Swap, spread_keys
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ def refusals(plan: Plan, w: Work, H: int) -> list[str]:
     if plan != "ulysses":
         strange = [part.public_name() for part in w.mask.parts if not isinstance(part, CUT)]
         against += [f"it knows no way to cut {name} to some rows and keys" for name in strange]
-    U = plan.ulysses if isinstance(plan, Grid) else w.sharding.ranks
     if plan == "ulysses" or isinstance(plan, Grid):
+        U = plan.ulysses if isinstance(plan, Grid) else w.sharding.ranks
         if H % U:
             against.append(f"{H} query heads do not divide by {U} ranks")
-        against += [why for one in (*w.mask.parts, *w.score) if isinstance(one, (Dense, Bias)) for why in _rows(one, w)]
+        against += [why for one in (*w.mask.parts, *w.score) if one.broadcasts for why in _against_rows(one, w)]
     return against
 
 
-def _rows(one: Dense | Bias, w: Work) -> list[str]:
-    """Return why a plan that brings all rows to each rank cannot have this mask or score; empty if it has no rows.
+def _against_rows(one: Value, w: Work) -> list[str]:
+    """Return why a plan that brings all rows to each rank cannot have a Dense or Bias; empty if it has no rows.
 
     One row is for all rows of the whole where each rank holds several, or there is no other: elsewhere nobody can tell.
     """
-    name, shape = type(one).__name__, one.tensors[0].shape
-    if len(shape) < 2 or (shape[-2] == 1 and (w.N == 1 or min(rows_of(w.pieces)) > 1)):
+    name, shape = one.public_name(), one.tensors[0].shape
+    if len(shape) < 2 or (shape[-2] == 1 and (w.N == 1 or min(map(length, w.pieces)) > 1)):
         return []
     if shape[-2] == 1:
         return [f"{name} has one row, which is that of a rank or for all, and some rank holds no more than one"]
@@ -109,10 +109,9 @@ def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, flo
 
 @lru_cache(64)
 def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
-    each = _works(reach(numbers, len(numbers), N), sharding.pieces(N))
-    works = [sum(part) for part in zip(*[iter(each)] * inner, strict=True)]
-    total = sum(works)
-    return total / max(1, N) ** 2, max(works) * len(works) / total if total else 1.0
+    work = reach(numbers, len(numbers), N).work(joined(sharding.pieces(N), inner))
+    total = sum(work)
+    return total / max(1, N) ** 2, max(work) * len(work) / total if total else 1.0
 
 
 def _before_graphs(dynamo: Any) -> None:
@@ -131,8 +130,8 @@ def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost
     for plan in candidates(w):
         if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
-            seen, balance = even(band, w.sharding, w.N, inner)
-            x = sizes._replace(seen=seen, fetched=min(1.0, 1.5 * seen), balance=balance)
+            visible, balance = even(band, w.sharding, w.N, inner)
+            x = sizes._replace(visible=visible, fetched=min(1.0, 1.5 * visible), balance=balance)
             found[plan] = cost(name, inner, x, cluster)
     return found
 
@@ -155,7 +154,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
     if plan in ("ring", "gather"):
-        return ring_or_gather(w, str(plan), w.pieces, w.sharding.rank, q, k, v, sink)
+        return ring_or_gather(w, str(plan), w.pieces, w.sharding.rank, (0, None), q, k, v, sink)
     axis = w.sharding.axes[-1]
     U, u = dist.get_world_size(axis), dist.get_rank(axis)
     H = q.shape[2]
@@ -164,38 +163,29 @@ def run(
     inside = w.pieces[r * U : (r + 1) * U]
     k, v = spread_keys(k, v, H, U)
     q, k, v = Swap.apply(axis, inside, True, q, k, v)
-    mask, score = of_heads(w.mask, w.score, heads)
+    mask = intersect(tuple([cut(part, H=heads) for part in w.mask.parts]))
+    score = tuple([cut(one, H=heads) for one in w.score])
     sink = None if sink is None else sink[heads]
     if isinstance(plan, Grid):
         own = w._replace(mask=mask, score=score)
-        o, lse = ring_or_gather(own, "ring", joined(w.pieces, U), r, q, k, v, sink, (heads.start, H))
+        o, lse = ring_or_gather(own, "ring", joined(w.pieces, U), r, (heads.start, H), q, k, v, sink)
     else:
-        origin = Origin(head=heads.start, heads=H) if w.options.get("dropout") else None
+        origin = Origin(head=heads.start, heads=H) if w.options["dropout"] else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, origin=origin, return_lse=True, **w.options)
     (o,) = Swap.apply(axis, inside, False, o)
     if not wants_lse:
         return o, None
-    (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None].contiguous())
+    (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None])
     return o, lse[..., 0].transpose(1, 2)
 
 
 def ring_or_gather(
-    w: Work, plan: str, pieces: tuple[Pieces, ...], own: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    heads: tuple[int, int | None] = (0, None),
+    w: Work, plan: str, pieces: tuple[Pieces, ...], own: int, heads: tuple[int, int | None], q: Tensor, k: Tensor,
+    v: Tensor, sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o and lse of rows to which keys come, by an operator in a graph, else at once."""
+    axis, at = w.sharding.axes[0], (plan, w.N, pieces, own, *heads)
     if torch.compiler.is_compiling():
-        where = written(w.sharding.axes[:1], plan, w.N, pieces, own, *heads)
-        return in_graph(where, w.mask, w.score, w.options, q, k, v, sink)
-    s = shards_of(plan, w.N, pieces, own, w.mask, w.score, w.options, *heads, q, w.numbers)
-    return ring(s, plan, w.sharding.axes[0], q, k, v, sink)
-
-
-def works_of(mask: Mask, pieces: tuple[Pieces, ...], N: int) -> list[float]:
-    """Return the entries of P that each rank computes, a batch entry and head. A mask's tensors are read."""
-    return _works(reach_of(mask, N), pieces)
-
-
-def _works(found: Reach, pieces: tuple[Pieces, ...]) -> list[float]:
-    counts = found.counts()
-    return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
+        return in_graph(written((axis,), *at), w.mask, w.score, w.options, q, k, v, sink)
+    s = shards_of(axis, *at, w.mask, w.score, w.options, q, w.numbers)
+    return Ring.apply(s, q, k, v, sink, *s.biases)

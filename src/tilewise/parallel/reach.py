@@ -1,65 +1,71 @@
 """What rows of the whole see, from a mask's numbers: intervals of keys, found on the host once for equal numbers."""
 
-from functools import lru_cache, singledispatch
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..values.intervals import Causal, PaddingKeys, PaddingLengths, PaddingRange, Prefix, Spans, Window
+from ..values.intervals import PaddingKeys
 from ..values.masks import Mask
 from ..values.tables import Documents
 from .held import Numbers, held
+from .pieces import Pieces
 
-Ends = tuple[Tensor | None, Tensor | None]
-"""First keys and ends, int64, broadcast to (B, N); None for no bound."""
+Ends = tuple[Tensor, Tensor]
+"""First keys and ends of rows, int64."""
 
 
 class Reach(NamedTuple):
     """The keys that rows of a sequence of N see, as a hull: row i sees no key before first(i), and none from end(i) on.
 
-    lo and hi: the band lo <= j - i <= hi. starts and ends: (N,) over all batch entries, never decreasing, or None.
+    lo and hi: the band lo <= j - i <= hi.
     """
 
     N: int
-    lo: int | None
-    hi: int | None
-    starts: Tensor | None
-    ends: Tensor | None
-    each: tuple[Tensor, Tensor] | None
-    """Without the band: first keys and ends by batch entry; None where the band says everything."""
+    lo: int
+    hi: int
+    hull: Ends | None
+    """Without the band: those of all batch entries (N,), never decreasing; None where the band says everything."""
+    each: Ends | None
+    """Without the band: those of each batch entry, (B, N)."""
     exact: bool
-    """Whether every key between first and end is seen by some batch entry."""
+    """Whether every key between first and end is visible in some batch entry."""
 
     def first(self, i: int) -> int:
         """Return the first key that row i may see."""
-        start = 0 if self.starts is None else int(self.starts[i])
-        return start if self.lo is None else max(start, i + self.lo)
+        return max(i + self.lo, 0 if self.hull is None else int(self.hull[0][i]))
 
     def end(self, i: int) -> int:
         """Return the key behind the last that row i may see."""
-        end = self.N if self.ends is None else int(self.ends[i])
-        return end if self.hi is None else min(end, i + self.hi + 1)
+        return min(i + self.hi + 1, self.N if self.hull is None else int(self.hull[1][i]))
 
     def covers(self, i0: int, i1: int, j0: int, j1: int) -> bool:
         """Tell whether all of the rows see all of the keys, in every batch entry."""
-        band = (self.lo is None or j0 - (i1 - 1) >= self.lo) and (self.hi is None or j1 - 1 - i0 <= self.hi)
-        if not (self.exact and band) or self.each is None:
-            return self.exact and band
+        if not (self.exact and j0 - (i1 - 1) >= self.lo and j1 - 1 - i0 <= self.hi):
+            return False
+        if self.each is None:
+            return True
         starts, ends = self.each
         return int(starts[:, i0:i1].max()) <= j0 and j1 <= int(ends[:, i0:i1].min())
 
-    def intervals(self) -> tuple[Tensor, Tensor]:
+    def intervals(self) -> Ends:
         """Return the first keys and ends of rows, int64 (B, N) by batch entry, or (1, N) where all are alike."""
         i = torch.arange(self.N)[None]
-        lo = torch.zeros_like(i) if self.lo is None else (i + self.lo).clamp(min=0)
-        hi = torch.full_like(i, self.N) if self.hi is None else (i + self.hi + 1).clamp(max=self.N)
-        return (lo, hi) if self.each is None else (torch.maximum(self.each[0], lo), torch.minimum(self.each[1], hi))
+        starts, ends = (i + self.lo).clamp(min=0), (i + self.hi + 1).clamp(max=self.N)
+        if self.each is None:
+            return starts, ends
+        return torch.maximum(self.each[0], starts), torch.minimum(self.each[1], ends)
 
     def counts(self) -> Tensor:
         """Return how many keys each row sees, (N,) fp64, the mean over batch entries."""
-        first, end = self.intervals()
-        return (end - first).clamp(min=0).double().mean(0)
+        starts, ends = self.intervals()
+        return (ends - starts).clamp(min=0).double().mean(0)
+
+    def work(self, pieces: tuple[Pieces, ...]) -> list[float]:
+        """Return the entries of P that each rank computes, a batch entry and head."""
+        counts = self.counts()
+        return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
 
 
 def reach_of(mask: Mask, N: int) -> Reach:
@@ -70,74 +76,48 @@ def reach_of(mask: Mask, N: int) -> Reach:
 @lru_cache(8)
 def reach(numbers: Numbers, parts: int, N: int) -> Reach:
     """Return what rows of N see of a mask of so many parts, as far as it was read."""
-    lows, highs, bounds, exact = [], [], [], len(numbers) == parts
+    lo, hi, exact, bounds = -N, N, len(numbers) == parts, []
     for part in [one.part for one in numbers]:
-        if isinstance(part, (Causal, Window)):
-            lo, hi = _band(part)
-            lows += [] if lo is None else [lo]
-            highs += [] if hi is None else [hi]
-        else:
-            starts, ends, one_run = _ends(part, N)
-            bounds.append((starts, ends))
+        if part.interval and not part.captures:  # a band, such as Causal
+            first, behind = part.keys(0)
+            lo, hi = max(lo, first), min(hi, behind - 1)
+        elif found := _bounds(part, N):
+            start, end, one_run = found
+            bounds.append((start, end))
             exact = exact and one_run
-    band = max(lows) if lows else None, min(highs) if highs else None
-    if not any(end is not None for pair in bounds for end in pair):
-        return Reach(N, *band, None, None, None, exact)
+        else:
+            exact = False
+    if not bounds:
+        return Reach(N, lo, hi, None, None, exact)
     starts, ends = torch.zeros(1, N, dtype=torch.int64), torch.full((1, N), N)
     for start, end in bounds:
-        starts = starts if start is None else torch.maximum(starts, start)
-        ends = ends if end is None else torch.minimum(ends, end)
+        starts, ends = torch.maximum(starts, start), torch.minimum(ends, end)
     starts, ends = torch.broadcast_tensors(starts, ends)
     empty = starts >= ends
     low, high = starts.masked_fill(empty, N).amin(0), ends.masked_fill(empty, 0).amax(0)
     low = low.flip(0).cummin(0)[0].flip(0)  # hulls that never move left, for ids in any order, too
-    return Reach(N, *band, low, high.cummax(0)[0], (starts, ends), exact)
+    return Reach(N, lo, hi, (low, high.cummax(0)[0]), (starts, ends), exact)
 
 
-def _band(part: Causal | Window) -> tuple[int | None, int | None]:
-    if isinstance(part, Causal):
-        return None, 0
-    return None if part.left is None else -part.left, part.right
+def _bounds(part: Mask, N: int) -> tuple[Tensor, Tensor, bool] | None:
+    """Return first keys and ends, which broadcast to (B, N), and whether all keys between are visible; None if any key
+    may be."""
+    if isinstance(part, Documents):
+        return _bounds_of_documents(part, N)
+    if isinstance(part, PaddingKeys):
+        real, j = part.real, torch.arange(N)
+        starts = torch.where(real, j, N).amin(1, keepdim=True)
+        return starts, torch.where(real, j + 1, 0).amax(1, keepdim=True), False
+    if not part.interval:
+        return None
+    ends = part.ends(torch.arange(N)[:, None], 0)  # (B, 1, N, 1), or numbers
+    starts, ends = (end[:, 0, :, 0].long() if isinstance(end, Tensor) else torch.tensor([[end]]) for end in ends)
+    return starts, ends, True
 
 
-@singledispatch
-def _ends(part: Any, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return first keys and ends of a mask, and whether all keys between are seen. By default, any may be."""
-    return None, None, False
-
-
-@_ends.register
-def _(part: Documents, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    rows, (ids, order) = part.q_ids.long(), part.k_ids.long().sort(dim=1, stable=True)
-    rows = rows.contiguous()
+def _bounds_of_documents(part: Documents, N: int) -> tuple[Tensor, Tensor, bool]:
+    rows, (ids, order) = part.q_ids.long().contiguous(), part.k_ids.long().sort(dim=1, stable=True)
     low, high = torch.searchsorted(ids, rows), torch.searchsorted(ids, rows, right=True)
     starts = order.gather(1, low.clamp(max=N - 1))
     ends = torch.where(low < high, order.gather(1, (high - 1).clamp(min=0)) + 1, starts)
     return starts, ends, bool((ends - starts == high - low).all())
-
-
-@_ends.register
-def _(part: PaddingLengths, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return None, part.lengths.long()[:, None], True
-
-
-@_ends.register
-def _(part: PaddingRange, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return part.starts.long()[:, None], part.lengths.long()[:, None], True
-
-
-@_ends.register
-def _(part: PaddingKeys, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    real, j = part.real, torch.arange(N)
-    starts = torch.where(real, j, N).amin(1, keepdim=True)
-    return starts, torch.where(real, j + 1, 0).amax(1, keepdim=True), False
-
-
-@_ends.register
-def _(part: Prefix, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return None, torch.maximum(part.lengths.long()[:, None], torch.arange(1, N + 1)), True
-
-
-@_ends.register
-def _(part: Spans, N: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    return part.lo.long(), part.hi.long(), True

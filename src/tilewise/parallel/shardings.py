@@ -45,7 +45,7 @@ class Sharding:
         return rank_of(self.axes)
 
     @property
-    def known(self) -> int | None:
+    def global_length(self) -> int | None:
         """Return the length that the sharding is for, None for any that divides."""
         return getattr(self, "length", None)
 
@@ -60,9 +60,11 @@ class Sharding:
     def pieces(self, N: int) -> tuple[Pieces, ...]:
         """Return the pieces of every rank: intervals of the N rows, in local order. Raise ValueError for another N."""
         name, unit = type(self).__name__, self.unit(self.ranks)
-        if self.known is not None and N != self.known:
-            raise ValueError(f"{name}: length must be that of the sequence, {N}, got {self.known}; pass that one")
-        if self.known is None and N % unit:
+        if self.global_length is not None and N != self.global_length:
+            raise ValueError(
+                f"{name}: length must be that of the sequence, {N}, got {self.global_length}; pass that one"
+            )
+        if self.global_length is None and N % unit:
             raise ValueError(
                 f"{name}: the length must be a multiple of {unit}, got {N}; pass length={N} for pieces of several sizes"
             )
@@ -70,7 +72,7 @@ class Sharding:
 
     def whole(self, m: int) -> int:
         """Return the length of the whole of which this rank holds m rows."""
-        return m * self.ranks if self.known is None else self.known
+        return m * self.ranks if self.global_length is None else self.global_length
 
     def cut_for(self, name: str, m: int) -> tuple[int, tuple[Pieces, ...]]:
         """Return the length of the whole, and all pieces; raise ValueError if m are not the rows of this rank."""
@@ -107,7 +109,7 @@ class Sharding:
             rows = agreed(rows, self.axes, facts)
         else:
             pieces = together(self.axes, x, partial(self._prepared, rows))
-        return _Unshard.apply(rows, self.axes, pieces).movedim(0, dim)
+        return _Unshard.apply(rows, self.axes, pieces, False).movedim(0, dim)
 
     def _prepared(self, x: Tensor) -> tuple[Facts, tuple[Pieces, ...]]:
         """Return what `unshard` of rows says to other ranks, and all pieces."""
@@ -123,37 +125,38 @@ class Sharding:
 
 
 class _Unshard(torch.autograd.Function):
-    """All rows on every rank, from each rank's. Pieces are padded to the longest, as all ranks send alike."""
+    """All rows on every rank, from each rank's; or back, each rank's of the sum over ranks: the other's gradient.
+
+    Pieces are padded to the longest, as all ranks send alike.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...]) -> Tensor:
-        ctx.given = axes, pieces
-        most = max(map(length, pieces))
-        padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
-        every = gather(padded, axes)
-        rows = torch.cat([part[: length(own)] for part, own in zip(every, pieces, strict=True)])
-        return torch.empty_like(rows).index_copy_(0, torch.cat([index(own, x.device) for own in pieces]), rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Summed.apply(grad, *ctx.given), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """Each rank's rows of the sum over ranks, from all rows on every rank; each of the two is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...]) -> Tensor:
-        ctx.given = axes, pieces
-        most = max(map(length, pieces))
-        parts = x.new_zeros((len(pieces), most, *x.shape[1:]))
-        for part, own in zip(parts, pieces, strict=True):
-            part[: length(own)] = x[index(own, x.device)]
-        return scatter_sum(parts, axes)[: length(pieces[rank_of(axes)])]
+    def forward(ctx: Any, x: Tensor, axes: Axes, pieces: tuple[Pieces, ...], back: bool) -> Tensor:
+        ctx.given = axes, pieces, back
+        rows, places = [length(own) for own in pieces], [index(own, x.device) for own in pieces]
+        if back:
+            parts = x.new_zeros((len(pieces), max(rows), *x.shape[1:]))
+            for part, at in zip(parts, places, strict=True):
+                part[: len(at)] = x[at]
+            return scatter_sum(parts, axes)[: rows[rank_of(axes)]]
+        every = gather(torch.cat([x, x.new_zeros((max(rows) - x.shape[0], *x.shape[1:]))]), axes)
+        whole = x.new_empty((sum(rows), *x.shape[1:]))
+        for part, at in zip(every, places, strict=True):
+            whole.index_copy_(0, at, part[: len(at)])
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Unshard.apply(grad, *ctx.given), None, None
+        axes, pieces, back = ctx.given
+        return _Unshard.apply(grad, axes, pieces, not back), None, None, None
+
+
+def refuse_sharding(sharding: Any) -> None:
+    """Raise TypeError for what is no sharding, which leaves nobody to tell."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding must be a sharding such as Zigzag(group), got {sharding!r}; write one of tilewise.parallel"
+        )
 
 
 @lru_cache(64)

@@ -1,23 +1,26 @@
 """A problem as its ranks see it: for each pair of ranks, which keys travel and which calls compute them."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, singledispatchmethod
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..attention.api import attention, attention_backward
 from ..merge.api import merge
-from ..values.intervals import Causal, Padding, PaddingKeys, Prefix, Spans, Window
+from ..values.intervals import Causal, Padding, Prefix, Spans, Window
 from ..values.masks import Full, Mask, intersect
 from ..values.origin import Origin
 from ..values.score import Alibi, Bias, Score
 from ..values.tables import Dense, Documents
+from ..values.value import Value
 from .held import Numbers, held
-from .pieces import Box, Pieces, crop, index, join, length
+from .pieces import Box, Piece, Pieces, crop, index, length
 from .reach import Reach, reach
 
+V = TypeVar("V", bound=Value)
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
 CUT = Causal, Window, Dense, Documents, Padding, Prefix, Spans
@@ -50,7 +53,7 @@ class Shards:
     """A problem in pieces.
 
     mask and score are the whole's, but for the rows of Dense and Bias, which are this rank's. `own` is this rank's
-    place in `pieces`. `head` and `heads` say which heads of the whole these are.
+    place in `pieces` and in `axis`, the group. `head` and `heads` say which heads of the whole these are.
     """
 
     pieces: tuple[Pieces, ...]
@@ -64,18 +67,26 @@ class Shards:
     heads: int | None = None
     batch: int = 1
     device: torch.device | str = "cpu"
-    known: dict[tuple[int, int], Parts] = field(default_factory=dict)
+    plan: str = "ring"
+    axis: Any = None
+    made: dict[tuple[int, int], Parts] = field(default_factory=dict)
+    """What `pair` has found."""
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Return the tensors of every Bias."""
+        return [one.bias for one in self.score if isinstance(one, Bias)]
 
     def pair(self, to: int, source: int) -> Parts:
         """Return what rank `to` does with the keys of rank `source`."""
-        if (to, source) not in self.known:
-            self.known[to, source] = self.parts(self.pieces[to], self.pieces[source])
-        return self.known[to, source]
+        if (to, source) not in self.made:
+            self.made[to, source] = self.parts(self.pieces[to], self.pieces[source])
+        return self.made[to, source]
 
     def parts(self, rows: Pieces, keys: Pieces) -> Parts:
         """Return the keys, of some, that rows see, and the calls that compute them."""
         boxes = [[self.box(a, b) for b in keys] for a in rows]
-        hulls = [self.hull([row[n] for row in boxes]) for n in range(len(keys))]
+        hulls = [self.hull(column) for column in zip(*boxes, strict=True)]
         blocks: list[Block] = []
         r = 0
         for (a0, a1), row in zip(rows, boxes, strict=True):
@@ -103,15 +114,15 @@ class Shards:
         if any(bool((end.diff(dim=1) < 0).any()) for end in ends):
             return None
         lo, hi = (torch.stack([(end - a).clamp(0, b - a) for a, b in keys]).sum(0) for end in ends)
-        seen = (lo < hi).any(0).nonzero()
-        if not len(seen):  # boxes span the rows between those that see something
+        visible = (lo < hi).any(0).nonzero()
+        if not len(visible):  # boxes span the rows between those that see something
             return Parts((), ())
-        r0, r1 = int(seen[0]), int(seen[-1]) + 1
+        r0, r1 = int(visible[0]), int(visible[-1]) + 1
         spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
         box = int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]
         return Parts(keys, (Block(r0, r1, 0, length(keys), box, spans),))
 
-    def box(self, rows: tuple[int, int], keys: tuple[int, int]) -> Box | None:
+    def box(self, rows: Piece, keys: Piece) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
         box = crop(rows, keys, self.reach.first, self.reach.end)
         if box is None or not self.options.get("dropout"):
@@ -120,26 +131,24 @@ class Shards:
         return max(rows[0], i0 // ROWS * ROWS), i1, max(keys[0], j0 // KEYS * KEYS), j1
 
     @staticmethod
-    def hull(boxes: list[Box | None]) -> tuple[int, int] | None:
+    def hull(boxes: Iterable[Box | None]) -> Piece | None:
         """Return the keys that all boxes span."""
-        seen = [box for box in boxes if box is not None]
-        return (min(box[2] for box in seen), max(box[3] for box in seen)) if seen else None
+        found = [box for box in boxes if box is not None]
+        return (min(box[2] for box in found), max(box[3] for box in found)) if found else None
 
     @property
     def joins(self) -> bool:
-        """Tell whether wholly seen boxes may be one call wherever they lie in the whole."""
+        """Tell whether wholly visible boxes may be one call wherever they lie in the whole."""
         placed = any(isinstance(score, (Alibi, Bias)) for score in self.score)
         return not (placed or self.options.get("dropout"))
 
     def add(self, blocks: list[Block], v: Block) -> None:
         """Append a call, or extend the last one by it: keys after keys, rows below rows."""
-        last = blocks[-1] if blocks else None
-        if last and self.joins and last.mask and v.mask:
+        if blocks and self.joins and blocks[-1].mask and v.mask:
+            last = blocks[-1]
             if (last.r0, last.r1, last.c1) == (v.r0, v.r1, v.c0):
-                blocks[-1] = v = last._replace(c1=v.c1)
-                last = blocks[-2] if len(blocks) > 1 else None
-                if last and last.mask and (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
-                    blocks[-2:] = [last._replace(r1=v.r1)]
+                blocks.pop()
+                self.add(blocks, last._replace(c1=v.c1))  # which may be below the one before
                 return
             if (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
                 blocks[-1] = last._replace(r1=v.r1)
@@ -148,61 +157,60 @@ class Shards:
 
     def arguments(self, v: Block) -> dict[str, Any]:
         """Return the options of one call."""
-        i0, i1, j0, j1 = v.box
+        i0, _, j0, _ = v.box
         origin = None if v.mask and self.joins else Origin(i0, j0, self.head, self.heads)
         mask = v.mask
         if mask is None:
-            cut = intersect(tuple(part for one in self.mask.parts for part in self.cut(one, v)))
-            mask = cut & self.band(i0, i1, j0, j1)
-        score = tuple([self.cut_bias(one, v) if isinstance(one, Bias) else one for one in self.score])
+            parts = [cut_mask(part, v) for part in self.mask.parts if not isinstance(part, (Causal, Window))]
+            mask = intersect((*parts, *self.band(*v.box).parts))
+        score = tuple([cut_bias(one, v) if isinstance(one, Bias) else one for one in self.score])
         return self.options | {"mask": mask, "score": score, "origin": origin}
 
     def band(self, i0: int, i1: int, j0: int, j1: int) -> Mask:
         """Return what Causal and Window parts say in a box, of whose last corner they show something."""
         lo, hi = self.reach.lo, self.reach.hi
-        left = None if lo is None or j0 - (i1 - 1) >= lo else (j1 - i1) - lo
-        right = None if hi is None or j1 - 1 - i0 <= hi else hi - (j1 - i1)
+        left = None if j0 - (i1 - 1) >= lo else (j1 - i1) - lo
+        right = None if j1 - 1 - i0 <= hi else hi - (j1 - i1)
         if left is None and right is None:
             return Full()
         return Causal() if left is None and right == 0 else Window(left, right)
 
-    @singledispatchmethod
-    def cut(self, part: Mask, v: Block) -> tuple[Mask, ...]:
-        """Return one part of the mask in a box. Padding (lengths) and Prefix follow from the call's place."""
-        return (part,)
 
-    @cut.register(Causal)
-    @cut.register(Window)
-    def _(self, part: Mask, v: Block) -> tuple[Mask, ...]:
-        return ()
+def cut_mask(part: Mask, v: Block) -> Mask:
+    """Return a part of the mask in a box. Padding (lengths) and Prefix follow from the call's place."""
+    i0, i1, j0, j1 = v.box
+    rows = slice(v.r0, v.r1) if part.broadcasts else slice(i0, i1)
+    found = cut(part, M=rows, N=slice(j0, j1))
+    return Spans(*((ends - j0).clamp(0, j1 - j0) for ends in found.tensors)) if isinstance(found, Spans) else found
 
-    @cut.register
-    def _(self, part: Documents, v: Block) -> tuple[Mask, ...]:
-        i0, i1, j0, j1 = v.box
-        return (Documents(part.q_ids[:, i0:i1].contiguous(), part.k_ids[:, j0:j1].contiguous()),)
 
-    @cut.register
-    def _(self, part: PaddingKeys, v: Block) -> tuple[Mask, ...]:
-        return (PaddingKeys(part.real[:, v.box[2] : v.box[3]]),)
+def cut_bias(bias: Bias, v: Block) -> Bias:
+    """Return a bias in a box; if it wants a gradient, as a leaf."""
+    return Bias(in_block(bias.bias, v).detach().requires_grad_(bias.bias.requires_grad))
 
-    @cut.register
-    def _(self, part: Spans, v: Block) -> tuple[Mask, ...]:
-        i0, i1, j0, j1 = v.box
-        return (Spans(*((ends[:, i0:i1] - j0).clamp(0, j1 - j0) for ends in part.tensors)),)
 
-    @cut.register
-    def _(self, part: Dense, v: Block) -> tuple[Mask, ...]:
-        return (Dense(sliced(part.seen, v)),)
+def in_block(x: Tensor, v: Block) -> Tensor:
+    """Return the part of a tensor that broadcasts to (B, H, M, N), whose rows are the rank's."""
+    return cut_tensor(x, "BHMN", M=slice(v.r0, v.r1), N=slice(*v.box[2:]))
 
-    def cut_bias(self, bias: Bias, v: Block) -> Bias:
-        """Return a bias in a box; if it wants a gradient, as a leaf."""
-        part = sliced(bias.bias.detach(), v)
-        return Bias(part.requires_grad_() if bias.bias.requires_grad else part)
+
+def cut(value: V, **part: slice) -> V:
+    """Return a mask or score for some heads ("H"), rows ("M") or keys ("N"); differentiable."""
+    if not any(size in shape for shape in value.shapes for size in part):
+        return value
+    tensors = [cut_tensor(t, shape, **part) for t, shape in zip(value.tensors, value.shapes, strict=True)]
+    return value.rebuild(value.plain[1:], tuple(tensors))
+
+
+def cut_tensor(t: Tensor, shape: str, **part: slice) -> Tensor:
+    """Return a part of a tensor whose last dimensions `shape` names; those of one entry stay."""
+    every, names = slice(None), shape[len(shape) - t.ndim :]
+    return t[tuple([part.get(name, every) if size > 1 else every for name, size in zip(names, t.shape, strict=True)])]
 
 
 def shards_of(
-    plan: str, N: int, pieces: tuple[Pieces, ...], own: int, mask: Mask, score: tuple[Score, ...],
-    options: dict[str, Any], head: int, heads: int | None, q: Tensor, numbers: Numbers | None = None,
+    axis: Any, plan: str, N: int, pieces: tuple[Pieces, ...], own: int, head: int, heads: int | None, mask: Mask,
+    score: tuple[Score, ...], options: dict[str, Any], q: Tensor, numbers: Numbers | None = None,
 ) -> Shards:  # fmt: skip
     """Return the problem in pieces. "ring" needs the numbers of the mask, and reads them unless they are given."""
     if plan != "ring":
@@ -210,22 +218,15 @@ def shards_of(
     elif numbers is None:
         numbers = held(mask)
     found = reach(numbers, len(mask.parts), N)
-    s = Shards(pieces, own, found, mask, score, options, head, heads, q.shape[0], q.device)
-    s.known = _known(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device, found.exact))
+    s = Shards(pieces, own, found, mask, score, options, head, heads, q.shape[0], q.device, plan, axis)
+    s.made = _made(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device, found.exact))
     return s
 
 
 @lru_cache(16)
-def _known(pieces: Any, numbers: Numbers, plan: str, N: int, options: Any) -> dict[Any, Any]:
-    """Return the calls of each pair of ranks, as far as they are known."""
+def _made(pieces: Any, numbers: Numbers, plan: str, N: int, options: Any) -> dict[Any, Any]:
+    """Return the calls of each pair of ranks, as far as they were made."""
     return {}
-
-
-def sliced(x: Tensor, v: Block) -> Tensor:
-    """Return a tensor's part, whose rows are the rank's and whose columns are the whole's, where it has more than 1."""
-    rows = slice(v.r0, v.r1) if x.ndim > 1 and x.shape[-2] > 1 else slice(None)
-    columns = slice(v.box[2], v.box[3]) if x.ndim > 0 and x.shape[-1] > 1 else slice(None)
-    return x[..., rows, columns] if x.ndim > 1 else x[columns] if x.ndim else x
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -239,19 +240,7 @@ def forward_parts(s: Shards, sums: tuple[Tensor, Tensor], q: Tensor, keys: tuple
         k, x = (t[:, v.c0 : v.c1] for t in keys)
         given = s.arguments(v) | {"return_lse": True, "out_dtype": wide(q.dtype)}
         o, lse = attention(q[:, v.r0 : v.r1], k, x, **given)
-        fold(sums[0][:, v.r0 : v.r1], sums[1][:, :, v.r0 : v.r1], o, lse)
-
-
-def fold(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Join a part of the keys into o (B, M, H, D) and lse (B, H, M), in place."""
-    if o.is_cuda:
-        merge([(part, part_lse)], into=(o, lse))
-        return
-    joined = torch.logaddexp(lse, part_lse)
-    seen = joined.masked_fill(joined == -torch.inf, 0.0)
-    keep, take = (torch.exp(x - seen).transpose(1, 2)[..., None] for x in (lse, part_lse))
-    o.mul_(keep).add_(part * take)
-    lse.copy_(joined)
+        merge([(o, lse)], into=(sums[0][:, v.r0 : v.r1], sums[1][:, :, v.r0 : v.r1]))  # type: ignore[list-item]
 
 
 class Given(NamedTuple):
@@ -264,11 +253,11 @@ class Given(NamedTuple):
 
 
 def backward_parts(
-    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, dq: Tensor, learned: dict[int, Tensor]
+    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, dq: Tensor, learned: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of some keys, (dk, dv), in the type of sums, of a rank's calls over them; () without keys.
 
-    Those of queries are added to `dq`, and of biases to `learned`.
+    Those of queries are added to `dq`, and of biases that want one to `learned`.
     """
     sums: tuple[Tensor, ...] = ()
     for v in parts.blocks:
@@ -286,20 +275,6 @@ def backward_parts(
             sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
             for total, part in zip(sums, found[1:3], strict=True):
                 total[:, columns] += part
-        of_biases = iter(found[3:])
-        for n, score in enumerate(given["score"]):
-            if isinstance(score, Bias) and score.bias.requires_grad:
-                total = sliced(learned[n], v)
-                total += next(of_biases)
+        for total, grad in zip(learned, found[3:], strict=True):
+            in_block(total, v).add_(grad)
     return sums
-
-
-def joined(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
-    """Return what every `inner` ranks in a row hold in common, sorted."""
-    groups = (pieces[x : x + inner] for x in range(0, len(pieces), inner))
-    return tuple(join(sorted(piece for own in group for piece in own)) for group in groups)
-
-
-def rows_of(pieces: tuple[Pieces, ...]) -> list[int]:
-    """Return how many rows every rank holds."""
-    return [length(own) for own in pieces]

@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..values.masks import Mask, intersect
-from ..values.score import Alibi, Bias, Score
-from ..values.tables import Dense
 from .exchange import swap
 from .pieces import Pieces, index, length
 
@@ -35,32 +32,26 @@ class Swap(torch.autograd.Function):
 def heads_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return all rows of this rank's heads, in the whole's order."""
     U, rows = len(pieces), [length(own) for own in pieces]
-    parts = [torch.cat([t.chunk(U, 2)[u].reshape(-1) for t in tensors]) for u in range(U)]
-    each = [t.shape[0] * t.shape[2] // U * t.shape[3] for t in tensors]
-    got = swap(parts, [sum(each) * m for m in rows], axis)
-    blocks = [part.split([size * m for size in each]) for part, m in zip(got, rows, strict=True)]
-    order = order_of(pieces, tensors[0].device)
-    out = []
-    for t, found in zip(tensors, zip(*blocks, strict=True), strict=True):
-        shaped = [x.view(t.shape[0], m, t.shape[2] // U, t.shape[3]) for x, m in zip(found, rows, strict=True)]
-        whole = torch.cat(shaped, 1)
-        out.append(whole if order is None else whole.index_select(1, order))
-    return out
+    mine = torch.cat([t.unflatten(2, (U, -1)).flatten(3) for t in tensors], 3)  # (B, m, U, h * D of all tensors)
+    whole = swap(mine.permute(2, 1, 0, 3).flatten(0, 1), [mine.shape[1]] * U, rows, axis)  # (N, B, ...)
+    if (order := order_of(pieces, whole.device)) is not None:
+        whole = whole.index_select(0, order)
+    parts = whole.split([t.shape[2] // U * t.shape[3] for t in tensors], 2)
+    return [
+        part.unflatten(2, (-1, t.shape[3])).transpose(0, 1).contiguous() for t, part in zip(tensors, parts, strict=True)
+    ]
 
 
 def rows_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of all heads."""
-    rows, own = [length(one) for one in pieces], length(pieces[dist.get_rank(axis)])
-    order = order_of(pieces, tensors[0].device)
-    back = None if order is None else order.argsort()
-    local = [t if back is None else t.index_select(1, back) for t in tensors]
-    split = [t.split(rows, 1) for t in local]
-    parts = [torch.cat([blocks[u].reshape(-1) for blocks in split]) for u in range(len(pieces))]
-    each = [t.shape[0] * own * t.shape[2] * t.shape[3] for t in tensors]
-    got = [part.split(each) for part in swap(parts, [sum(each)] * len(pieces), axis)]
-    shapes = [(t.shape[0], own, *t.shape[2:]) for t in tensors]
-    found = zip(*got, strict=True)
-    return [torch.cat([x.view(shape) for x in one], 2) for one, shape in zip(found, shapes, strict=True)]
+    U, rows = len(pieces), [length(own) for own in pieces]
+    whole = torch.cat([t.flatten(2) for t in tensors], 2).transpose(0, 1)  # (N, B, h * D of all tensors)
+    if (order := order_of(pieces, whole.device)) is not None:
+        whole = whole.index_select(0, order.argsort())
+    mine = swap(whole, rows, [rows[dist.get_rank(axis)]] * U, axis).unflatten(0, (U, -1))  # (U, m, B, ...)
+    parts = mine.split([t.shape[2] * t.shape[3] for t in tensors], 3)
+    each = [part.unflatten(3, (-1, t.shape[3])) for t, part in zip(tensors, parts, strict=True)]
+    return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous() for part in each]
 
 
 def order_of(pieces: tuple[Pieces, ...], device: torch.device) -> Tensor | None:
@@ -80,22 +71,3 @@ def spread_keys(k: Tensor, v: Tensor, H: int, ranks: int) -> tuple[Tensor, Tenso
     each = H // ranks
     wanted = of_heads[::each] if (H // H_k) % each == 0 else of_heads
     return k.index_select(2, wanted), v.index_select(2, wanted)
-
-
-def of_heads(mask: Mask, score: tuple[Score, ...], heads: slice) -> tuple[Mask, tuple[Score, ...]]:
-    """Return mask and scores for some query heads; a bias stays differentiable."""
-    parts = tuple([Dense(cut(p.seen, heads, -3)) if isinstance(p, Dense) else p for p in mask.parts])
-    return intersect(parts), tuple([_score_of(one, heads) for one in score])
-
-
-def _score_of(score: Score, heads: slice) -> Score:
-    if isinstance(score, Alibi):
-        return type(score)(score.slopes[..., heads])
-    return Bias(cut(score.bias, heads, -3)) if isinstance(score, Bias) else score
-
-
-def cut(x: Tensor, part: slice, dim: int) -> Tensor:
-    """Return a part along a dimension, if there is one with more than one entry."""
-    if x.ndim < -dim or x.shape[dim] == 1:
-        return x
-    return x.narrow(dim, part.start, part.stop - part.start)
