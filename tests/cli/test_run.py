@@ -99,7 +99,7 @@ def test_a_script_sees_what_python_shows_it(folder, arguments):
     ("arguments", "status", "told"),
     [
         ("absent.py", 2, "No such file"),
-        ("-m absent", 1, "no module named absent"),
+        ("-m absent", 1, "No module named absent"),
         ("-m imports", 1, "No module named 'absent'"),
         ("--sdpa -m", 2, "arguments are required: TARGET; run python -m tilewise run --help"),
         ("--tpu script.py", 2, "got --tpu; run python -m tilewise run --help"),

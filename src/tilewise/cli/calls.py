@@ -1,6 +1,6 @@
 """A call of attention as options of a command: shapes and numbers, no tensors. Several commands share them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -15,9 +15,15 @@ from ..values.tables import Dense, Documents
 from .parser import Option
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-MASKS = ("full", "causal", "prefix", "padding", "documents", "dense")
-
-
+MASKS: dict[str, Callable[[int, int, int], Mask]] = {
+    "full": lambda B, M, N: Full(),
+    "causal": lambda B, M, N: Causal(),
+    "prefix": lambda B, M, N: Prefix(_meta((B,), torch.int32)),
+    "padding": lambda B, M, N: Padding(_meta((B,), torch.int32)),
+    "documents": lambda B, M, N: Documents(_meta((B, M), torch.int32), _meta((B, N), torch.int32)),
+    "dense": lambda B, M, N: Dense(_meta((M, N), torch.bool)),
+}
+"""Masks by name, for sizes B, M and N."""
 CALL = (
     Option("--q", "Shape of q: batch,length,heads,head size.", "B,M,H,D", default="2,1024,16,64"),
     Option("--keys", "Keys; as many as queries if left out.", "N", int, least=0),
@@ -76,19 +82,10 @@ def numbers(name: str, text: str, count: int) -> list[int]:
 
 
 def _masks(names: list[str], window: str | None, sizes: tuple[int, int, int]) -> Mask:
-    B, M, N = sizes
-    makers: dict[str, Any] = {
-        "full": Full,
-        "causal": Causal,
-        "prefix": lambda: Prefix(_meta((B,), torch.int32)),
-        "padding": lambda: Padding(_meta((B,), torch.int32)),
-        "documents": lambda: Documents(_meta((B, M), torch.int32), _meta((B, N), torch.int32)),
-        "dense": lambda: Dense(_meta((M, N), torch.bool)),
-    }
     for name in names:
-        if name not in makers:
+        if name not in MASKS:
             raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {name!r}; use --window for a window")
-    parts = [makers[name]() for name in names]
+    parts = [MASKS[name](*sizes) for name in names]
     if window is not None:
         ends = window.split(",")
         if len(ends) != 2:

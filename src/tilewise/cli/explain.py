@@ -20,10 +20,6 @@ OPTIONS = (
 
 def explain(device: str | None, json: bool, **call: Any) -> str:
     """Say which back end would run a call, with which tiles, and why each other one would not."""
-    plan = explain_call(**arguments(call), device=device or _here())
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = explain_call(**arguments(call), device=device or target_of(here))
     return dumps(asdict(plan), indent=1) if json else str(plan)
-
-
-def _here() -> str:
-    """Return the chip of this machine."""
-    return target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -26,9 +26,9 @@ class Option(NamedTuple):
     def add_to(self, parser: ArgumentParser) -> None:
         """Add it to a parser."""
         text = self.help if self.default is None else f"{self.help} [default: {self.default}]"
-        how: dict[str, Any] = {"action": "append" if self.many else "store", "metavar": self.value, "type": self.read}
-        if self.value is None:
-            how = {"action": "store_true"}
+        how: dict[str, Any] = {"action": "store_true"}
+        if self.value is not None:
+            how = {"action": "append" if self.many else "store", "metavar": self.value, "type": self.read}
         if self.default is not None:
             how["default"] = self.default
         parser.add_argument(self.name, help=text.replace("%", "%%"), **how)

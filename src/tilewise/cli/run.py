@@ -3,12 +3,12 @@
 import atexit
 import builtins
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import find_spec
-from types import CodeType, ModuleType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from zipfile import is_zipfile
 
 from .parser import PROGRAM, Option, Parser
@@ -59,10 +59,8 @@ def run(words: Sequence[str]) -> None:
                 install()
             except (ImportError, RuntimeError) as error:
                 parser.exit(2, f"tilewise run: {error}\n")
-    main, code = _load(given["target"], given["m"], words[target + 1 :])
     _count_until_the_end()
-    sys.modules["__main__"] = main
-    exec(code, main.__dict__)
+    _run_as_main(given["target"], given["m"], words[target + 1 :])
 
 
 def _count_until_the_end() -> None:
@@ -80,39 +78,24 @@ def _count_until_the_end() -> None:
     atexit.register(tell)
 
 
-def _load(target: str, module: bool, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """Return a script or module as __main__, and its code; set sys.argv and sys.path as Python sets them."""
+def _run_as_main(target: str, module: bool, arguments: Sequence[str]) -> None:
+    """Run a script or module as Python does: as __main__, with sys.argv and sys.path of its own."""
     packed = not module and (os.path.isdir(target) or is_zipfile(target))
     if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         folder = os.path.abspath(target) if packed else os.path.dirname(os.path.realpath(target))
         sys.path[0] = os.getcwd() if module else folder
-    main, spec = ModuleType("__main__"), None
+    sys.argv[:] = ["-m" if module else target, *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
     if module or packed:
-        spec = _spec_of_module(target) if module else PathFinder.find_spec("__main__", [os.path.abspath(target)])
-        if spec is None or spec.loader is None:
-            sys.exit(f"tilewise run: no module named {target if module else '__main__ in ' + target}")
-        path, loader = spec.origin, spec.loader
-        code = loader.get_code(spec.name)  # type: ignore[attr-defined]
-    else:
-        path = os.path.join(os.getcwd(), target)
-        loader = SourceFileLoader("__main__", path)
-        try:
-            code = loader.source_to_code(loader.get_data(path), path)
-        except OSError as error:
-            print(f"tilewise run: {error}", file=sys.stderr)
-            sys.exit(2)
-    main.__spec__, main.__package__ = spec, spec and spec.parent
-    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=spec and spec.cached)
-    sys.argv[:] = [path if module else target, *arguments]  # type: ignore[list-item]
-    return main, code
-
-
-def _spec_of_module(name: str) -> ModuleSpec | None:
-    """Return what python -m would run: the module, or a package's __main__; None if there is none."""
+        runpy._run_module_as_main(target if module else "__main__", alter_argv=module)  # type: ignore[attr-defined]
+        return
+    path = os.path.join(os.getcwd(), target)
+    loader = SourceFileLoader("__main__", path)
     try:
-        spec = find_spec(name)
-        return _spec_of_module(f"{name}.__main__") if spec and spec.submodule_search_locations is not None else spec
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # a module that it imports
-            raise
-        return None
+        code = loader.source_to_code(loader.get_data(path), path)
+    except OSError as error:
+        print(f"tilewise run: {error}", file=sys.stderr)
+        sys.exit(2)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    exec(code, main.__dict__)

@@ -8,12 +8,7 @@ from .parser import Option
 
 OPTIONS = (
     Option("folder", "Where to write; it is made if it is not there.", "FOLDER"),
-    Option(
-        "--package",
-        "flash_attn, flash_attn_interface (version 3) or flash_attn.cute (4); more than once.",
-        "NAME",
-        many=True,
-    ),
+    Option("--package", "flash_attn, flash_attn_interface (3), flash_attn.cute (4); repeatable.", "NAME", many=True),
     Option("--force", "Write it even where the real package is installed."),
 )
 

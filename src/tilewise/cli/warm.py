@@ -14,12 +14,7 @@ from .parser import Option, Parser
 
 OPTIONS = (
     *CALL,
-    Option(
-        "--also",
-        'A further call, by the options in which it differs: --also "--q 1,8192,16,64 --sink".',
-        "OPTIONS",
-        many=True,
-    ),
+    Option("--also", 'A further call, by what differs in it: --also "--q 1,8192,16,64 --sink".', "OPTIONS", many=True),
     Option("--device", "sm_90, gfx942, ...; this machine's GPU if left out.", "CHIP"),
     Option("--forward", "Leave out the kernels of gradients."),
     Option("--processes", "How many compile side by side.", "N", int, least=1),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..call.dispatch import NAMESPACE, OPERATORS
-from ..call.import_hook import when_imported
 from ..call.recipe import KINDS
 from ..values.masks import Full, Mask, intersect
 from .exchange import Axes, alike, gathered, home_of, size_of
@@ -60,12 +59,9 @@ def _disagree(heard: list[Any]) -> None:
             )
     names = dict.fromkeys(name for one in heard for name in one)
     name = next(name for name in names if len({one.get(name) for one in heard}) > 1)
-    each = " and ".join(dict.fromkeys(_short(str(one.get(name))) for one in heard))
+    texts = dict.fromkeys(str(one.get(name)) for one in heard)
+    each = " and ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]} ..." for text in texts)
     raise ValueError(f"{name} must be alike on every rank, got {each}; pass the same to all")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
 def of_numbers(numbers: Numbers | None) -> Facts:
@@ -95,14 +91,8 @@ def written(axes: Axes, *rest: Any) -> str:
     return repr(([group.group_name for group in groups], *rest))
 
 
-def _before_graphs(dynamo: Any) -> None:
-    """Have the text written while a call is traced."""
-    dynamo.assume_constant_result(written)
-
-
-when_imported("torch._dynamo", _before_graphs)
-
-
+written._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result: the text is written while a call is traced."""
 literal: Any = lru_cache(256)(ast.literal_eval)
 
 

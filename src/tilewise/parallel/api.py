@@ -59,15 +59,14 @@ def attention(
     refuse_sharding(sharding)
     prepare = partial(_prepared, q, k, v, sharding, plan, options)
     if torch.compiler.is_compiling():
-        facts, (chosen, w, (q, k, v), sink) = prepare()
-        k = agreed(k, sharding.axes, facts, w.mask, w.N, needs_numbers(chosen))
+        facts, (w, q, k, v) = prepare()
+        k = agreed(k, sharding.axes, facts, w.mask, w.N, needs_numbers(w.plan))
     else:
-        chosen, w, (q, k, v), sink = together(sharding.axes, q, prepare)
+        w, q, k, v = together(sharding.axes, q, prepare)
     if w.options["dropout"]:
-        w.options["seed"] = same_seed(options.get("seed"), q.device, sharding)
-    wants_lse = bool(options.get("return_lse"))
-    o, lse = run(chosen, w, q, k, v, sink, wants_lse)
-    return (o, lse) if wants_lse else o  # type: ignore[return-value]
+        w.options["seed"] = same_seed(w.options["seed"], q.device, sharding)
+    o, lse = run(w, q, k, v)
+    return (o, lse) if w.return_lse else o  # type: ignore[return-value]
 
 
 spell_out(attention, SIGNATURE, without=("layout", "origin", "out_dtype"))
@@ -88,9 +87,8 @@ class Explanation:
     """Where the model's numbers come from."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}   (a model, by {self.source})"
-        ]
+        head = f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}"
+        lines = [f"{head}   (a model, by {self.source})"]
         for plan, one in self.costs.items():
             chosen = "  chosen" if plan == self.plan else ""
             numbers = f"{one.seconds:>10.2e}{one.exposed:>10.1e}{one.received / 1e9:>13.3f}{one.memory / 1e9:>9.3f}"
@@ -131,25 +129,21 @@ def explain(
     return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
 
 
-Ready = tuple[Plan, Work, tuple[Tensor, Tensor, Tensor], Tensor | None]
-"""What a rank has prepared: the plan, the call, q, k and v as they are sent, and the sink."""
-
-
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, plan: Plan | None, options: Any
-) -> tuple[Facts, Ready]:
-    """Do all that may fail on one rank alone; return what it says to others, and what it has prepared."""
+) -> tuple[Facts, tuple[Work, Tensor, Tensor, Tensor]]:
+    """Do all that may fail on one rank alone; return what it says to others, and the call with q, k and v to send."""
     w = check_call("tilewise.parallel.attention", q, k, v, sharding, options)
     kind = autocast_type(q)
-    x = (q, k, v) if kind is None else (cast(q, kind), cast(k, kind), cast(v, kind))
+    if kind is not None:
+        q, k, v = (cast(t, kind) for t in (q, k, v))
     if plan is None:
-        plan = choose(costs_of(w, *x[:2], current()), memory_limit(q.device))
+        plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
     _refuse(plan, w, q.shape[2])
     assert plan is not None
-    if not torch.compiler.is_compiling():  # a graph reads when it runs
-        w = w._replace(numbers=checked(w.mask, w.N, needs_numbers(plan), q))
-    sink = options.get("sink")
-    return facts_of(w, plan, x, sink, bool(options.get("return_lse"))), (plan, w, x, sink)
+    reads = not torch.compiler.is_compiling()  # a graph reads when it runs
+    w = w._replace(plan=plan, numbers=checked(w.mask, w.N, needs_numbers(plan), q) if reads else None)
+    return facts_of(w, q, k, v), (w, q, k, v)
 
 
 def _refuse(plan: Any, w: Work, H: int) -> None:

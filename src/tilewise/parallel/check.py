@@ -23,7 +23,7 @@ from ..values.value import Value
 from .agree import Facts, of_numbers
 from .exchange import gather
 from .pieces import spelt
-from .plans import Plan, Work
+from .plans import Work
 from .shardings import Sharding
 
 Sizes = namedtuple("Sizes", "B H M N")
@@ -73,7 +73,8 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     scores = tuple(score) if isinstance(score, (tuple, list)) else (score,)
     for value in (*mask.parts, *scores):
         _check_tensors(value, q, N)
-    return Work(sharding, N, pieces, mask, scores, own_options | {"seed": options["seed"]})
+    rest = own_options | {"seed": options["seed"]}
+    return Work(sharding, N, pieces, mask, scores, options["sink"], bool(options["return_lse"]), rest)
 
 
 def _whole(spec: TensorSpec, N: int) -> TensorSpec:
@@ -105,15 +106,14 @@ def _check_tensors(value: Value, q: Tensor, N: int) -> None:
         )
 
 
-def facts_of(w: Work, plan: Plan, x: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, wants_lse: bool) -> Facts:
+def facts_of(w: Work, q: Tensor, k: Tensor, v: Tensor) -> Facts:
     """Return a call as text, of q, k and v as they are sent: all that messages depend on, and the options."""
-    q, k, v = x
     values = *w.mask.parts, *w.score
     biases = [one.bias for one in w.score if isinstance(one, Bias)]
-    learned = {"q": q, "k": k, "v": v, "the sink": sink} | {f"bias {n}": bias for n, bias in enumerate(biases)}
+    learned = {"q": q, "k": k, "v": v, "the sink": w.sink} | {f"bias {n}": bias for n, bias in enumerate(biases)}
     graded = torch.is_grad_enabled()
     wanted = [name for name, t in learned.items() if graded and t is not None and t.requires_grad]
-    options = w.options | {"sink": sink is not None, "return_lse": wants_lse, "seed": _shown(w.options["seed"])}
+    options = w.options | {"sink": w.sink is not None, "return_lse": w.return_lse, "seed": _shown(w.options["seed"])}
     rows = [tuple(one.tensors[0].shape) for one in values if one.broadcasts]
     sizes = tuple(map(index, (q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3])))
     return {
@@ -121,7 +121,7 @@ def facts_of(w: Work, plan: Plan, x: tuple[Tensor, Tensor, Tensor], sink: Tensor
         "q, k and v": f"of sizes {sizes} in {q.dtype} on {q.device.type}",
         "the length": str(w.N),
         "the sharding": spelt(w.pieces),
-        "the plan": str(plan),
+        "the plan": str(w.plan),
         "mask and score": str([one.plain for one in values]),
         "the sizes of Dense and Bias": str([(*shape[:-2], *shape[-1:], len(shape) > 1) for shape in rows]),
         "the options": str(options),

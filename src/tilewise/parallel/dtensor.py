@@ -40,13 +40,15 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
 
 
 def _along(q: Any, k: Any, mesh: Any, recipe: Recipe) -> Along:
-    """Return what each dimension of the mesh divides, as q's placements say, where parts of the call are calls."""
+    """Return what each dimension of the mesh divides, as q's placements say: nothing of packed sequences, or of a call
+    with tiles listed for the whole."""
     found: Along = []
+    parts_are_calls = recipe.uniform and not any(name == "TileList" for name, *_ in recipe.mask)
     left = {"B": q.shape[0], "H": k.shape[-2]}
     for n, placement in enumerate(getattr(q, "placements", [None] * mesh.ndim)):
         dim = getattr(placement, "dim", None)
         letter = None if dim is None else {0: "B", q.ndim - 2: "H"}.get(dim % q.ndim)
-        if letter is None or not _divides(recipe) or left[letter] % mesh.size(n):
+        if letter is None or not parts_are_calls or left[letter] % mesh.size(n):
             found.append(None)
         else:
             found.append(letter)
@@ -69,11 +71,6 @@ def _local(t: Any, sizes: str, along: Along, mesh: Any) -> Any:
     return t.redistribute(mesh, places).to_local(grad_placements=shared)
 
 
-def _divides(recipe: Recipe) -> bool:
-    """Tell whether parts of a call are calls: not those of packed sequences, nor with tiles listed for the whole."""
-    return recipe.uniform and not any(name == "TileList" for name, *_ in recipe.mask)
-
-
 def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
     """Return the recipe of this rank's part: its dropout counts from the part's first batch entry and head."""
     if not recipe.dropout or not any(along):
@@ -89,8 +86,4 @@ def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
     return recipe._replace(origin=(row, column, head, heads, batch))
 
 
-def _register(module: Any) -> None:
-    BY_RANK[module.DTensor] = attend
-
-
-when_imported("torch.distributed.tensor", _register)
+when_imported("torch.distributed.tensor", lambda module: BY_RANK.update({module.DTensor: attend}))

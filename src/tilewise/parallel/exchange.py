@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 Axes = tuple[Any, ...]
 """The process groups of a mesh's dimensions, the outer first; of a group, the group alone."""
@@ -42,13 +41,6 @@ def count(messages: Iterable[tuple[int, Tensor]], own: int) -> None:
     for to, tensor in messages:
         if to != own:
             counter[to] += tensor.numel() * tensor.element_size()
-
-
-def axes_of(group: Any) -> Axes:
-    """Return the groups of a ProcessGroup's or a DeviceMesh's dimensions."""
-    if not isinstance(group, DeviceMesh):
-        return (group,)
-    return tuple([group.get_group(n) for n in range(group.ndim)])
 
 
 def size_of(axes: Axes) -> int:

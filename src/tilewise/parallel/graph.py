@@ -42,7 +42,7 @@ def described(
     mask, score = intersect(rebuilt(recipe.mask, tensors)), rebuilt(recipe.score, tensors)
     names = "scale", "dropout", "precision", "deterministic", "backend"
     options = {name: getattr(recipe, name) for name in names} | {"seed": seed}
-    return shards_of(axis, *at, mask, score, options, q), next(tensors) if recipe.sink else None
+    return shards_of(axis, *at, mask=mask, score=score, options=options, q=q), next(tensors) if recipe.sink else None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::parallel", mutates_args=())

@@ -95,14 +95,9 @@ def _copy_of(t: Tensor) -> tuple[Tensor, str]:
             return found
     with torch.inference_mode(False):  # whatever mode reads it next
         copy = now.clone(memory_format=torch.contiguous_format)
-    found = copy, digest_of(copy)
+    digest = sha256(f"{copy.dtype} {tuple(copy.shape)}".encode())
+    if copy.numel():
+        digest.update((ctypes.c_char * copy.nbytes).from_address(copy.data_ptr()))
+    found = copy, digest.hexdigest()[:32]
     RECENT.appendleft(found)
     return found
-
-
-def digest_of(t: Tensor) -> str:
-    """Return a digest of a contiguous tensor's type, shape and numbers."""
-    whole = sha256(f"{t.dtype} {tuple(t.shape)}".encode())
-    if t.numel():
-        whole.update((ctypes.c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()))
-    return whole.hexdigest()[:32]

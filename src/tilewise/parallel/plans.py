@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.api import attention as attend
-from ..call.import_hook import when_imported
 from ..values.masks import Mask, intersect
 from ..values.origin import Origin
 from ..values.score import Score
@@ -21,7 +20,7 @@ from .held import Numbers, held
 from .pieces import Pieces, joined, length
 from .reach import reach
 from .ring import Ring
-from .shardings import Sharding, positive
+from .shardings import Sharding, make_positive
 from .shards import CUT, cut, shards_of
 from .ulysses import Swap, spread_keys
 
@@ -34,8 +33,7 @@ class Grid:
     ring: int
 
     def __post_init__(self) -> None:
-        for name in ("ulysses", "ring"):
-            object.__setattr__(self, name, positive(f"Grid: {name}", getattr(self, name)))
+        make_positive(self, "ulysses", "ring")
 
 
 Plan = str | Grid
@@ -43,18 +41,21 @@ NAMES = ("ulysses", "gather", "ring")
 
 
 class Work(NamedTuple):
-    """A checked call: the whole's length, every rank's pieces, and the options of attention but mask and score.
-
-    numbers: the mask's, where they were read.
-    """
+    """A checked call: the whole's length, every rank's pieces, and the options of attention."""
 
     sharding: Sharding
     N: int
     pieces: tuple[Pieces, ...]
     mask: Mask
     score: tuple[Score, ...]
+    sink: Tensor | None
+    return_lse: bool
     options: dict[str, Any]
+    """scale, dropout, seed, precision, deterministic, backend."""
+    plan: Plan = ""
+    """The one chosen."""
     numbers: Numbers | None = None
+    """The mask's, where they were read."""
 
 
 def refusals(plan: Plan, w: Work, H: int) -> list[str]:
@@ -107,19 +108,15 @@ def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, flo
     return _even(held(band), sharding, N, inner)
 
 
+even._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result: the numbers are found while a call is traced."""
+
+
 @lru_cache(64)
 def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
     work = reach(numbers, len(numbers), N).work(joined(sharding.pieces(N), inner))
     total = sum(work)
     return total / max(1, N) ** 2, max(work) * len(work) / total if total else 1.0
-
-
-def _before_graphs(dynamo: Any) -> None:
-    """Have numbers of a mask found while a call is traced."""
-    dynamo.assume_constant_result(even)
-
-
-when_imported("torch._dynamo", _before_graphs)
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
@@ -149,43 +146,40 @@ def memory_limit(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory / 4 if device.type == "cuda" else 16e9
 
 
-def run(
-    plan: Plan, w: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, wants_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
-    if plan in ("ring", "gather"):
-        return ring_or_gather(w, str(plan), w.pieces, w.sharding.rank, (0, None), q, k, v, sink)
+    if w.plan in ("ring", "gather"):
+        return ring_or_gather(w, w.pieces, w.sharding.rank, (0, None), q, k, v)
     axis = w.sharding.axes[-1]
     U, u = dist.get_world_size(axis), dist.get_rank(axis)
     H = q.shape[2]
     heads = slice(u * (H // U), (u + 1) * (H // U))
-    r = dist.get_rank(w.sharding.axes[0]) if isinstance(plan, Grid) else 0
+    r = dist.get_rank(w.sharding.axes[0]) if isinstance(w.plan, Grid) else 0
     inside = w.pieces[r * U : (r + 1) * U]
     k, v = spread_keys(k, v, H, U)
     q, k, v = Swap.apply(axis, inside, True, q, k, v)
     mask = intersect(tuple([cut(part, H=heads) for part in w.mask.parts]))
     score = tuple([cut(one, H=heads) for one in w.score])
-    sink = None if sink is None else sink[heads]
-    if isinstance(plan, Grid):
-        own = w._replace(mask=mask, score=score)
-        o, lse = ring_or_gather(own, "ring", joined(w.pieces, U), r, (heads.start, H), q, k, v, sink)
+    sink = None if w.sink is None else w.sink[heads]
+    if isinstance(w.plan, Grid):
+        own = w._replace(mask=mask, score=score, sink=sink)
+        o, lse = ring_or_gather(own, joined(w.pieces, U), r, (heads.start, H), q, k, v)
     else:
         origin = Origin(head=heads.start, heads=H) if w.options["dropout"] else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, origin=origin, return_lse=True, **w.options)
     (o,) = Swap.apply(axis, inside, False, o)
-    if not wants_lse:
+    if not w.return_lse:
         return o, None
     (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None])
     return o, lse[..., 0].transpose(1, 2)
 
 
 def ring_or_gather(
-    w: Work, plan: str, pieces: tuple[Pieces, ...], own: int, heads: tuple[int, int | None], q: Tensor, k: Tensor,
-    v: Tensor, sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w: Work, pieces: tuple[Pieces, ...], own: int, heads: tuple[int, int | None], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return o and lse of rows to which keys come, by an operator in a graph, else at once."""
-    axis, at = w.sharding.axes[0], (plan, w.N, pieces, own, *heads)
+    axis, at = w.sharding.axes[0], ("gather" if w.plan == "gather" else "ring", w.N, pieces, own, *heads)
     if torch.compiler.is_compiling():
-        return in_graph(written((axis,), *at), w.mask, w.score, w.options, q, k, v, sink)
+        return in_graph(written((axis,), *at), w.mask, w.score, w.options, q, k, v, w.sink)
     s = shards_of(axis, *at, w.mask, w.score, w.options, q, w.numbers)
-    return Ring.apply(s, q, k, v, sink, *s.biases)
+    return Ring.apply(s, q, k, v, w.sink, *s.biases)

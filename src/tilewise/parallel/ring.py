@@ -4,7 +4,7 @@ Both are one autograd.Function over the calls of `Shards`. They differ in how ke
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ from .exchange import Message, gather, scatter_sum
 from .pieces import Pieces, index, length, places
 from .shards import Given, Parts, Shards, backward_parts, forward_parts, wide
 
-
-class Source(NamedTuple):
-    """Keys that have arrived: k and v of `rank`, none if nothing of them is visible, and the calls with them."""
-
-    rank: int
-    keys: tuple[Tensor, ...]
-    parts: Parts
+Source = tuple[int, tuple[Tensor, ...], Parts]
+"""Whose keys have arrived, k and v, none if nothing of them is visible, and the calls with them."""
 
 
 class Pairwise:
@@ -40,12 +35,12 @@ class Pairwise:
         """Yield the keys of every rank, this one's first, then from the nearest rank on."""
         ahead = self._fetch(1, keys) if self.size > 1 else None
         own = self.s.pair(self.rank, self.rank)
-        yield Source(self.rank, self._rows(keys, own.keys), own)
+        yield self.rank, self._rows(keys, own.keys), own
         for step in range(1, self.size):
             arriving, ahead = ahead, self._fetch(step + 1, keys) if step + 1 < self.size else None
             flat, source = arriving.wait(), (self.rank - step) % self.size  # type: ignore[union-attr]
             parts = self.s.pair(self.rank, source)
-            yield Source(source, unpack(flat, keys, length(parts.keys)), parts)
+            yield source, unpack(flat, keys, length(parts.keys)), parts
 
     def _rows(self, tensors: tuple[Tensor, ...], wanted: Pieces) -> tuple[Tensor, ...]:
         """Return some of this rank's rows; () for none."""
@@ -57,19 +52,19 @@ class Pairwise:
         wanted, coming = self.s.pair(to, self.rank).keys, self.s.pair(self.rank, source).keys
         return Message(self.s.axis, pack(self._rows(keys, wanted)), to, room_for(keys, length(coming)), source)
 
-    def give_back(self, source: Source, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
-        """Send the gradients of a source's keys to it, and receive those of this rank's keys from its counterpart.
+    def give_back(self, to: int, keys: Pieces, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
+        """Send the gradients of a rank's keys to it, and receive those of this rank's keys from its counterpart.
 
         What came before is added to `totals`. Every rank calls it once for every source.
         """
-        if source.rank == self.rank:
-            self._add(totals, grads, source.parts.keys)
+        if to == self.rank:
+            self._add(totals, grads, keys)
             return
         self.finish(totals)
-        other = (2 * self.rank - source.rank) % self.size
+        other = (2 * self.rank - to) % self.size
         coming = self.s.pair(other, self.rank).keys
         room = room_for(totals, length(coming))
-        self.back = Message(self.s.axis, pack(grads), source.rank, room, other), coming
+        self.back = Message(self.s.axis, pack(grads), to, room, other), coming
 
     def finish(self, totals: tuple[Tensor, ...]) -> None:
         """Add to `totals` what is still on its way."""
@@ -103,17 +98,17 @@ class Gathered:
         del flat, part
         boxed = self.s.parts(self.s.pieces[self.s.own], ((0, N),))
         first, end = boxed.keys[0] if boxed.keys else (0, 0)
-        yield Source(self.s.own, tuple(t[:, first:end] for t in whole if boxed.keys), boxed)
+        yield self.s.own, tuple(t[:, first:end] for t in whole if boxed.keys), boxed
 
-    def give_back(self, source: Source, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
+    def give_back(self, to: int, keys: Pieces, grads: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
         """Sum the gradients of all keys over the ranks, each rank its own."""
-        first, end = source.parts.keys[0] if grads else (0, 0)
+        first, end = keys[0] if grads else (0, 0)
         message = totals[0].new_zeros((len(self.s.pieces), sum(sizes(totals, self.most))))
         for own, flat in zip(self.s.pieces, message, strict=True):
             common = tuple((max(a, first), min(b, end)) for a, b in own if max(a, first) < min(b, end))
             for into, grad in zip(unpack(flat, totals, self.most), grads, strict=bool(grads)):
-                for to, at in zip(places(own, common), places(((first, end),), common), strict=True):
-                    into[:, to] = grad[:, at]
+                for here, there in zip(places(own, common), places(((first, end),), common), strict=True):
+                    into[:, here] = grad[:, there]
         for total, grad in zip(totals, unpack(scatter_sum(message, self.axes), totals, self.most), strict=True):
             total.copy_(grad[:, : total.shape[1]])
 
@@ -162,8 +157,8 @@ def results(s: Shards, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> 
     o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
     if sink is not None:  # a key of value 0 that is in every row's sums already
         lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
-    for source in EXCHANGES[s.plan](s).sources(k, v):
-        forward_parts(s, (o, lse), q, source.keys, source.parts)
+    for _, keys, parts in EXCHANGES[s.plan](s).sources(k, v):
+        forward_parts(s, (o, lse), q, keys, parts)
     return o.to(q.dtype), lse
 
 
@@ -178,10 +173,10 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
     learned = [torch.zeros_like(bias, dtype=wide(bias.dtype)) for bias in s.biases if bias.requires_grad]
     exchange = EXCHANGES[s.plan](s)
-    for source in exchange.sources(k, v):
-        grads = backward_parts(s, g, q, source.keys, source.parts, dq, learned)
-        exchange.give_back(source, grads, (dk, dv))
-        del source, grads  # before the next keys arrive
+    for source, keys, parts in exchange.sources(k, v):
+        grads = backward_parts(s, g, q, keys, parts, dq, learned)
+        exchange.give_back(source, parts.keys, grads, (dk, dv))
+        del keys, grads  # before the next keys arrive
     exchange.finish((dk, dv))
     d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
     totals = iter(learned)

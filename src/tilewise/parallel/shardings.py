@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..values.masks import Mask
 from ..values.value import integer
 from .agree import Facts, agreed, together
-from .exchange import Axes, axes_of, gather, rank_of, scatter_sum, size_of
+from .exchange import Axes, gather, rank_of, scatter_sum, size_of
 from .pieces import Pieces, index, join, length, spelt
 from .reach import reach_of
 
@@ -32,7 +33,9 @@ class Sharding:
     @property
     def axes(self) -> Axes:
         """Return the process groups, the ring's before that of Ulysses."""
-        return axes_of(self.group)
+        if not isinstance(self.group, DeviceMesh):
+            return (self.group,)
+        return tuple([self.group.get_group(n) for n in range(self.group.ndim)])
 
     @property
     def ranks(self) -> int:
@@ -70,13 +73,10 @@ class Sharding:
             )
         return _cut(self, N, self.ranks)
 
-    def whole(self, m: int) -> int:
-        """Return the length of the whole of which this rank holds m rows."""
-        return m * self.ranks if self.global_length is None else self.global_length
-
     def cut_for(self, name: str, m: int) -> tuple[int, tuple[Pieces, ...]]:
         """Return the length of the whole, and all pieces; raise ValueError if m are not the rows of this rank."""
-        N = as_int(self.whole(m))  # a number in a graph, too: it is of one size
+        known = self.global_length
+        N = as_int(m * self.ranks if known is None else known)  # a number in a graph, too: it is of one size
         pieces = self.pieces(N)
         own = length(pieces[self.rank])
         if m != own:
@@ -206,7 +206,7 @@ class Striped(Sharding):
     length: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chunk", positive("Striped: chunk", self.chunk))
+        make_positive(self, "chunk")
 
     def unit(self, ranks: int) -> int:
         return ranks * self.chunk
@@ -231,8 +231,7 @@ class Balanced(Sharding):
     """The entries of P in each chunk's rows, a batch entry and head."""
 
     def __post_init__(self, mask: Mask) -> None:
-        for name in ("length", "chunk"):
-            object.__setattr__(self, name, positive(f"Balanced: {name}", getattr(self, name)))
+        make_positive(self, "length", "chunk")
         if not isinstance(mask, Mask):
             raise TypeError(f"Balanced: mask must be a Mask, got {mask!r}; pass the one that attention gets")
         for part in [part for part in mask.parts if not part.broadcasts]:  # which would be a Dense, of a rank's rows
@@ -262,9 +261,11 @@ def deal(work: Sequence[float], N: int, ranks: int, chunk: int) -> tuple[Pieces,
     return tuple(join((c * chunk, min(N, c * chunk + chunk)) for c in sorted(chunks)) for chunks in own)
 
 
-def positive(name: str, number: Any) -> int:
-    """Return the number as an int > 0, or raise an error that names it."""
-    number = integer(name, number, "an int > 0")
-    if number <= 0:
-        raise ValueError(f"{name} must be an int > 0, got {number}; pass how many rows")
-    return number
+def make_positive(value: Any, *fields: str) -> None:
+    """Make fields of a value ints > 0, or raise an error that names them."""
+    for field_name in fields:
+        name = f"{type(value).__name__}: {field_name}"
+        number = integer(name, getattr(value, field_name), "an int > 0")
+        if number <= 0:
+            raise ValueError(f"{name} must be an int > 0, got {number}; pass how many rows")
+        object.__setattr__(value, field_name, number)

@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,10 +52,8 @@ def launches(call: Call) -> list[Launch]:
             # with results in fp32, gradients.py passes delta on as a gradient of lse, and gives o in q's type
             of_lse = (None, saved.lse)[: 1 + call.lse] if p.out_dtype == p.dtype else (saved.lse,)
             p = p._replace(wanted=call.wanted, recipe=p.recipe.of_gradients())
-            saved = saved._replace(
-                o=torch.empty(saved.o.shape, dtype=p.dtype, device="meta")
-            )  # empty_like imports SymPy
-            do = meta_tensor(TensorSpec.of(saved.o)._replace(aligned=call.aligned))
+            o = torch.empty(saved.o.shape, dtype=p.dtype, device="meta")  # empty_like imports SymPy
+            saved, do = saved._replace(o=o), meta_tensor(TensorSpec.of(o)._replace(aligned=call.aligned))
             for dlse in of_lse:
                 planned(p, BACKWARD).run(x, saved, do, dlse)
     finally:
@@ -77,16 +75,11 @@ class KernelRecorder:
     """
 
     def __init__(self) -> None:
+        self.name = ""
         self.found: dict[str, Entry] = {}
 
     def submit(self, key: str, compile: Callable[[], Any], *_: Any) -> None:
         self.found[digest(key)] = Entry(self.name, key, compile)
-
-    def take(self, launch: Launch) -> None:
-        """Record the kernel of a launch."""
-        self.name = launch.kernel.fn.__name__
-        launch.kernel.device_caches.clear()  # else Triton from 3.9 on would not call submit a second time
-        launch.compile()
 
 
 @lru_cache(256)
@@ -96,7 +89,9 @@ def kernels(call: Call) -> dict[str, Entry]:
     token = active_mode.set(listing)
     try:
         for launch in launches(call):
-            listing.take(launch)
+            listing.name = launch.kernel.fn.__name__
+            launch.kernel.device_caches.clear()  # else Triton from 3.9 on would not call submit a second time
+            launch.compile()
     finally:
         active_mode.reset(token)
     return listing.found
@@ -113,19 +108,14 @@ def list_kernels(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
     for what, other in call.others():
         with suppress(Unsupported):  # such a call is refused, so it compiles nothing
             others.setdefault(what, {}).update((hash, entry.name) for hash, entry in kernels(other).items())
-    return [Kernel(entry.name, hash, is_cached(entry)) for hash, entry in kernels(call).items()], others
-
-
-def is_cached(entry: Entry) -> bool:
-    """Tell whether Triton's cache has the kernel."""
-    return cached(entry.key, entry.name)
+    return [Kernel(entry.name, hash, cached(entry.key, entry.name)) for hash, entry in kernels(call).items()], others
 
 
 def compile_one(call: Call, hash: str) -> float | None:
     """Compile one kernel of a call. Return the seconds it took, or None if another process was faster."""
     entry, begin = kernels(call)[hash], time.perf_counter()
     with locked(lock) if (lock := lock_of(entry.key)) else nullcontext():
-        if is_cached(entry):
+        if cached(entry.key, entry.name):
             return None
         build_launcher(entry.compile())
     return time.perf_counter() - begin
@@ -150,24 +140,19 @@ def build_launcher(kernel: Any) -> None:
 REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one}
 
 
-def requests(source: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield requests until the input ends."""
-    with suppress(EOFError):
-        while True:
-            yield pickle.load(source)
-
-
 def main(target: str) -> None:
-    """Answer requests with (True, result) or (False, error message)."""
+    """Answer requests with (True, result) or (False, error message), until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which kills this process
     use_target(target)
     know_triton()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # compilers print to standard output, which carries answers here
-    for name, arguments in requests(sys.stdin.buffer):
-        try:
-            answer = True, REQUESTS[name](*arguments)
-        except Exception as error:  # a compiler may raise anything
-            answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:2000]
-        pickle.dump(answer, answers)
-        answers.flush()
+    with suppress(EOFError):
+        while True:
+            name, arguments = pickle.load(sys.stdin.buffer)
+            try:
+                answer = True, REQUESTS[name](*arguments)
+            except Exception as error:  # a compiler may raise anything
+                answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+            pickle.dump(answer, answers)
+            answers.flush()

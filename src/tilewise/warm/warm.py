@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,19 +241,13 @@ def _compiled(
     return list(done.values())
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """A pool of processes that compile for a GPU; a request starts a process if none is idle."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.idle: list[subprocess.Popen[bytes]] = []
         self.all: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
     def ask(self, *request: Any) -> Any:
         """Send a request to one process and return its answer. Raise RuntimeError if it fails or exits."""
@@ -279,6 +274,9 @@ class Workers:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.all.append(process)
         return process
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def close(self) -> None:
         """Kill all processes."""
