@@ -89,14 +89,14 @@ def test_a_script_sees_what_python_shows_it(folder, arguments):
     expected, found = python(folder, *arguments.split()), run(folder, "--sdpa", *arguments.split())
     assert found.stdout == expected.stdout
     assert found.returncode == expected.returncode
-    *errors, told = found.stderr.splitlines()
-    assert told == NOTHING
+    *errors, says = found.stderr.splitlines()
+    assert says == NOTHING
     assert errors[-1:] == expected.stderr.splitlines()[-1:]
     assert found.stderr.count("tilewise: ran") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "says"),
     [
         ("absent.py", 2, "No such file"),
         ("-m absent", 1, "No module named absent"),
@@ -105,11 +105,11 @@ def test_a_script_sees_what_python_shows_it(folder, arguments):
         ("--tpu script.py", 2, "got --tpu; run python -m tilewise run --help"),
     ],
 )
-def test_what_cannot_run_ends_as_in_python(folder, arguments, status, told):
+def test_what_cannot_run_ends_as_in_python(folder, arguments, status, says):
     done = run(folder, *arguments.split())
     assert done.returncode == status
-    assert told in done.stderr
-    if "tilewise run --help" not in told:
+    assert says in done.stderr
+    if "tilewise run --help" not in says:
         assert python(folder, *arguments.split()).returncode == status
 
 

@@ -141,8 +141,8 @@ def an_error_of_one_rank_is_one_of_all(rank):
             with pytest.raises(kind if rank else ValueError) as caught:
                 tp.attention(q, q, q, sharding=s, plan=plan, **(options if rank else {}))
             if not rank:
-                told = rf"a call must be possible on every rank, got {kind.__name__}: .+ on rank 1; pass what fits"
-                assert re.match(told, str(caught.value)), caught.value
+                words = rf"a call must be possible on every rank, got {kind.__name__}: .+ on rank 1; pass what fits"
+                assert re.match(words, str(caught.value)), caught.value
         with pytest.raises(tw.Unsupported, match="no back end takes this call"):
             tp.attention(q, q, q, sharding=s, plan=plan, backend="hopper", mask=tw.Window(0, 0))
     differ("a call", lambda: tp.attention(q, q, q, sharding=s) if rank else s.unshard(q))

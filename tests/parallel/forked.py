@@ -37,8 +37,8 @@ def torchrun(ranks: int, main: Callable[[], None]) -> bool:
         port = free.getsockname()[1]
 
     def as_rank(rank: int) -> None:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in told.items()})
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in given.items()})
         main()
 
     return run(ranks, as_rank)

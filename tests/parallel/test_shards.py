@@ -152,13 +152,13 @@ def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():
 
 def measured(c):
     """Rows as studies/bench/parallel.py writes them, on a cluster that is just like the model."""
-    told = [("causal", tokens, heads, plan) for tokens in (1 << 15, 1 << 16, 1 << 18) for heads in ((32, 8), (64, 8))
+    cases = [("causal", tokens, heads, plan) for tokens in (1 << 15, 1 << 16, 1 << 18) for heads in ((32, 8), (64, 8))
             for plan in ("ulysses", "gather", "ring")]  # fmt: skip
     return [
         {"mask": mask, "tokens": N, "gpus": 8, "heads": heads, "plan": plan,
          "milliseconds": 1e3 * cost(plan, 1, Sizes(N, 8, *heads, 128), c).seconds,
          "milliseconds_of_share": 1e3 * cost("ulysses", 1, Sizes(N, 1, heads[0] // 8, heads[1] // 8, 128), c).seconds}
-        for mask, N, heads, plan in told
+        for mask, N, heads, plan in cases
     ]  # fmt: skip
 
 

@@ -6,8 +6,7 @@ o = tp.attention(q, k, v, sharding=s, mask=tilewise.Causal())  # q, k, v: this r
 """
 
 from . import dtensor as dtensor
-from .api import Explanation, attention, explain
-from .context import using
+from .api import Explanation, attention, explain, using
 from .costs import Cluster, Cost, fit
 from .exchange import count_bytes
 from .held import fixed

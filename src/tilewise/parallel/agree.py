@@ -34,10 +34,8 @@ def together(axes: Axes, near: Any, prepare: Callable[[], tuple[Facts, T]]) -> T
 
     near: a tensor of the call.
     """
-    if size_of(axes) == 1:
-        return prepare()[1]
     home = home_of(axes, near)
-    if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if size_of(axes) == 1 or (home.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return prepare()[1]
     try:
         facts, found = prepare()

@@ -1,6 +1,8 @@
-"""The public functions of tilewise.parallel: attention() of sharded rows, and explain()."""
+"""The public functions of tilewise.parallel: attention() of sharded rows, explain(), and using() for whole models."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..attention.api import SIGNATURE
+from ..attention.api import FULL, SIGNATURE
 from ..call.check import autocast_type, cast
 from ..call.options import Everything, spell_out
+from ..compat.transformers.view import SHARDED
+from ..values.masks import Mask
 from ..values.value import Unsupported
 from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
@@ -23,13 +27,7 @@ from .shardings import Sharding, refuse_sharding
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sharding: Sharding,
-    plan: Plan | None = None,
-    **options: Unpack[Everything],
+    q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, plan: Plan | None = None, **options: Unpack[Everything]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of a sequence whose rows are sharded over the ranks of a group (Liu et al. 2023; Jacobs 2023).
 
@@ -127,6 +125,34 @@ def explain(
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
     work = reach_of(w.mask, w.N).work(w.pieces)
     return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
+
+
+@contextmanager
+def using(sharding: Sharding, plan: Plan | None = None, mask: Mask = FULL) -> Iterator[None]:
+    """Have the layers of a model of transformers compute attention of sharded rows, inside the context.
+
+    The model is made with attn_implementation="tilewise". It gets this rank's tokens, and position_ids from
+    `sharding.positions(length)`. Labels are shifted before they are sharded, since a rank's next row is not its next
+    token. Layers keep their windows, sinks and caps. Leave attention_mask out, and pass use_cache=False.
+
+    Args:
+        sharding, plan: as for `tilewise.parallel.attention`.
+        mask: the whole's, beside that of each layer: Documents or Spans of packed rows.
+
+    Raises:
+        TypeError: sharding is none. Unsupported, in a layer: padding, chunks, caches and drawn masks.
+    """
+    refuse_sharding(sharding)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        options["mask"] = options["mask"] & mask
+        return attention(q, k, v, sharding=sharding, plan=plan, **options)
+
+    SHARDED.append(layer)
+    try:
+        yield
+    finally:
+        SHARDED.pop()
 
 
 def _prepared(

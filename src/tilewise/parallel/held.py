@@ -37,7 +37,7 @@ def fixed(mask: Mask) -> Mask:
     same mask with copies of its tensors, so that what is written to the originals later does not reach it. Make it
     again for the next batch. It may be combined: `fixed(a) & b` is not read again where `b` has no tensors.
     """
-    return intersect(tuple([_copied(part) if part.captures else part for part in mask.parts]))
+    return intersect(tuple([_copied(part) if part.captures and part.held is None else part for part in mask.parts]))
 
 
 def held(mask: Mask) -> Numbers:
@@ -68,8 +68,6 @@ def _check(numbers: Numbers, N: int) -> None:
 
 
 def _copied(part: Mask) -> Mask:
-    if part.held is not None:
-        return part
     with torch.inference_mode(False):
         own = part.rebuild(part.plain[1:], tuple([t.clone() for t in part.tensors]))
     if not own.broadcasts:

@@ -1,7 +1,6 @@
 """Pieces of a sequence: which rows a rank holds, as global intervals in local order."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -53,18 +52,3 @@ def places(pieces: Pieces, part: Pieces) -> list[slice]:
         found += [slice(base + a - start, base + b - start) for a, b in part if start <= a and b <= end]
         base += end - start
     return found
-
-
-def crop(rows: Piece, keys: Piece, first: Callable[[int], int], end: Callable[[int], int]) -> Box | None:
-    """Return the bounding box of what rows see of keys, None if they see nothing.
-
-    Row i sees keys first(i) to end(i), and neither ever moves left as i grows. The last row of the box sees its last
-    key, so that a band in it is a Window aligned there (both sides >= 0).
-    """
-    (a0, a1), (b0, b1) = rows, keys
-    i0 = a0 + bisect_right(range(a0, a1), b0, key=end)
-    i1 = i0 + bisect_left(range(i0, a1), b1, key=first)
-    if i0 >= i1:
-        return None
-    j0, j1 = max(b0, first(i0)), min(b1, end(i1 - 1))
-    return (i0, i1, j0, j1) if j0 < j1 else None

@@ -1,5 +1,6 @@
 """What rows of the whole see, from a mask's numbers: intervals of keys, found on the host once for equal numbers."""
 
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from ..values.intervals import PaddingKeys
 from ..values.masks import Mask
 from ..values.tables import Documents
 from .held import Numbers, held
-from .pieces import Pieces
+from .pieces import Box, Piece, Pieces
 
 Ends = tuple[Tensor, Tensor]
 """First keys and ends of rows, int64."""
@@ -39,6 +40,20 @@ class Reach(NamedTuple):
     def end(self, i: int) -> int:
         """Return the key behind the last that row i may see."""
         return min(i + self.hi + 1, self.N if self.hull is None else int(self.hull[1][i]))
+
+    def box(self, rows: Piece, keys: Piece) -> Box | None:
+        """Return the bounding box of what rows see of keys, None if they see nothing.
+
+        Neither first nor end ever moves left. The last row of the box sees its last key, so that a band in it is a
+        Window aligned there (both sides >= 0).
+        """
+        (a0, a1), (b0, b1) = rows, keys
+        i0 = a0 + bisect_right(range(a0, a1), b0, key=self.end)
+        i1 = i0 + bisect_left(range(i0, a1), b1, key=self.first)
+        if i0 >= i1:
+            return None
+        j0, j1 = max(b0, self.first(i0)), min(b1, self.end(i1 - 1))
+        return (i0, i1, j0, j1) if j0 < j1 else None
 
     def covers(self, i0: int, i1: int, j0: int, j1: int) -> bool:
         """Tell whether all of the rows see all of the keys, in every batch entry."""

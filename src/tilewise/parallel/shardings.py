@@ -62,12 +62,10 @@ class Sharding:
 
     def pieces(self, N: int) -> tuple[Pieces, ...]:
         """Return the pieces of every rank: intervals of the N rows, in local order. Raise ValueError for another N."""
-        name, unit = type(self).__name__, self.unit(self.ranks)
-        if self.global_length is not None and N != self.global_length:
-            raise ValueError(
-                f"{name}: length must be that of the sequence, {N}, got {self.global_length}; pass that one"
-            )
-        if self.global_length is None and N % unit:
+        name, unit, given = type(self).__name__, self.unit(self.ranks), self.global_length
+        if given is not None and N != given:
+            raise ValueError(f"{name}: length must be that of the sequence, {N}, got {given}; pass that one")
+        if given is None and N % unit:
             raise ValueError(
                 f"{name}: the length must be a multiple of {unit}, got {N}; pass length={N} for pieces of several sizes"
             )
@@ -75,8 +73,8 @@ class Sharding:
 
     def cut_for(self, name: str, m: int) -> tuple[int, tuple[Pieces, ...]]:
         """Return the length of the whole, and all pieces; raise ValueError if m are not the rows of this rank."""
-        known = self.global_length
-        N = as_int(m * self.ranks if known is None else known)  # a number in a graph, too: it is of one size
+        N = m * self.ranks if self.global_length is None else self.global_length
+        N = as_int(N)  # a number in a graph, too: it is of one size
         pieces = self.pieces(N)
         own = length(pieces[self.rank])
         if m != own:

@@ -17,7 +17,7 @@ from ..values.score import Alibi, Bias, Score
 from ..values.tables import Dense, Documents
 from ..values.value import Value
 from .held import Numbers, held
-from .pieces import Box, Piece, Pieces, crop, index, length
+from .pieces import Box, Piece, Pieces, index, length
 from .reach import Reach, reach
 
 V = TypeVar("V", bound=Value)
@@ -124,7 +124,7 @@ class Shards:
 
     def box(self, rows: Piece, keys: Piece) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
-        box = crop(rows, keys, self.reach.first, self.reach.end)
+        box = self.reach.box(rows, keys)
         if box is None or not self.options.get("dropout"):
             return box
         i0, i1, j0, j1 = box

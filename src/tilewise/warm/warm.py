@@ -174,25 +174,20 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
     if isinstance(chosen["mask"], Listed):  # its lists have one length; the kernels are the same
         chosen["mask"] = chosen["mask"].mask
     x, recipe, longest = check_arguments(q, k, v, **chosen)
+    here = x.q.device
+    if not x.q.is_cuda:
+        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else META
     if device is None and x.q.is_meta:
-        if not torch.cuda.is_available():
+        if here == META:
             raise ValueError(
                 'warm: device must name a chip where PyTorch sees no GPU, got None; pass device="sm_90", "gfx942", …'
             )
-        device = target_of(torch.device("cuda", torch.cuda.current_device()))
+        device = target_of(here)
     problem = problem_on(x, recipe, longest, device)
-    card = _card(problem.target, x.q.device)
+    card = here if target_of(here) == problem.target else META  # which has a processor count and tile sizes
     q_, k_, v_, *extra = (spec._replace(device=card) for spec in (*problem[1:4], *problem.extra))
     wanted = tuple(t.requires_grad for t in x.extra) if backward else None
     return Call(problem._replace(q=q_, k=k_, v=v_, extra=tuple(extra)), wanted, bool(lse))
-
-
-def _card(target: str, device: torch.device) -> torch.device:
-    """Return this machine's GPU if it is the target, for its processor count and tile sizes; else the meta device."""
-    if not torch.cuda.is_available():
-        return META
-    here = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-    return here if target_of(here) == target else META
 
 
 def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch = lambda *_: None) -> Warmed:
