@@ -15,7 +15,7 @@ import torch
 
 from tilewise import explain
 from tilewise.call.problem import target_of
-from tilewise.cli.machine import device_name, versions
+from tilewise.cli.info import device_name, versions
 from tilewise.values.products import EIGHT_BITS
 
 from . import state

@@ -1,19 +1,21 @@
-"""tilewise info: what is here, and which back ends can run."""
+"""tilewise info: what a machine is and has, and which back ends can run."""
 
+import importlib.metadata
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from json import dumps
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..call.backend import ORDER, against
 from ..call.check import describe
 from ..call.operands import Operands
 from ..call.recipe import Recipe
 from ..compat.shadow import PACKAGES, who
 from ..host.tables import source_of_rows
-from .machine import device_name, versions
 from .parser import Option
 
 OPTIONS = (Option("--json", "Print JSON instead of tables."),)
@@ -67,3 +69,28 @@ def _probe(device: torch.device) -> Any:
     """Describe a plain call in fp32, which every device knows."""
     x = torch.zeros(1, 16, 1, 16, device=device)
     return describe(Operands(x, x, x, ()), Recipe(), (0, 0))
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that its maker gives a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of installed packages that matter."""
+    found = {"tilewise": __version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
+    for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or ""
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
