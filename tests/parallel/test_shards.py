@@ -55,13 +55,13 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
             for v in parts.blocks:
                 given = s.arguments(v)
                 shown, place = given["mask"], given["origin"] or tw.Origin()
-                M, n = v.r1 - v.r0, v.c1 - v.c0
+                M, n = v.rows.stop - v.rows.start, v.keys.stop - v.keys.start
                 placed = [part.placed(place, M, n) for part in shown.parts]
                 dense = torch.ones(M, n, dtype=torch.bool)
                 for part in placed:
                     dense = dense & part.dense(M, n)
                 box = dense.reshape(M, n).int()
-                seen[rows[v.r0 : v.r1][:, None], columns[v.c0 : v.c1][None, :]] += box
+                seen[rows[v.rows][:, None], columns[v.keys][None, :]] += box
     assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
 
 

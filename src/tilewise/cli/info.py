@@ -85,8 +85,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that matter."""
-    found = {"tilewise": __version__, "python": platform.python_version()}
-    found["torch"] = torch.__version__
+    found = {"tilewise": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

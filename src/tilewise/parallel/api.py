@@ -165,19 +165,13 @@ def _prepared(
         q, k, v = (cast(t, kind) for t in (q, k, v))
     if plan is None:
         plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
-    _refuse(plan, w, q.shape[2])
-    assert plan is not None
-    reads = not torch.compiler.is_compiling()  # a graph reads when it runs
-    w = w._replace(plan=plan, numbers=checked(w.mask, w.N, needs_numbers(plan), q) if reads else None)
-    return facts_of(w, q, k, v), (w, q, k, v)
-
-
-def _refuse(plan: Any, w: Work, H: int) -> None:
-    """Raise for a plan that is none, or that the call cannot have."""
-    if plan is not None and not isinstance(plan, Grid) and plan not in NAMES:
+    elif not isinstance(plan, Grid) and plan not in NAMES:
         raise ValueError(
             f"plan must be None, Grid(...) or one of {', '.join(NAMES)}, got {plan!r}; leave it out to have one chosen"
         )
-    against = ["no plan takes it"] if plan is None else refusals(plan, w, H)
-    if against:
+    against = ["no plan takes it"] if plan is None else refusals(plan, w, q.shape[2])
+    if plan is None or against:
         raise Unsupported(f"plan {plan!r} cannot run this call: {'; '.join(against)}; choose another plan or sharding")
+    reads = not torch.compiler.is_compiling()  # a graph reads when it runs
+    w = w._replace(plan=plan, numbers=checked(w.mask, w.N, needs_numbers(plan), q) if reads else None)
+    return facts_of(w, q, k, v), (w, q, k, v)

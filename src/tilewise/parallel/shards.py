@@ -32,10 +32,8 @@ FEW = 3
 class Block(NamedTuple):
     """One call: rows of a rank, keys of a buffer, and what they are in the whole."""
 
-    r0: int
-    r1: int
-    c0: int
-    c1: int
+    rows: slice
+    keys: slice
     box: Box
     mask: Mask | None
     """Full() where the whole's mask hides nothing, Spans where rows or keys lie apart in the whole; None: cut it."""
@@ -94,7 +92,7 @@ class Shards:
             for box, hull in zip(row, hulls, strict=True):
                 if box is not None and hull is not None:
                     i0, i1, j0, j1 = box
-                    at = r + i0 - a0, r + i1 - a0, c + j0 - hull[0], c + j1 - hull[0]
+                    at = slice(r + i0 - a0, r + i1 - a0), slice(c + j0 - hull[0], c + j1 - hull[0])
                     self.add(blocks, Block(*at, box, Full() if self.reach.covers(*box) else None))
                 c += 0 if hull is None else hull[1] - hull[0]
             r += a1 - a0
@@ -120,7 +118,7 @@ class Shards:
         r0, r1 = int(visible[0]), int(visible[-1]) + 1
         spans = Spans(*(end[:, r0:r1].expand(self.batch, -1).int().contiguous().to(self.device) for end in (lo, hi)))
         box = int(at[r0]), int(at[r1 - 1]) + 1, keys[0][0], keys[-1][1]
-        return Parts(keys, (Block(r0, r1, 0, length(keys), box, spans),))
+        return Parts(keys, (Block(slice(r0, r1), slice(0, length(keys)), box, spans),))
 
     def box(self, rows: Piece, keys: Piece) -> Box | None:
         """Return what rows see of keys; with dropout it begins at multiples that kernels take, where pieces do."""
@@ -146,12 +144,13 @@ class Shards:
         """Append a call, or extend the last one by it: keys after keys, rows below rows."""
         if blocks and self.joins and blocks[-1].mask and v.mask:
             last = blocks[-1]
-            if (last.r0, last.r1, last.c1) == (v.r0, v.r1, v.c0):
+            if last.rows == v.rows and last.keys.stop == v.keys.start:
                 blocks.pop()
-                self.add(blocks, last._replace(c1=v.c1))  # which may be below the one before
+                wider = last._replace(keys=slice(last.keys.start, v.keys.stop))
+                self.add(blocks, wider)  # which may be below the one before
                 return
-            if (last.r1, last.c0, last.c1) == (v.r0, v.c0, v.c1):
-                blocks[-1] = last._replace(r1=v.r1)
+            if last.keys == v.keys and last.rows.stop == v.rows.start:
+                blocks[-1] = last._replace(rows=slice(last.rows.start, v.rows.stop))
                 return
         blocks.append(v)
 
@@ -179,8 +178,7 @@ class Shards:
 def cut_mask(part: Mask, v: Block) -> Mask:
     """Return a part of the mask in a box. Padding (lengths) and Prefix follow from the call's place."""
     i0, i1, j0, j1 = v.box
-    rows = slice(v.r0, v.r1) if part.broadcasts else slice(i0, i1)
-    found = cut(part, M=rows, N=slice(j0, j1))
+    found = cut(part, M=v.rows if part.broadcasts else slice(i0, i1), N=slice(j0, j1))
     return Spans(*((ends - j0).clamp(0, j1 - j0) for ends in found.tensors)) if isinstance(found, Spans) else found
 
 
@@ -191,7 +189,7 @@ def cut_bias(bias: Bias, v: Block) -> Bias:
 
 def in_block(x: Tensor, v: Block) -> Tensor:
     """Return the part of a tensor that broadcasts to (B, H, M, N), whose rows are the rank's."""
-    return cut_tensor(x, "BHMN", M=slice(v.r0, v.r1), N=slice(*v.box[2:]))
+    return cut_tensor(x, "BHMN", M=v.rows, N=slice(*v.box[2:]))
 
 
 def cut(value: V, **part: slice) -> V:
@@ -237,10 +235,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def forward_parts(s: Shards, sums: tuple[Tensor, Tensor], q: Tensor, keys: tuple[Tensor, ...], parts: Parts) -> None:
     """Compute a rank's calls over some keys, and fold them into (o, lse), in place."""
     for v in parts.blocks:
-        k, x = (t[:, v.c0 : v.c1] for t in keys)
+        k, x = (t[:, v.keys] for t in keys)
         given = s.arguments(v) | {"return_lse": True, "out_dtype": wide(q.dtype)}
-        o, lse = attention(q[:, v.r0 : v.r1], k, x, **given)
-        merge([(o, lse)], into=(sums[0][:, v.r0 : v.r1], sums[1][:, :, v.r0 : v.r1]))  # type: ignore[list-item]
+        o, lse = attention(q[:, v.rows], k, x, **given)
+        merge([(o, lse)], into=(sums[0][:, v.rows], sums[1][:, :, v.rows]))  # type: ignore[list-item]
 
 
 class Given(NamedTuple):
@@ -261,20 +259,19 @@ def backward_parts(
     """
     sums: tuple[Tensor, ...] = ()
     for v in parts.blocks:
-        rows, columns = slice(v.r0, v.r1), slice(v.c0, v.c1)
         given = s.arguments(v)
-        k, x = (t[:, columns] for t in keys)
-        lse, delta = (t[:, :, rows].contiguous() for t in (g.lse, g.delta))
+        k, x = (t[:, v.keys] for t in keys)
+        lse, delta = (t[:, :, v.rows].contiguous() for t in (g.lse, g.delta))
         found = attention_backward(
-            g.do[:, rows], q[:, rows], k, x, g.o[:, rows], lse, delta=delta, out_dtype=wide(q.dtype), **given
+            g.do[:, v.rows], q[:, v.rows], k, x, g.o[:, v.rows], lse, delta=delta, out_dtype=wide(q.dtype), **given
         )
-        dq[:, rows] += found[0]
+        dq[:, v.rows] += found[0]
         if not sums and k.shape == keys[0].shape:
             sums = tuple(found[1:3])  # a call with all keys begins the sums
         else:
             sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
             for total, part in zip(sums, found[1:3], strict=True):
-                total[:, columns] += part
+                total[:, v.keys] += part
         for total, grad in zip(learned, found[3:], strict=True):
             in_block(total, v).add_(grad)
     return sums

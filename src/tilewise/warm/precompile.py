@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,33 +69,25 @@ def meta_tensor(spec: TensorSpec) -> Tensor:
     return memory.as_strided(spec.shape, spec.stride, 0 if spec.aligned else 1)
 
 
-class KernelRecorder:
-    """It records the kernels that Triton wants compiled, and compiles none.
-
-    Triton calls `submit`, as it would on its AsyncCompileMode.
-    """
-
-    def __init__(self) -> None:
-        self.name = ""
-        self.found: dict[str, Entry] = {}
-
-    def submit(self, key: str, compile: Callable[[], Any], *_: Any) -> None:
-        self.found[digest(key)] = Entry(self.name, key, compile)
-
-
 @lru_cache(256)
 def kernels(call: Call) -> dict[str, Entry]:
-    """Return the kernels of a call by their hashes."""
-    listing: Any = KernelRecorder()
-    token = active_mode.set(listing)
+    """Return the kernels of a call by their hashes; compile none."""
+    found: dict[str, Entry] = {}
+    name = ""
+
+    def submit(key: str, compile: Callable[[], Any], *_: Any) -> None:
+        found[digest(key)] = Entry(name, key, compile)
+
+    recorder: Any = SimpleNamespace(submit=submit)  # in the place of Triton's AsyncCompileMode
+    token = active_mode.set(recorder)
     try:
         for launch in launches(call):
-            listing.name = launch.kernel.fn.__name__
+            name = launch.kernel.fn.__name__
             launch.kernel.device_caches.clear()  # else Triton from 3.9 on would not call submit a second time
             launch.compile()
     finally:
         active_mode.reset(token)
-    return listing.found
+    return found
 
 
 def list_kernels(call: Call) -> tuple[list[Kernel], dict[str, dict[str, str]]]:
