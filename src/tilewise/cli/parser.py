@@ -24,7 +24,6 @@ class Option(NamedTuple):
     """Whether it may be given several times, for a list of values."""
 
     def add_to(self, parser: ArgumentParser) -> None:
-        """Add it to a parser."""
         text = self.help if self.default is None else f"{self.help} [default: {self.default}]"
         how: dict[str, Any] = {"action": "store_true"}
         if self.value is not None:

@@ -57,5 +57,4 @@ def _call(options: dict[str, Any], device: str | None, backward: bool) -> Call:
 
 
 def _tell(text: str) -> None:
-    """Print progress."""
     print(text, file=sys.stderr, flush=True)

@@ -60,13 +60,12 @@ class Work(NamedTuple):
 
 def refusals(plan: Plan, w: Work, H: int) -> list[str]:
     """Return the reasons against a plan; empty if the call can have it."""
-    axes = w.sharding.axes
-    sizes = tuple(dist.get_world_size(axis) for axis in axes)
+    sizes = tuple(dist.get_world_size(axis) for axis in w.sharding.axes)
     against = []
     if isinstance(plan, Grid):
-        if len(axes) != 2 or sizes != (plan.ring, plan.ulysses):
+        if sizes != (plan.ring, plan.ulysses):
             against.append(f"it needs a mesh of ({plan.ring}, {plan.ulysses}) ranks, this one has {sizes}")
-    elif len(axes) == 2:
+    elif len(sizes) == 2:
         against.append("it needs a group or a mesh of one dimension; a mesh of two is for Grid")
     if plan != "ulysses":
         strange = [part.public_name() for part in w.mask.parts if not isinstance(part, CUT)]
