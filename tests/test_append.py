@@ -15,12 +15,11 @@ def device(request, monkeypatch):
     if request.param == "kernel":
         if torch.cuda.is_available():
             return "cuda"
-        launch, in_torch = op._launcher(), op.append_in_torch
+        kernel, in_torch = op.launch_module("append"), op.append_in_torch
 
-        def run(k, v, k_new, v_new, q, y, call):
-            if not len(call.layout.lengths):  # as on a GPU
-                return in_torch(k, v, k_new, v_new, q, y, call)
-            return launch(k, v, k_new, v_new, q, None if q is None else y, call)
+        def run(call, y):
+            """As on a GPU."""
+            return kernel.launch(call, y) if len(call.layout.lengths) else in_torch(call, y)
 
         monkeypatch.setattr(op, "append_in_torch", run)
     return "cpu"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise.call.backend import launch_module
 from tilewise.rotary.api import rotary, rotary_qk
 from tilewise.rotary.in_torch import Rotation, rotate_in_torch
 from tilewise.values.rotation import pairs
@@ -29,9 +30,13 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.fixture(params=["torch", pytest.param("kernel", marks=needs_triton)])
 def form(request, monkeypatch):
     """Runs a test in plain torch, then by the kernel (on a CPU in Triton's interpreter)."""
-    run = {"torch": lambda xs, turn: [rotate_in_torch(x, turn) for x in xs], "kernel": module._by_kernel}
+    run = {"torch": lambda xs, rotation: [rotate_in_torch(x, rotation) for x in xs], "kernel": by_kernel}
     monkeypatch.setattr(module, "run", run[request.param])
     return request.param
+
+
+def by_kernel(xs, rotation):
+    return launch_module("rotary").launch(xs, rotation)
 
 
 def tables(R: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -44,7 +49,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) 
     return torch.randn(*shape, dtype=torch.float64, device=DEVICE).to(dtype).requires_grad_(grad)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
     """The truth: pairs are complex numbers, times cos + i sin. position (B, S), packed (T,)."""
     R = 2 * cos.shape[1]
     y = x.double().clone()
@@ -69,7 +74,7 @@ def test_matches_complex_multiplication(form, dtype, interleaved, H, D, R):
     y = rotary(x, cos, sin, interleaved=interleaved, offsets=4)
     assert y.dtype == dtype
     assert y.shape == x.shape
-    assert_rounded(y, turned(x, cos, sin, torch.arange(4, 9).expand(2, 5), interleaved))
+    assert_rounded(y, rotated(x, cos, sin, torch.arange(4, 9).expand(2, 5), interleaved))
     assert torch.equal(y[..., R:], x[..., R:])  # dimensions past R are copied, bit for bit
 
 
@@ -78,7 +83,7 @@ def test_tables_may_have_another_type(form, dtype):
     x = random(1, 6, 2, 8, dtype=dtype)
     for table_type in TYPES:
         cos, sin = tables(8, table_type)
-        assert_rounded(rotary(x, cos, sin), turned(x, cos, sin, torch.arange(6).expand(1, 6), False))
+        assert_rounded(rotary(x, cos, sin), rotated(x, cos, sin, torch.arange(6).expand(1, 6), False))
 
 
 def strided(x: Tensor, kind: str) -> Tensor:
@@ -117,7 +122,7 @@ def test_offsets_shift_each_sequence(form, dtype):
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7), (0, 4, 0, 0, 9, 0), (13,), (1,) * 13], ids=str)
 @pytest.mark.parametrize("shifted", [False, True])
-def test_packed_sequences_turn_like_padded_ones(form, lengths, shifted):
+def test_packed_sequences_rotate_like_padded_ones(form, lengths, shifted):
     x, (cos, sin) = random(13, 3, 8, dtype=torch.float32), tables(6, torch.float32)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     offsets = torch.arange(len(lengths), device=DEVICE) * 2 if shifted else 5
@@ -129,7 +134,7 @@ def test_packed_sequences_turn_like_padded_ones(form, lengths, shifted):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads", [(4, 1), (1, 4), (9, 9), (3, 17)], ids=str)
-def test_q_and_k_turn_together_as_alone(form, packed, heads):
+def test_q_and_k_rotate_together_as_alone(form, packed, heads):
     shape = (10,) if packed else (2, 5)
     q, k = (random(*shape, H, 12, dtype=torch.float32) for H in heads)
     cos, sin = tables(8, torch.float32)
@@ -143,10 +148,13 @@ def test_q_and_k_turn_together_as_alone(form, packed, heads):
 
 @needs_triton
 def test_q_and_k_take_one_launch(monkeypatch):
-    launches = []
-    launch = module._launcher()
-    monkeypatch.setattr(module, "_launcher", lambda: lambda *a: (launches.append(len(a[0])), launch(*a)))
-    monkeypatch.setattr(module, "run", module._by_kernel)
+    from tilewise.rotary.kernel import rotary_embedding
+
+    launches, run = [], rotary_embedding.run
+    monkeypatch.setattr(
+        rotary_embedding, "run", lambda *given, **options: launches.append(len(given[0])) or run(*given, **options)
+    )
+    monkeypatch.setattr(module, "run", by_kernel)
     q, k = random(1, 3, 4, 8, grad=True), random(1, 3, 2, 8, grad=True)
     y_q, y_k = rotary_qk(q, k, *tables(8))
     assert launches == [2]
@@ -158,13 +166,13 @@ def test_q_and_k_take_one_launch(monkeypatch):
 
 @needs_triton
 def test_the_kernel_fuses_no_products_and_sums(monkeypatch):
-    """So its bits are those of plain torch, and of the pass that turns q and k before it writes 8-bit codes."""
+    """So its bits are those of plain torch, and of the pass that rotates q and k before it writes 8-bit codes."""
     from tilewise.rotary.kernel import rotary_embedding
 
     kernel, seen = rotary_embedding, {}
     run = kernel.run
     monkeypatch.setattr(kernel, "run", lambda *given, **options: seen.update(options) or run(*given, **options))
-    monkeypatch.setattr(module, "run", module._by_kernel)
+    monkeypatch.setattr(module, "run", by_kernel)
     rotary(random(1, 3, 4, 8), *tables(8))
     assert seen["enable_fp_fusion"] is False
 
@@ -227,7 +235,7 @@ def test_only_the_gradients_asked_for(form, road, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)], ids=str)
-def test_nothing_to_turn(form, shape):
+def test_nothing_to_rotate(form, shape):
     x, (cos, sin) = random(*shape, grad=True), tables(8)
     y = rotary(x, cos, sin)
     assert y.shape == x.shape
@@ -247,11 +255,11 @@ def test_nothing_to_turn(form, shape):
 def test_kernel_clamps_positions(offset):
     x, (cos, sin) = random(1, 4, 2, 8), tables(8)
     position = (torch.arange(4) + offset).clamp(0, POSITIONS - 1)[None]
-    (y,) = module._by_kernel([x], Rotation(cos, sin, None, None, offset, False))
-    assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
+    (y,) = by_kernel([x], Rotation(cos, sin, None, None, offset, False))
+    assert_rounded(y, rotated(x, cos, sin, position, False), ulps=4)
     assert torch.equal(y, rotate_in_torch(x, Rotation(cos, sin, None, None, offset, False)))
-    (y,) = module._by_kernel([x], Rotation(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
-    assert_rounded(y, turned(x, cos, sin, position, False), ulps=4)
+    (y,) = by_kernel([x], Rotation(cos, sin, torch.tensor([offset], device=DEVICE), None, 0, False))
+    assert_rounded(y, rotated(x, cos, sin, position, False), ulps=4)
 
 
 @needs_triton
@@ -259,10 +267,10 @@ def test_kernel_clamps_positions(offset):
 def test_kernel_stays_in_bounds_with_bad_cu_seqlens(cu):
     x, (cos, sin) = random(6, 2, 8), tables(8)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    (y,) = module._by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
+    (y,) = by_kernel([x], Rotation(cos, sin, None, cu_seqlens, 0, False))
     norms = [pairs(t, 8, False) for t in (x, y)]
     before, after = (first.square() + second.square() for first, second in norms)
-    torch.testing.assert_close(after, before)  # each row turned by some row of the tables
+    torch.testing.assert_close(after, before)  # each row rotated by some row of the tables
 
 
 @needs_triton
@@ -279,9 +287,9 @@ def test_kernel_addresses_beyond_32_bits(dimension, monkeypatch):
     x = memory.as_strided(shape, strides)
     x.copy_(random(*shape))
     for R in (2, 4):
-        turn = Rotation(*tables(R), None, None, 3, False)
-        (y,) = module._by_kernel([x], turn)
-        assert torch.equal(y, rotate_in_torch(x.contiguous(), turn))
+        rotation = Rotation(*tables(R), None, None, 3, False)
+        (y,) = by_kernel([x], rotation)
+        assert torch.equal(y, rotate_in_torch(x.contiguous(), rotation))
 
 
 @pytest.mark.skipif(not CUDA, reason="more than 2^31 elements need a GPU's memory")
@@ -309,8 +317,7 @@ q, k = (torch.empty(2, 64, H, 128, dtype=torch.float16, device="meta") for H in 
 table, cu = torch.empty(128, 64, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
 tables = rotary.Tables(table, table, *table.stride()[:1] * 2)
 heads = tuple(rotary.Heads(x, x, x.shape[2], *x.stride()) for x in (q, k))
-B_T, B_H, B_P, B_REST = tiles(32, 64, 128)
-constants = {"B_T": B_T, "B_H": B_H, "B_P": B_P, "B_REST": B_REST}
+constants = tiles(32, 64, 128)
 for interleaved in (False, True):
     kernel = rotary.rotary_embedding.warmup(
         heads, tables, rotary.Places(None, cu), 128, 64, 2, 128, 0, 1.0, 64, 128, INTERLEAVED=interleaved, **constants,
@@ -353,7 +360,9 @@ def test_opcheck(packed):
 
 
 def test_compiles_once_for_all_lengths():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     cos, sin = tables(8)
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
@@ -501,11 +510,11 @@ def test_tables_with_gradients_pass_without_grad_mode():
 def test_works_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import importlib, tilewise, torch\n"
-        "op = importlib.import_module('tilewise.rotary.op')\n"
+        "import tilewise, torch\n"
+        "from tilewise.call.backend import launch_module\n"
         "x = torch.ones(1, 2, 1, 4, requires_grad=True)\n"
         "tilewise.rotary(x, torch.zeros(2, 2), torch.ones(2, 2)).sum().backward()\n"
-        "assert op._launcher() is None\n"
+        "assert launch_module('rotary') is None\n"
         "print(x.grad.flatten().tolist())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

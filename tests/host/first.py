@@ -333,8 +333,6 @@ def of_caches() -> Iterator[tuple[str, Any]]:
 
 def of_others() -> Iterator[tuple[str, Any]]:
     """Yield the other operations: appending to a cache, merging parts, and rotating one head of one token."""
-    from types import SimpleNamespace
-
     import torch
 
     from tilewise.append import launch as append
@@ -342,8 +340,8 @@ def of_others() -> Iterator[tuple[str, Any]]:
     from tilewise.host.launch import Launch
     from tilewise.merge import launch as merge
     from tilewise.rotary import launch as rotary
+    from tilewise.rotary.in_torch import Rotation
     from tilewise.values.cached import Cached
-    from tilewise.values.rotation import Angles
 
     def of(*shape: int, dtype: Any = torch.bfloat16) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -351,12 +349,12 @@ def of_others() -> Iterator[tuple[str, Any]]:
     x, table, lse = of(1, 1, 1, 64), of(1, 32), of(1, 1, 1, dtype=torch.float32)
     lengths = of(1, dtype=torch.int32)
     for name, layout in (("row", Cached(lengths)), ("page", Cached(lengths, of(1, 1, dtype=torch.int32)))):
-        for angles in (None, Angles(table, table)):
-            call = Append(layout, angles, 1)
-            yield f"append a {name}", lambda call=call: append.launches(x, x, x, x, x, torch.empty_like(x), call, {})
+        for tables in ({}, {"cos": table, "sin": table}):
+            call = Append(x, x, x, x, layout, q=x, **tables)
+            yield f"append a {name}", lambda call=call: append.launches(call, torch.empty_like(x), {})
     yield "merge", lambda: [merge.merge_launch(x, lse, [(x, lse)], {})]
 
-    def rotated(shape: tuple[int, ...], **places: Any) -> list[Any]:
+    def rotated(shape: tuple[int, ...], cu_seqlens: Any = None) -> list[Any]:
         found: list[Any] = []
         kernel = rotary.rotary_embedding
 
@@ -368,8 +366,7 @@ def of_others() -> Iterator[tuple[str, Any]]:
                 )
 
         rotary.rotary_embedding = Noted()  # type: ignore[assignment]
-        given = {"offsets": None, "cu_seqlens": None, "offset": 0, "inverse": False, "interleaved": False}
-        rotary.launch([of(*shape)], [of(*shape)], SimpleNamespace(cos=table, sin=table, **{**given, **places}))
+        rotary.launch([of(*shape)], Rotation(table, table, None, cu_seqlens, 0, False))
         rotary.rotary_embedding = kernel
         return found
 

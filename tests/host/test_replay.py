@@ -75,12 +75,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
     for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
-    launcher = append_op._launcher()
-    monkeypatch.setattr(
-        append_op,
-        "append_in_torch",
-        lambda k, v, k_new, v_new, q, y, call: launcher(k, v, k_new, v_new, q, None if q is None else y, call),
-    )
+    monkeypatch.setattr(append_op, "append_in_torch", append_op.launch_module("append").launch)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
     monkeypatch.setattr(hopper_launch, "ADDRESSES", {})
     monkeypatch.setattr(repeat, "EMPTY", lambda *size: torch.empty_strided(*size[:2], dtype=size[2]))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..call.backend import launch_module
 from ..call.calls import find, keep, plain
 from ..call.check import describe
 from ..call.dispatch import CHECK, OPERATORS
@@ -13,7 +14,8 @@ from ..call.problem import Problem
 from ..values.cached import Cached
 from ..values.products import Quantized, unwrap_cache
 from .check import check_append, reading
-from .op import repeated, write
+from .in_torch import Append
+from .op import write
 
 
 def append_(
@@ -56,38 +58,34 @@ def append_(
         raise TypeError(
             f"append_: layout must be a Cached, got {layout!r}; write layout=tilewise.Cached(lengths, table)"
         )
-    k, v, lies = unwrap_cache(k, v, layout)
-    angles = () if cos is None or sin is None else (cos, sin)
-    captured = lies.tensors if is_compiling() else lies.captured
-    given = [k, v, k_new, v_new, *(() if q is None else (q,)), *angles, *captured]
-    key = found = None
+    k, v, layout = unwrap_cache(k, v, layout)
+    call = Append(k, v, k_new, v_new, layout, cos, sin, bool(interleaved), q)
+    given, key, found = call.tensors, None, None
     if not is_compiling():
-        key = append_, lies.key, q is None, cos is None, sin is None, bool(interleaved), torch.is_grad_enabled()
+        key = append_, layout.key, q is None, cos is None, sin is None, call.interleaved, torch.is_grad_enabled()
         with suppress(AttributeError, TypeError):  # a wrong argument
             found = find(key, given)
     if found is None:
-        check_append(k, v, k_new, v_new, layout, cos, sin, q)
+        check_append(call)
         layout.refuse_gradients(*given)
-        names = lies.plain[1]
         if not plain(given):
-            tensors = list(lies.tensors)
-            rotated = OPERATORS.append_(k, v, k_new, v_new, tensors, repr(names), cos, sin, bool(interleaved), q)
-            return None if q is None else rotated
-        found = Known(describe(*reading(k, v, k_new, lies.tensors, names), (0, 0)))
+            tensors, names = list(layout.tensors), repr(layout.plain[1])
+            y = OPERATORS.append_(k, v, k_new, v_new, tensors, names, cos, sin, call.interleaved, q)
+            return None if q is None else y
+        found = Checked(describe(*reading(call), (0, 0)))
         keep(key, given, found)
     if found.repeat is not None:
         done, y = found.repeat.run(given)
         if done:
             return y
-    rotated = write(k, v, k_new, v_new, lies.tensors, cos, sin, bool(interleaved), q, found.problem)
-    if found.repeat is None and found.problem.target != "cpu" and not CHECK:
-        found.repeat = repeated(given, q, rotated, lies, angles, bool(interleaved))
-    return None if q is None else rotated
+    y = write(call, found.problem)
+    if found.repeat is None and found.problem.target != "cpu" and not CHECK and (kernel := launch_module("append")):
+        found.repeat = kernel.repeated(call, y)
+    return y
 
 
-class Known:
-    """A call that was checked: the Problem of the attention that reads what it writes, and how its launch is repeated,
-    once it has run."""
+class Checked:
+    """A call that was checked: the Problem of `reading`, and what repeats its launch, once it has run."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.repeat = problem, None

@@ -1,33 +1,26 @@
 """Check the arguments of append_, and describe the attention that reads what it writes."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from ..call.check import refuse_operands
 from ..call.operands import Operands
 from ..call.recipe import Recipe
-from ..values.cached import Cached
 from ..values.intervals import Window
-from ..values.rotation import Angles
 from ..values.value import FLOATING_TYPES
+from .in_torch import Append
 
 ITSELF = Window(0, 0)
 """With it, attention reads the rows that append_ writes, so the same checks are made."""
 
 
-def check_append(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, layout: Cached, cos: Tensor | None, sin: Tensor | None,
-    q: Tensor | None,
-) -> None:  # fmt: skip
+def check_append(call: Append) -> None:
     """Raise a TypeError or ValueError if new keys, values, q or angles do not fit the cache."""
+    k, v, k_new, v_new, layout, cos, sin, _, q = call
     refuse_operands(k=k, v=v, k_new=k_new, v_new=v_new, **({} if q is None else {"q": q}))
-    outer = (layout.lengths.shape[0],) if layout.cu_q is None else ()
+    outer = layout.batch
     shape = "(B, M, heads, head size)" if outer else "(T, heads, head size)"
     for name, t, like in (("k_new", k_new, k), ("v_new", v_new, v), ("q", q, k)):
         if t is None:
             continue
-        if t.ndim != (4 if outer else 3) or t.shape[: len(outer)] != outer:
+        if t.ndim != len(outer) + 3 or t.shape[: len(outer)] != outer:
             raise ValueError(f"append_: {name} must have shape {shape}, got {tuple(t.shape)}; reshape it, or set cu_q")
         if t.shape[:-2] != k_new.shape[:-2]:
             raise ValueError(
@@ -51,15 +44,13 @@ def check_append(
             )
     if (cos is None) != (sin is None) or (q is not None and cos is None):
         raise ValueError("append_: cos must be given with sin, and with q, got one without; pass both, or leave q out")
-    if cos is not None and sin is not None:
-        angles = Angles(cos, sin)
+    if (angles := call.angles) is not None:
         angles.check(k_new)
         angles.check_columns(k.shape[-1])
         angles.check_positions(1)
 
 
-def reading(
-    k: Tensor, v: Tensor, k_new: Tensor, tensors: Sequence[Tensor], names: tuple[str, ...]
-) -> tuple[Operands, Recipe]:
+def reading(call: Append) -> tuple[Operands, Recipe]:
     """Return the call of attention that reads the rows of the new keys, which stand for its queries."""
-    return Operands(k_new, k, v, tuple(tensors)), Recipe((ITSELF.plain,), layout=(Cached.__name__, names, 0, None))
+    layout = call.layout
+    return Operands(call.k_new, call.k, call.v, layout.tensors), Recipe((ITSELF.plain,), layout=layout.plain)

@@ -4,68 +4,64 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from ..values.layout import Layout
+from ..values.cached import Cached
 from ..values.rotation import Angles
 
 
 class Append(NamedTuple):
-    """What `append_` does beside its operands: the layout, the angles, and the cache's rows."""
+    """The arguments of `append_`, with k and v as tensors, and their scales in the layout."""
 
-    layout: Layout
-    angles: Angles | None
-    capacity: int
+    k: Tensor
+    v: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    layout: Cached
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    q: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are there, those of the layout last."""
+        own = self.k, self.v, self.k_new, self.v_new, self.q, self.cos, self.sin
+        of_layout = self.layout.tensors if is_compiling() else self.layout.captured
+        return [*[t for t in own if t is not None], *of_layout]
+
+    @property
+    def angles(self) -> Angles | None:
+        """Return the angles of rotary, or None."""
+        return None if self.cos is None or self.sin is None else Angles(self.cos, self.sin, self.interleaved)
 
 
-def append_in_torch(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, y: Tensor, call: Append
-) -> None:
-    """Write and turn, in plain torch."""
-    b, row, there = places(k_new, call)
-    if call.angles is not None:
-        at = row.masked_fill(~there, 0).clamp(0, len(call.angles.cos) - 1)
-        k_new = call.angles.rotate(k_new.reshape(-1, *k_new.shape[-2:]), at)
-        if q is not None:
-            y.copy_(call.angles.rotate(q.reshape(-1, *q.shape[-2:]), at).view(y.shape))
-    t, b, row, entry = addresses(b, row, there, k, call)
-    for scale, pages, new in ((call.layout.k_scale, k, k_new), (call.layout.v_scale, v, v_new)):
-        rows = new.reshape(-1, *new.shape[-2:])[t]
-        if scale is not None:
-            factor = scale.expand(len(call.layout.lengths), k.shape[2])[b][..., None]
-            bits = (rows.float() / factor).clamp(-448.0, 448.0).to(pages.dtype).view(torch.uint8)
-            pages.view(torch.uint8)[entry, row] = bits
+def append_in_torch(call: Append, y: Tensor | None) -> None:
+    """Write new keys and values into the cache, and q into y; keys and q with rotary applied."""
+    layout, angles = call.layout, call.angles
+    k_new, v_new = call.k_new.flatten(0, -3), call.v_new.flatten(0, -3)
+    t, b, row = rows_of_new(layout, len(k_new), call.k_new.shape[-3])
+    if angles is not None:
+        position = row.new_zeros(len(k_new)).index_copy(0, t, row).clamp(0, len(angles.cos) - 1)
+        k_new = angles.rotate(k_new, position)
+        if call.q is not None and y is not None:
+            y.copy_(angles.rotate(call.q.flatten(0, -3), position).view(y.shape))
+    entry, row, exists = layout.locate(b, row, call.k)
+    t, b, entry, row = t[exists], b[exists], entry[exists], row[exists]
+    for scale, cache, new in ((layout.k_scale, call.k, k_new[t]), (layout.v_scale, call.v, v_new[t])):
+        if scale is None:
+            cache[entry, row] = new.to(cache.dtype)
         else:
-            pages[entry, row] = rows.to(pages.dtype)
+            factor = scale.expand(len(layout.lengths), cache.shape[2])[b][..., None]
+            codes = (new.float() / factor).clamp(-448.0, 448.0).to(cache.dtype)
+            cache.view(torch.uint8)[entry, row] = codes.view(torch.uint8)
 
 
-def places(k_new: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each new key its sequence, its row, and whether a sequence has it."""
-    lengths, cu_q = call.layout.lengths.long(), call.layout.cu_q
-    B, count = len(lengths), k_new.shape[:-2].numel()
-    t = torch.arange(count, device=k_new.device)
-    if cu_q is not None:
-        ends = cu_q.long().clamp(0, count)
-        b = torch.searchsorted(ends, t, right=True) - 1
-        there, row = (b >= 0) & (b < B), torch.zeros_like(t)
-        own = b[there]
-        row[there] = lengths[own] - (ends[own + 1] - t[there])
-        return b, row, there
-    M = max(1, k_new.shape[1])
-    return t // M, lengths[t // M] - M + t % M, torch.ones_like(t, dtype=torch.bool)
-
-
-def addresses(b: Tensor, row: Tensor, there: Tensor, k: Tensor, call: Append) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return of the new keys that the cache has room for their numbers, sequences, rows, and entries or pages."""
-    layout, P = call.layout, max(1, k.shape[1])
-    t = there.nonzero()[:, 0]
-    b, row = b[t], row[t]
-    fits = (row >= (0 if layout.starts is None else layout.starts.long()[b])) & (row < call.capacity)
-    t, b, row = t[fits], b[fits], row[fits]
-    entry = b if layout.index is None else layout.index.long()[b]
-    if layout.table is not None:
-        table = layout.table.long()
-        fits = (entry >= 0) & (entry < len(table))
-        t, b, row = t[fits], b[fits], row[fits]
-        entry, row = table[entry[fits], row // P], row % P
-    fits = (entry >= 0) & (entry < len(k))
-    return t[fits], b[fits], row[fits], entry[fits]
+def rows_of_new(layout: Cached, count: int, M: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which of `count` new keys belong to a sequence, to which, and their rows."""
+    lengths, offsets = layout.lengths.long(), layout.offsets(M).long().clamp(0, count)
+    t = torch.arange(count, device=lengths.device)
+    b = torch.searchsorted(offsets, t, right=True) - 1
+    t = ((b >= 0) & (b < len(lengths))).nonzero()[:, 0]
+    b = b[t]
+    return t, b, lengths[b] - (offsets[b + 1] - t)

@@ -2,66 +2,47 @@
 
 import ast
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.backend import launch_module
 from ..call.check import check_contents, describe, describe_fake
 from ..call.dispatch import CHECK, NAMESPACE
-from ..call.operands import Operands
-from ..values.layout import Layout
-from ..values.rotation import Angles
+from ..values.cached import Cached
 from .check import reading
 from .in_torch import Append, append_in_torch
 
 
-def write(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Sequence[Tensor], cos: Tensor | None,
-    sin: Tensor | None, interleaved: bool, q: Tensor | None, problem: Any,
-) -> Tensor:  # fmt: skip
-    """Write and turn, by the kernel on a GPU with Triton, else in torch. `problem`: that of `reading`."""
+def write(call: Append, problem: Any) -> Tensor | None:
+    """Write into the cache, by the kernel on a GPU with Triton, else in torch, and return q with rotary applied.
+
+    problem: that of `reading`.
+    """
+    k, q = call.k, call.q
     if CHECK or not k.is_cuda:
-        check_contents(problem, Operands(k_new, k, v, tuple(tensors)))
-    angles = None if cos is None or sin is None else Angles(cos, sin, interleaved)
-    call = Append(problem.recipe.layout_of(tensors), angles, problem.N)
-    y = k_new.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch = _launcher() if k.is_cuda and problem.B else None
-    if launch is None:
+        check_contents(problem, reading(call)[0])
+    y = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kernel = launch_module("append") if k.is_cuda and problem.B else None
+    if kernel is None:
         with torch.no_grad():
-            append_in_torch(k, v, k_new, v_new, q, y, call)
+            append_in_torch(call, y)
     else:
-        launch(k, v, k_new, v_new, q, None if q is None else y, call)
+        kernel.launch(call, y)
     return y
 
 
-def repeated(
-    given: Sequence[Tensor], q: Tensor | None, y: Tensor, layout: Layout, angles: Sequence[Tensor], interleaved: bool
-) -> Any:
-    """Return what repeats the launch of a call that has run, by host/repeat.py, or None."""
-    if _launcher() is None:
-        return None
-    from .launch import repeated as found
-
-    return found(given, q, y, layout, Angles(angles[0], angles[1], interleaved) if angles else None)
+@lru_cache(64)
+def _names(text: str) -> Any:
+    """Read the names of a layout's tensors, which the operator takes as text."""
+    return ast.literal_eval(text)
 
 
-_names: Any = lru_cache(64)(ast.literal_eval)
-"""It reads the names of a layout's tensors, which the operator takes as text."""
-
-
-@cache
-def _launcher() -> Any:
-    """Return the kernel's launch, or None without a Triton that can compile it."""
-    try:
-        from ..call.backend import check_triton
-
-        check_triton()
-        from .launch import launch
-    except ImportError:
-        return None
-    return launch
+def _call(k: Any, v: Any, k_new: Any, v_new: Any, tensors: Sequence[Any], names: str, *others: Any) -> Append:
+    """Return what the operator was given as the arguments of `append_`."""
+    return Append(k, v, k_new, v_new, Cached.rebuild((Cached.__name__, _names(names), 0, None), tensors), *others)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::append_", mutates_args=("k", "v"))
@@ -70,14 +51,13 @@ def append_op(
     sin: Tensor | None, interleaved: bool, q: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write new keys and values as one operator. `names` are those of the layout's tensors, as text."""
-    problem = describe(*reading(k, v, k_new, tensors, _names(names)), (0, 0))
-    return write(k, v, k_new, v_new, tensors, cos, sin, interleaved, q, problem)
+    call = _call(k, v, k_new, v_new, tensors, names, cos, sin, interleaved, q)
+    y = write(call, describe(*reading(call), (0, 0)))
+    return k_new.new_empty(0) if y is None else y
 
 
 @append_op.register_fake
-def _(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Any, names: str, cos: Any, sin: Any, interleaved: bool,
-    q: Tensor | None,
-) -> Tensor:  # fmt: skip
-    describe_fake(*reading(k, v, k_new, tensors, _names(names)), (0, 0))
-    return k_new.new_empty(0) if q is None else q.new_empty(q.shape)
+def _(*given: Any) -> Tensor:
+    call = _call(*given)
+    describe_fake(*reading(call), (0, 0))
+    return call.k_new.new_empty(0) if call.q is None else call.q.new_empty(call.q.shape)

@@ -90,13 +90,10 @@ def gradients(
 
 def gather(cache: Tensor, b: int, layout: Any) -> Tensor:
     """Return sequence b's keys or values (1, N_b, H_k, size) in a cache whose layout is a `Cached`."""
-    entry = b if layout.index is None else int(layout.index[b])
-    capacity = cache.shape[1] * (1 if layout.table is None else layout.table.shape[1])
-    start = 0 if layout.starts is None else int(layout.starts[b])
-    r = torch.arange(start, max(start, min(int(layout.lengths[b]), capacity)), device=cache.device)
-    if layout.table is None:
-        return cache[entry, r][None]
-    return cache[layout.table[entry, r // cache.shape[1]].long(), r % cache.shape[1]][None]
+    _, capacity, _ = layout.extent(cache.shape)
+    start, end = int(layout.first_rows()[b]), min(int(layout.lengths[b]), capacity)
+    entry, row, _ = layout.locate(b, torch.arange(start, max(start, end), device=cache.device), cache)
+    return cache[entry, row][None]
 
 
 def _probabilities(q, k, mask, score, scale, sink):

@@ -137,6 +137,16 @@ def load(name: str) -> Backend:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called
 
 
+@cache
+def launch_module(operation: str) -> Any:
+    """Return an operation's module `launch`, imported on first use; None without a Triton that compiles its kernel."""
+    try:
+        check_triton()
+        return importlib.import_module(f"{PACKAGE}.{operation}.launch")
+    except ImportError:
+        return None
+
+
 def candidates(problem: Problem) -> tuple[str, ...]:
     """Return the back ends to ask, in order. For CPU tensors it is "cpu" alone, so that no kernel is imported."""
     asked = problem.recipe.backend

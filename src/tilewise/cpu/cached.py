@@ -160,11 +160,10 @@ def scales_of(p: Problem, layout: Layout, b: int) -> list[Tensor | None]:
 
 def _places(p: Problem, x: Operands) -> Iterator[tuple[int, slice, int, int, int]]:
     """Yield of each sequence its number, its queries' rows, its entry of the cache, its first row and its length."""
-    layout = p.recipe.layout_of(x.extra)
-    starts, index, ends = (None if t is None else t.tolist() for t in (layout.starts, layout.index, layout.cu_q))
-    ends = ends or [b * p.M for b in range(p.B + 1)]
-    for b, length in enumerate(layout.lengths.tolist()):
-        start, entry = starts[b] if starts else 0, index[b] if index else b
+    layout: Any = p.recipe.layout_of(x.extra)
+    ends = layout.offsets(p.M).tolist()
+    places = zip(layout.lengths.tolist(), layout.first_rows().tolist(), layout.entries().tolist(), strict=True)
+    for b, (length, start, entry) in enumerate(places):
         yield b, slice(ends[b], ends[b + 1]), entry, start, max(0, min(length, p.N) - start)
 
 

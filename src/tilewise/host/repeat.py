@@ -142,21 +142,20 @@ class Backward:
 class Append:
     """The launch that writes into a cache."""
 
-    def __init__(self, replay: Replay, given: Sequence[Tensor], order: Sequence[int], y: Any) -> None:
-        """`order`: which of the tensors, q's result last, is the launch's first, and so on. `y`: that one's size, or
-        None."""
-        self.replay, self.order, self.y = replay, order, y
+    def __init__(self, replay: Replay, given: Sequence[Tensor], y: Any) -> None:
+        """`y`: the size of q's result, which is the launch's last tensor, or None."""
+        self.replay, self.y = replay, y
         self.index, self.aligned = given[0].device.index, aligned([t.data_ptr() for t in given])
 
     def run(self, given: Sequence[Tensor]) -> tuple[bool, Tensor | None]:
-        """Write, and return q turned. The first is False where the launch must be made anew."""
+        """Write, and return q with rotary applied. The first is False where the launch must be made anew."""
         if CURRENT() != self.index or profiled():
             return False, None
         found, y = [t.data_ptr() for t in given], None
         if self.y is not None:
             y = EMPTY(*self.y)
             found.append(y.data_ptr())
-        key = (*[found[n] for n in self.order], STREAM(self.index))
+        key = (*found, STREAM(self.index))
         launches = self.replay.filled.get(key)
         if launches is None and aligned(found[: len(given)]) == self.aligned:
             launches = self.replay.fill(key)

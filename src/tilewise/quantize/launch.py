@@ -44,7 +44,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
     if products.scales:
         x = x._replace(q=x.q.view(torch.int8), k=x.k.view(torch.int8), v=x.v.view(torch.int8))
     if products.angles is not None:
-        cos, sin = products.angles.adjacent()
+        cos, sin, *_ = products.angles.tables()
         angles, pairs, interleaved = (
             Tables(cos, sin, cos.stride(0), sin.stride(0)),
             cos.shape[1],

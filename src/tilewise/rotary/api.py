@@ -37,7 +37,7 @@ def rotary(
             could read are not checked unless TILEWISE_CHECK=1: positions outside the tables are clamped.
         RuntimeError: forward-mode differentiation was used.
     """
-    return _rotate({"x": x}, cos, sin, interleaved, offsets, cu_seqlens)[0]
+    return _rotate({"x": x}, Angles(cos, sin, bool(interleaved)), offsets, cu_seqlens)[0]
 
 
 def rotary_qk(
@@ -63,30 +63,23 @@ def rotary_qk(
     Raises:
         TypeError, ValueError, RuntimeError: as `rotary`.
     """
-    q, k = _rotate({"q": q, "k": k}, cos, sin, interleaved, offsets, cu_seqlens)
+    q, k = _rotate({"q": q, "k": k}, Angles(cos, sin, bool(interleaved)), offsets, cu_seqlens)
     return q, k
 
 
-def _rotate(
-    xs: dict[str, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-) -> list[Tensor]:
+def _rotate(xs: dict[str, Tensor], angles: Angles, offsets: int | Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
     """Check the arguments, then rotate all xs."""
     x = _check_operands(xs, packed=cu_seqlens is not None)
-    angles = Angles(cos, sin, bool(interleaved))
     angles.check(x)
     angles.check_columns(x.shape[-1])
     _check_places(x, offsets, cu_seqlens)
     per_sequence, shared = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
-    rotation = Rotation(cos, sin, per_sequence, cu_seqlens, shared, angles.interleaved)
-    if (count := _positions(x, shared, cu_seqlens)) is not None:
-        angles.check_positions(count)
+    longest = x.shape[1] if cu_seqlens is None else 1  # a sequence that has rows has at least one
+    if x.shape[0] > 0 and longest > 0:
+        angles.check_positions(shared + longest)
+    cos, sin, interleaved = angles.cos, angles.sin, angles.interleaved
     refuse_forward_mode(*xs.values(), cos, sin)
-    return rotate(list(xs.values()), rotation)
+    return rotate(list(xs.values()), Rotation(cos, sin, per_sequence, cu_seqlens, shared, interleaved))
 
 
 def _check_operands(xs: dict[str, Tensor], packed: bool) -> Tensor:
@@ -117,6 +110,8 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
                 "write the cumulative sum of the lengths, from 0 on"
             )
         B = cu_seqlens.shape[0] - 1
+        if B == 0 and x.shape[0] > 0:
+            raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
     if isinstance(offsets, Tensor):
         check_tensor("offsets", offsets, (torch.int32, torch.int64), x)
         if offsets.ndim != 1 or offsets.shape[0] != B:
@@ -127,11 +122,3 @@ def _check_places(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
         )
     elif offsets < 0:
         raise ValueError(f"offsets must be >= 0, got {offsets}; pass the position of the first row")
-
-
-def _positions(x: Tensor, offset: int, cu_seqlens: Tensor | None) -> int | None:
-    """Return how many positions there are at least, as shapes say; None without rows."""
-    if cu_seqlens is not None and cu_seqlens.shape[0] == 1 and x.shape[0] > 0:
-        raise ValueError(f"cu_seqlens must cover all {x.shape[0]} rows, got no sequence; pass (0, …, {x.shape[0]})")
-    longest = x.shape[1] if cu_seqlens is None else 1  # a sequence that has rows has at least one
-    return offset + longest if x.shape[0] > 0 and longest > 0 else None

@@ -19,20 +19,25 @@ class Rotation(NamedTuple):
     interleaved: bool
     inverse: bool = False
 
+    @property
+    def angles(self) -> Angles:
+        """Return cos and sin as a value."""
+        return Angles(self.cos, self.sin, self.interleaved)
+
 
 def rotate_in_torch(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x in plain torch."""
-    rows = positions(x, rotation).clamp(0, rotation.cos.shape[0] - 1)
-    return Angles(rotation.cos, rotation.sin, rotation.interleaved).rotate(x, rows, rotation.inverse)
+    rows = positions(x, rotation).clamp(0, len(rotation.cos) - 1)
+    return rotation.angles.rotate(x, rows, rotation.inverse)
 
 
 def positions(x: Tensor, rotation: Rotation) -> Tensor:
     """Return each row's position, int64: (S,) or (B, S), for packed sequences (T,)."""
+    i, offsets = torch.arange(x.shape[-3], device=x.device), rotation.offsets
     if rotation.cu_seqlens is None:
-        i = torch.arange(x.shape[1], device=x.device) + rotation.offset
-        return i if rotation.offsets is None else i + rotation.offsets[:, None]
-    t = torch.arange(x.shape[0], device=x.device)
-    cu = rotation.cu_seqlens.long()
-    b = torch.searchsorted(cu[1:], t, right=True).clamp(max=cu.shape[0] - 2)
-    i = t - cu[b] + rotation.offset
-    return i if rotation.offsets is None else i + rotation.offsets[b]
+        shift = 0 if offsets is None else offsets[:, None]
+    else:
+        cu = rotation.cu_seqlens.long()
+        b = torch.searchsorted(cu[1:], i, right=True).clamp(max=len(cu) - 2)
+        shift = -cu[b] if offsets is None else offsets[b] - cu[b]
+    return i + shift + rotation.offset

@@ -4,13 +4,13 @@ So one operator, `tilewise::rotary`, is its own derivative, of any order. It tak
 in one launch. A GPU runs the kernel in kernel.py. Other devices, and installations without Triton, run in_torch.py.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.backend import launch_module
 from ..call.dispatch import CHECK, NAMESPACE, OPERATORS, ReverseMode, intercepted, pick, transformed
 from .in_torch import Rotation, positions, rotate_in_torch
 
@@ -23,25 +23,30 @@ def rotate(xs: list[Tensor], rotation: Rotation) -> list[Tensor]:
 
 
 def run(xs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
-    """Rotate all xs, by the kernel on a GPU with Triton, else in torch. What turns back was checked before."""
+    """Rotate all xs, by the kernel on a GPU with Triton, else in torch. The forward checks what its inverse gets."""
     if not rotation.inverse and (CHECK or not xs[0].is_cuda):
         _check_contents(xs[0], rotation)
-    return _by_kernel(xs, rotation) if xs[0].is_cuda and _launcher() else [rotate_in_torch(x, rotation) for x in xs]
+    if xs[0].is_cuda and (kernel := launch_module("rotary")):
+        return kernel.launch(xs, rotation)
+    return [rotate_in_torch(x, rotation) for x in xs]
 
 
-def _turn_back(dys: Sequence[Tensor | None], wanted: Sequence[bool], rotation: Rotation) -> list[Tensor | None]:
-    """Return the gradients of those xs that want one: the inverse rotation, in one call."""
-    present = [want and dy is not None for want, dy in zip(wanted, dys, strict=True)]
-    given = [dy for dy, here in zip(dys, present, strict=True) if dy is not None and here]
-    dxs = iter(rotate(given, rotation._replace(inverse=not rotation.inverse)) if given else ())
-    return [next(dxs) if here else None for here in present]
-
-
-def _keep(ctx: Any, rotation: Sequence[Any]) -> None:
+def _save(ctx: Any, rotation: Sequence[Any]) -> None:
     """Save for the backward the rotation that it inverts."""
     ctx.save_for_backward(*rotation[:4])
     ctx.plain = rotation[4:]
     ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dys: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of those xs that want one: the inverse rotation, in one call."""
+    given = {n: dy for n, dy in enumerate(dys) if wanted[n] and dy is not None}
+    if not given:
+        return [None] * len(dys)
+    rotation = Rotation(*ctx.saved_tensors, *ctx.plain)
+    dxs = rotate([*given.values()], rotation._replace(inverse=not rotation.inverse))
+    found = dict(zip(given, dxs, strict=True))
+    return [found.get(n) for n in range(len(dys))]
 
 
 class _Eager(ReverseMode):
@@ -49,12 +54,12 @@ class _Eager(ReverseMode):
 
     @staticmethod
     def forward(ctx: Any, rotation: Rotation, *xs: Tensor) -> Any:
-        _keep(ctx, rotation)
+        _save(ctx, rotation)
         return tuple(run(xs, rotation))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:  # type: ignore[override]
-        return None, *_turn_back(dys, ctx.needs_input_grad[1:], Rotation(*ctx.saved_tensors, *ctx.plain))
+        return None, *_gradients(ctx, dys, ctx.needs_input_grad[1:])
 
 
 class _Transformed(_Eager):
@@ -66,7 +71,7 @@ class _Transformed(_Eager):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _keep(ctx, inputs[0])
+        _save(ctx, inputs[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, rotation: Rotation, *xs: Tensor) -> Any:
@@ -75,14 +80,14 @@ class _Transformed(_Eager):
 
 
 def _vmap(
-    size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_turn: Sequence[int | None], rotation: Rotation
+    size: int, dims: Sequence[int | None], xs: Sequence[Tensor], of_rotation: Sequence[int | None], rotation: Rotation
 ) -> Any:
     """Fold the mapped dimension of (..., H, D) into the heads, (..., size * H, D), which all rotate alike.
 
     A mapped rotation runs one call at a time. The result has shape (size, ..., H, D).
     """
-    if any(dim is not None for dim in of_turn):
-        calls = [pick((xs, rotation), (dims, of_turn), index) for index in range(size)]
+    if any(dim is not None for dim in of_rotation):
+        calls = [pick((xs, rotation), (dims, of_rotation), index) for index in range(size)]
         each = [rotate(one, Rotation(*where)) for one, where in calls]
         return [torch.stack(ys) for ys in zip(*each, strict=True)]
     whole = [x if dim is None else x.movedim(dim, -3).flatten(-3, -2) for x, dim in zip(xs, dims, strict=True)]
@@ -113,42 +118,16 @@ def _(xs: Sequence[Tensor], *rotation: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *rotation = inputs
-    _keep(ctx, rotation)
-
-
-def _differentiate(ctx: Any, dys: Sequence[Tensor | None]) -> Any:
-    return _turn_back(dys, ctx.needs_input_grad[0], Rotation(*ctx.saved_tensors, *ctx.plain)), *(None,) * 7
-
-
-rotary_op.register_autograd(_differentiate, setup_context=_setup)
+rotary_op.register_autograd(
+    lambda ctx, dys: (_gradients(ctx, dys, ctx.needs_input_grad[0]), *(None,) * 7),
+    setup_context=lambda ctx, inputs, output: _save(ctx, inputs[1:]),
+)
 
 
 @rotary_op.register_vmap
 def _(info: Any, in_dims: Any, xs: Sequence[Tensor], *rotation: Any) -> Any:
     ys = _vmap(info.batch_size, in_dims[0], xs, in_dims[1:], Rotation(*rotation))
     return ys, [0] * len(ys)
-
-
-@cache
-def _launcher() -> Callable[[Sequence[Tensor], Sequence[Tensor], Rotation], None] | None:
-    """Return the kernel's launcher, imported on first use; None without Triton."""
-    try:
-        from .launch import launch
-    except ImportError:
-        return None
-    return launch
-
-
-def _by_kernel(xs: Sequence[Tensor], rotation: Rotation) -> list[Tensor]:
-    """Rotate all xs in one launch. CPU tensors work in Triton's interpreter, for tests."""
-    launch = _launcher()
-    assert launch is not None
-    ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-    if max(y.numel() for y in ys) > 0:
-        launch(xs, ys, rotation)
-    return ys
 
 
 def _check_contents(x: Tensor, rotation: Rotation) -> None:

@@ -108,6 +108,19 @@ class Cached(Layout):
         """Return max_q, or 0 for the number of q's rows, and 0: the shapes of k, v and table bound the keys."""
         return self.max_q or 0, 0
 
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Return the dimensions of q in front of a sequence's rows: (B,), or () where it is packed."""
+        return tuple(self.lengths.shape) if self.cu_q is None else ()
+
+    def extent(self, k: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return how many entries a cache of k's shape has, or the table rows; the capacity; and the rows of a page, or
+        0 without pages."""
+        if self.table is None:
+            return k[0], k[1], 0
+        entries, width = self.table.shape
+        return entries, width * k[1], k[1]
+
     def with_scales(self, k: Tensor, v: Tensor) -> "Cached":
         name, names, *numbers = self.plain
         scaled = self.rebuild((name, (*names, "k_scale", "v_scale"), *numbers), (*self.tensors, k, v))
@@ -118,7 +131,7 @@ class Cached(Layout):
         return self.lengths.shape[0]
 
     def sizes(self, q: tuple[int, ...], k: tuple[int, ...], longest: tuple[int, int]) -> Sizes:
-        N = k[1] if self.table is None else self.table.shape[1] * k[1]
+        N = self.extent(k)[1]
         return Sizes(self.count(q), q[1] if self.cu_q is None else longest[0] or q[0], N, N)
 
     def refuse_backward(self) -> None:
@@ -165,10 +178,9 @@ class Cached(Layout):
 
     def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
         lengths, table, index, cu_q = self.lengths, self.table, self.index, self.cu_q
-        first = torch.zeros_like(lengths) if self.starts is None else self.starts
+        first, (entries, _, _) = self.first_rows(), self.extent(p.k.shape)
         if bool(((lengths < 0) | (first < 0)).any()):
             raise ValueError("Cached: lengths and starts must be >= 0, got a negative one; clamp them at 0")
-        entries = (p.k if table is None else table).shape[0]
         if index is not None and bool(((index < 0) | (index >= entries)).any()):
             raise ValueError(
                 f"Cached: index must be in [0, {entries}), got {index.tolist()}; give each sequence an entry"
@@ -197,7 +209,34 @@ class Cached(Layout):
         return None if self.cu_q is None else (self.cu_q, self.cu_q, p.q.shape[0], p.q.shape[0])
 
     def page(self, p: Any) -> int | None:
-        return 0 if self.table is None else p.k.shape[1]
+        return self.extent(p.k.shape)[2]
+
+    def offsets(self, M: int) -> Tensor:
+        """Return where the sequences' queries begin and end in q's rows, (B + 1,): M each, or those of cu_q."""
+        if self.cu_q is not None:
+            return self.cu_q
+        return torch.arange(len(self.lengths) + 1, device=self.lengths.device) * M
+
+    def entries(self) -> Tensor:
+        """Return in which entry of the cache, or row of the table, each sequence lies."""
+        return torch.arange(len(self.lengths), device=self.lengths.device) if self.index is None else self.index
+
+    def first_rows(self) -> Tensor:
+        """Return the first row in use of each sequence."""
+        return torch.zeros_like(self.lengths) if self.starts is None else self.starts
+
+    def locate(self, b: Any, rows: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where rows of sequences b lie: in which entries or pages of the cache, in which of their rows, and
+        whether there is such a place."""
+        entries, capacity, page = self.extent(cache.shape)
+        entry = self.entries()[b].long()
+        inside = (rows >= self.first_rows()[b]) & (rows < capacity) & (entry >= 0) & (entry < entries)
+        if self.table is None:
+            return entry, rows, inside
+        table = torch.nn.functional.pad(self.table, (0, 1, 0, 1), value=-1).long()  # other rows are on no page
+        page = max(1, page)
+        entry = table[entry.where(inside, -1), (rows // page).where(inside, -1)]
+        return entry, rows % page, (entry >= 0) & (entry < len(cache))
 
     def rows_of(self, t: Tensor, entries: slice, rows: slice) -> Tensor:
         return t.flatten(0, -3)[None, rows]

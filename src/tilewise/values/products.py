@@ -394,7 +394,7 @@ def unwrap(
     return q.x, k.x, v.x, layout, scaled
 
 
-def unwrap_cache(k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
+def unwrap_cache(k: Any, v: Any, layout: Any) -> tuple[Tensor, Tensor, Any]:
     """Return keys and values of a cache, and its layout with their scales, if they are in 8 bits."""
     if not (isinstance(k, Quantized) or isinstance(v, Quantized)):
         return k, v, layout

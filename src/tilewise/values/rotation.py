@@ -64,10 +64,15 @@ class Angles(Frozen):
                 f"cos and sin must have a row for every position up to {count - 1}, got {rows} rows; make them longer"
             )
 
-    def adjacent(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin with adjacent columns, as kernels read them."""
+    @property
+    def pairs(self) -> int:
+        """Return how many pairs of a row have an angle."""
+        return self.cos.shape[1]
+
+    def tables(self) -> tuple[Tensor, Tensor, int, int]:
+        """Return cos and sin with adjacent columns, as kernels read them, and the strides of their rows."""
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (self.cos, self.sin))
-        return cos, sin
+        return cos, sin, cos.stride(0), sin.stride(0)
 
     def rotate(self, x: Tensor, at: Any, inverse: bool = False) -> Tensor:
         """Return x (..., heads, D) turned by the angles of the positions `at`, an index of the tables' rows, computed
