@@ -46,14 +46,9 @@ MOST_OF_V = 126
 """The largest exponent of V's scales, so that their reciprocals exist."""
 
 
-def size_of(p: Problem) -> int:
-    """Return the columns of codes: 64, 128 or 256."""
-    return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
-
-
 def columns(p: Problem) -> int:
-    """Return the columns of what is multiplied for Q K^T: of codes, or the head size."""
-    return size_of(p) if p.products.codes else p.D
+    """Return the columns of what is multiplied for Q K^T: 64, 128 or 256 of codes, or the head size."""
+    return p.products.columns(p)
 
 
 def smooths(p: Problem) -> bool:
@@ -68,18 +63,16 @@ def blocks_of(p: Problem) -> tuple[int, int]:
 
 def empty_codes(p: Problem, device: torch.device) -> Codes:
     """Allocate codes, unwritten: (size + 8) bytes a query, and size a key, with "fp8" twice that."""
-    size = size_of(p)
-    of_queries, of_keys = (p.batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
+    size, (of_q, of_k, *of_v) = columns(p), p.products.code_types
+    queries, keys = (p.batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    fp8, kind = p.products.codes_of_v, torch.float8_e4m3fn if p.products.scales else torch.int8
+    v = [t for kind in of_v for t in (empty(keys, size, BLOCK_K, dtype=kind), empty(keys))]
     return Codes(
-        empty(of_queries, BLOCK_Q, size, dtype=kind), empty(of_keys, BLOCK_K, size, dtype=kind),
-        empty(of_queries, BLOCK_Q), empty(of_keys), empty(of_queries, BLOCK_Q),
-        empty(p.B, p.H_k, size), empty(p.B, p.H_k, size),
-        empty(of_keys, size, BLOCK_K, dtype=torch.float8_e4m3fn) if fp8 else None, empty(of_keys) if fp8 else None,
+        empty(queries, BLOCK_Q, size, dtype=of_q), empty(keys, BLOCK_K, size, dtype=of_k), empty(queries, BLOCK_Q),
+        empty(keys), empty(queries, BLOCK_Q), empty(p.B, p.H_k, size), empty(p.B, p.H_k, size), *v,
     )  # fmt: skip
 
 
@@ -90,9 +83,9 @@ class Sequences(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    first_q: int
-    first_k: int
-    """The first block of each head."""
+    q_blocks: slice
+    k_blocks: slice
+    """Their blocks, of those of each head."""
     lo: Tensor
     hi: Tensor
     """(entries,): the keys lo <= j < hi, which a Padding shows."""
@@ -106,8 +99,14 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequences]:
         N = keys.stop - keys.start
         hi = torch.full_like(lo[own], N) if ends is None else ends[own].long().clamp(max=N)
         q, k, v = (layout.rows_of(t, own, at) for t, at in ((x.q, rows), (x.k, keys), (x.v, keys)))
-        first_q, first_k = rows.start // BLOCK_Q + own.start, keys.start // BLOCK_K + own.start
-        yield Sequences(own, q, k, v, first_q, first_k, lo[own], hi)
+        of_q, of_k = _blocks(own.start, rows.start, q.shape[1], BLOCK_Q), _blocks(own.start, keys.start, N, BLOCK_K)
+        yield Sequences(own, q, k, v, of_q, of_k, lo[own], hi)
+
+
+def _blocks(b: int, start: int, length: int, size: int) -> slice:
+    """Return the blocks of a sequence's rows. Each sequence before it wastes less than one block."""
+    first = start // size + b
+    return slice(first, first + -(-length // size))
 
 
 def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -120,32 +119,34 @@ def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
 
 def quantize(p: Problem, x: Operands) -> Codes:
     """Return the codes of a call. Blocks that no sequence owns are zeros."""
-    codes = empty_codes(p, x.q.device)
+    codes, (q_count, k_count) = empty_codes(p, x.q.device), blocks_of(p)
     for t in codes.present():
         t.view(torch.int8).zero_()
     for s in sequences(p, x):
-        of_q, of_k = (0, s.first_q, s.q.shape[1]), (1, s.first_k, s.k.shape[1])
         parts = _copied(p, x, s) if p.products.scales else _rounded(p, x, s)
-        for name, to, part in zip(Codes._fields, codes, parts, strict=True):
-            if to is None or part is None:
-                continue
+        for name, to, part in zip(Codes._fields, codes.present(), parts.present(), strict=False):
             if name in ("mean", "balance"):
                 to[s.b] = part
-            else:
-                _blocks(p, to, *(of_q if name.startswith("q") else of_k)).copy_(part)
+                continue
+            heads, count, own = (p.H, q_count, s.q_blocks) if name.startswith("q") else (p.H_k, k_count, s.k_blocks)
+            to.unflatten(0, (p.batch, heads, count))[:, :, own] = part
     return codes
 
 
 def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
     """Return the codes of sequences, (entries, heads, blocks, …), without those of V for "int8"."""
-    signs = signs_of(size_of(p), x.q.device)
-    q, k, v = (_columns(t, size_of(p)) for t in (*_turned(p, x, s.q, s.k), s.v))
+    size, angles = columns(p), p.recipe.products_of(x.extra).angles
+    q, k = s.q, s.k
+    if angles is not None:  # positions count from 0
+        q, k = (angles.rotate(t, slice(0, t.shape[1])) for t in (q, k))
+    q, k, v = (_columns(t, size) for t in (q, k, s.v))
+    signs = signs_of(size, x.q.device)
     j = torch.arange(k.shape[2], device=k.device)
     inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
     found = given_statistics(p, x)
     mean, balance = statistics(p, q, k, s) if found is None else (t[s.b] for t in found)
     of_q, of_mean = (per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
-    q_int8, q_descale = int8_rows(rotated(q * of_q))
+    q_int8, q_descale = _int8(rotated(q * of_q), -1)
     q_shift = (q * of_mean).sum(-1, keepdim=True) * p.scale
     k = rotated(torch.where(inside, (k - mean[:, :, None]) * (signs / balance)[:, :, None], 0.0))
     k_int8, k_descale = int8_blocks(_cut(k, BLOCK_K))
@@ -154,7 +155,7 @@ def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
         v_e4m3, v_descale = e4m3_blocks(_cut(torch.where(inside, v, 0.0), BLOCK_K))
         of_v = v_e4m3[..., key_order(v.device), :].mT, v_descale
     return Codes(
-        _cut(q_int8, BLOCK_Q), k_int8, _cut(q_descale / size_of(p), BLOCK_Q)[..., 0], k_descale,
+        _cut(q_int8, BLOCK_Q), k_int8, _cut(q_descale / size, BLOCK_Q)[..., 0], k_descale,
         _cut(q_shift, BLOCK_Q)[..., 0], mean, balance, *of_v,
     )  # fmt: skip
 
@@ -162,7 +163,7 @@ def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
 def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
     """Return the same of e4m3 tensors, which are codes already; numbers that are alike everywhere broadcast."""
     q, k, v = (
-        _cut(_columns(t.view(torch.int8), size_of(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
+        _cut(_columns(t.view(torch.int8), columns(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
         for t, rows in ((s.q, BLOCK_Q), (s.k, BLOCK_K), (s.v, BLOCK_K))
     )
     of_q, of_k, of_v = (t[s.b, :, None] for t in p.recipe.products_of(x.extra).scales)
@@ -170,21 +171,9 @@ def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
     return Codes(q, k, of_q, of_k, zero, zero, of_q.new_ones(()), v[..., key_order(v.device), :].mT, of_v)
 
 
-def _turned(p: Problem, x: Operands, *rows: Tensor) -> list[Tensor]:
-    """Turn rows (entries, length, heads, D), from position 0 on, if the call has rotary's tables."""
-    angles = p.recipe.products_of(x.extra).angles
-    return list(rows) if angles is None else [angles.rotate(t, slice(0, t.shape[1])) for t in rows]
-
-
 def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor] | None:
-    """Return the mean and the balance that the caller gave, (B, H_k, size): 0 and 1 past the head size. None if the
-    call decides them."""
-    products = p.recipe.products_of(x.extra)
-    if products.mean is None:
-        return None
-    wider = 0, size_of(p) - p.D
-    mean = products.mean if smooths(p) else torch.zeros_like(products.mean)
-    return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(products.balance, wider, value=1.0)
+    """Return the mean and the balance that the caller gave, (B, H_k, size). None if the call decides them."""
+    return p.recipe.products_of(x.extra).statistics(columns(p), smooths(p))
 
 
 def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
@@ -251,18 +240,15 @@ def rotated(x: Tensor) -> Tensor:
     return x
 
 
-def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 (…, rows, columns) and the descale factor (…, rows, 1) of each row: the largest becomes 127."""
-    return _int8(x, _largest(x).amax(-1, keepdim=True))
-
-
 def int8_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 (…, rows, columns) and the descale factor (…) of each block of rows: the largest becomes 127."""
-    codes, descale = _int8(x, _largest(x).amax((-2, -1), keepdim=True))
+    codes, descale = _int8(x, (-2, -1))
     return codes, descale[..., 0, 0]
 
 
-def _int8(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+def _int8(x: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and the descale factors; the largest of each group, along `dims`, becomes 127."""
+    top = torch.where(x.abs() < torch.inf, x.abs(), torch.inf).amax(dims, keepdim=True)  # inf for NaN, too
     exists = (top >= LEAST) & (top < torch.inf)
     most = torch.full_like(top, INT8)  # with a number, a GPU would round the divisor's reciprocal before it multiplies
     scale = torch.where(exists, most / torch.where(exists, top, 1.0), 0.0)
@@ -296,11 +282,6 @@ def power(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Return |x|, and inf for NaN, so that a maximum tells whether all is finite."""
-    return torch.where(x.abs() < torch.inf, x.abs(), torch.inf)
-
-
 def _columns(x: Tensor, size: int) -> Tensor:
     """Return (entries, heads, rows, size) in fp32, zero past the head size."""
     return torch.nn.functional.pad(x.transpose(1, 2).float(), (0, size - x.shape[-1]))
@@ -310,16 +291,6 @@ def _cut(x: Tensor, rows: int) -> Tensor:
     """Cut (…, length, columns) into blocks (…, blocks, rows, columns), zero past the end."""
     whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % rows))
     return whole.unflatten(-2, (whole.shape[-2] // rows, rows))
-
-
-def _blocks(p: Problem, t: Tensor, side: int, first: int, length: int) -> Tensor:
-    """View the blocks of a sequence's rows, (entries, heads, blocks, …), from its first one on.
-
-    `side` is 0 for queries, 1 for keys.
-    """
-    heads, rows = ((p.H, BLOCK_Q), (p.H_k, BLOCK_K))[side]
-    whole = t.unflatten(0, (p.batch, heads, blocks_of(p)[side]))
-    return whole[:, :, first : first + -(-length // rows)]
 
 
 def per_query_head(p: Problem, x: Tensor, axis: int = 1) -> Tensor:

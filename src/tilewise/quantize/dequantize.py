@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..call.operands import Codes, Operands
 from ..call.problem import Problem
-from .codes import key_order, per_query_head, quantize, rotated, signs_of, size_of
+from .codes import columns, key_order, per_query_head, quantize, rotated, signs_of
 
 
 def codes_of(p: Problem, x: Operands) -> Codes:
@@ -30,7 +30,7 @@ def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
     The 16-bit backward takes these, with lse less `shift_of`: P sums to 1, as it did in the forward. With the original
     tensors it would not.
     """
-    seen, size = multiplied(p, x, codes), size_of(p)
+    seen, size = multiplied(p, x, codes), columns(p)
     signs = signs_of(size, x.q.device)
     q = rotated(seen.q) * signs / per_query_head(p, _of_rows(p, x, codes.balance, 0), -2)
     k = rotated(seen.k) * (signs / size) * _of_rows(p, x, codes.balance, 1)

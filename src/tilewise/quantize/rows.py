@@ -25,21 +25,6 @@ class Inputs(NamedTuple):
     scales: object
 
 
-class Codes(NamedTuple):
-    """Hold what is made of it, as call/operands.py's Codes."""
-
-    q: object
-    k: object
-    q_descale: object
-    k_descale: object
-    q_shift: object
-    mean: object
-    balance: object
-    v: object
-    v_descale: object
-    """v is of int8 here, the bits of e4m3; so are q and k where Inputs.scales are given."""
-
-
 class Sizes(NamedTuple):
     """Hold the constants: G query heads share a key head; head sizes; columns of the codes; pairs that rotary turns,
     and how they lie."""

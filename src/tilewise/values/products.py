@@ -13,8 +13,10 @@ from .rotation import Angles
 from .value import Frozen, Option, Unsupported
 
 PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
-EIGHT_BITS = ("int8", "fp8")
-"""Names of products of fp16 and bf16: approximations, never chosen by None or by torch's settings."""
+CODES = {"int8": (torch.int8, torch.int8), "fp8": (torch.int8, torch.int8, torch.float8_e4m3fn)}
+"""The types of the codes of q and k, and perhaps v, by the names of products of fp16 and bf16: approximations, never
+chosen by None or by torch's settings."""
+EIGHT_BITS = tuple(CODES)
 FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
 """Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
 PREFERENCE = {
@@ -36,17 +38,28 @@ class Products(Option):
     """Those of q, k and v, fp32 (B, H_k), where all three are in e4m3."""
     codes: ClassVar[bool] = False
     """Whether a pass in front writes codes of q and k, and perhaps v, which the forward multiplies."""
+    code_types: tuple[torch.dtype, ...] = ()
+    """The types of these codes."""
     codes_of_v: bool = False
 
     @property
     def angles(self) -> Angles | None:
-        """Return the angles by which the pass in front turns q and k, or None."""
+        """Return the angles by which the pass in front rotates q and k, or None."""
         return None
 
     @property
     def scaled(self) -> tuple[str, ...]:
         """Return which of q, k and v are in 8 bits, with a scale."""
         return ()
+
+    def columns(self, problem: Any) -> int:
+        """Return the columns of what is multiplied for Q K^T: the head size, or those of codes."""
+        return problem.D
+
+    def statistics(self, size: int, smooth: bool) -> tuple[Tensor, Tensor] | None:
+        """Return K's mean (0 unless `smooth`) and the balance for codes of `size` columns, (B, H_k, size); None if the
+        call is to measure them."""
+        return None
 
     def prepared(self, q: Tensor, layout: Layout) -> "Products":
         """Return the same products with tensors as kernels take them, once their shapes are checked."""
@@ -118,6 +131,9 @@ class Codes(Products):
         """Tell whether P V is multiplied in 8 bits, too."""
         return self.name == "fp8"
 
+    def columns(self, problem: Any) -> int:
+        return next(size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size)
+
     def check(self, problem: Any) -> None:
         if problem.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -149,12 +165,12 @@ class Codes(Products):
     def coded(self, packed: bool) -> int:
         if packed:  # of int8 it also reads v
             return int(self.codes_of_v)
-        return 3 if self.codes_of_v else 2
+        return len(self.code_types)
 
 
 @dataclass(frozen=True, eq=False)
 class EightBits(Codes):
-    """What 8-bit products are told, for `precision=`: constants of a layer, and the angles of rotary.
+    """8-bit products, for `precision=`, with constants of a layer, and the angles of rotary.
 
     name: "int8" or "fp8".
     mean: fp32 (H_k, D) or (B, H_k, D), what K's rows lose. Any numbers are right, as softmax does not see them; good
@@ -214,13 +230,22 @@ class EightBits(Codes):
         return self.rebuild(self.plain, [t.to(device) for t in self.tensors])
 
     @property
+    def code_types(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return CODES[self.name]
+
+    @property
     def angles(self) -> Angles | None:
         return None if self.cos is None or self.sin is None else Angles(self.cos, self.sin, self.interleaved)
 
     def describe(self, problem: Any) -> list[str]:
-        return super().describe(problem) + ["the pass that writes codes turns q and k by rotary"] * (
-            self.cos is not None
-        )
+        rotated = ["the pass that writes codes applies rotary to q and k"] * (self.cos is not None)
+        return super().describe(problem) + rotated
+
+    def statistics(self, size: int, smooth: bool) -> tuple[Tensor, Tensor] | None:
+        if self.mean is None or self.balance is None:
+            return None
+        wider, mean = (0, size - self.mean.shape[-1]), self.mean if smooth else torch.zeros_like(self.mean)
+        return torch.nn.functional.pad(mean, wider), torch.nn.functional.pad(self.balance, wider, value=1.0)
 
     def prepared(self, q: Tensor, layout: Layout) -> "EightBits":
         if self.angles is not None:
@@ -268,6 +293,7 @@ class Scaled(Codes):
     k_scale: Tensor
     v_scale: Tensor
     name = "fp8"
+    code_types = (torch.float8_e4m3fn,) * 3
     captures = ("q_scale", "k_scale", "v_scale")
     numbers = ("name",)
     ranks = {"q_scale": 2, "k_scale": 2, "v_scale": 2}  # noqa: RUF012
@@ -287,6 +313,10 @@ class Scaled(Codes):
     @property
     def scaled(self) -> tuple[str, ...]:
         return "q", "k", "v"
+
+    def statistics(self, size: int, smooth: bool) -> tuple[Tensor, Tensor] | None:
+        ones = self.k_scale.new_ones(*self.k_scale.shape, size)
+        return torch.zeros_like(ones), ones
 
     def dtype(self, of_q: torch.dtype) -> torch.dtype:
         return torch.bfloat16
