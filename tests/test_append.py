@@ -49,7 +49,7 @@ def expected(cache, new, lengths, queries, table, index, starts, packed):
     return cache
 
 
-@pytest.mark.parametrize("turn", ["no", "halves", "neighbours", "part"])
+@pytest.mark.parametrize("rotary", ["no", "halves", "neighbours", "part"])
 @pytest.mark.parametrize(
     ("queries", "lengths", "table", "index", "starts", "packed"),
     [
@@ -60,7 +60,7 @@ def expected(cache, new, lengths, queries, table, index, starts, packed):
         ((4, 4), (60, 98), True, (1, 0), None, False),
     ],
 )
-def test_exactly_its_rows_are_written(device, queries, lengths, table, index, starts, packed, turn):
+def test_exactly_its_rows_are_written(device, queries, lengths, table, index, starts, packed, rotary):
     torch.manual_seed(0)
     q, k_new, v_new = draw(device, queries, packed)
     B, P = len(queries), 16
@@ -71,17 +71,17 @@ def test_exactly_its_rows_are_written(device, queries, lengths, table, index, st
     layout = tw.Cached(torch.tensor(lengths, device=device), pages, cu_q=cu,
                        index=torch.tensor(index, device=device) if index else None,
                        starts=torch.tensor(starts, device=device) if starts else None)  # fmt: skip
-    R = {"no": 0, "part": 12}.get(turn, 32)
+    R = {"no": 0, "part": 12}.get(rotary, 32)
     angles = torch.randn(200, R // 2, device=device)
-    given, turned = {}, k_new
+    given, rotated = {}, k_new
     if R:
-        given = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": turn == "neighbours", "q": q}
+        given = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": rotary == "neighbours", "q": q}
         offsets = torch.tensor([n - m for n, m in zip(lengths, queries, strict=True)], device=device)
-        options = {"interleaved": turn == "neighbours", "offsets": offsets + 10, "cu_seqlens": cu}
+        options = {"interleaved": rotary == "neighbours", "offsets": offsets + 10, "cu_seqlens": cu}
         rows = slice(0, sum(queries)) if packed else slice(None)
         longer = torch.cat([angles[:1].expand(10, -1), angles])  # rows before 0 read the first angle
-        want_q, turned = tw.rotary_qk(q[rows], k_new[rows], longer.cos(), longer.sin(), **options)
-    want = [expected(*args, lengths, queries, pages, index, starts, packed) for args in ((k, turned), (v, v_new))]
+        want_q, rotated = tw.rotary_qk(q[rows], k_new[rows], longer.cos(), longer.sin(), **options)
+    want = [expected(*args, lengths, queries, pages, index, starts, packed) for args in ((k, rotated), (v, v_new))]
     got = tw.append_(k, v, k_new, v_new, layout=layout, **given)
     if R:
         torch.testing.assert_close(got[rows], want_q, atol=1e-6, rtol=0)
@@ -166,7 +166,7 @@ def test_a_step_is_append_and_attention(device):
 
 @pytest.mark.parametrize("B", [0, 1])
 def test_keys_of_no_sequence_are_dropped(device, B):
-    """Also where there is none at all; q is turned by the first angle there."""
+    """Also where there is none at all; q is rotated by the first angle there."""
     q, k_new, v_new = draw(device, (1,), True)
     k, v = (torch.zeros(4, 16, 2, size, device=device) for size in (32, 16))
     layout = tw.Cached(torch.zeros(B, dtype=torch.int32, device=device),
@@ -189,9 +189,9 @@ def test_16_bits(device, dtype):
     layout = tw.Cached(torch.tensor([3, 30], device=device))
     got = tw.append_(k, v, k_new, v_new, layout=layout, cos=angles.cos(), sin=angles.sin(), q=q)
     offsets = torch.tensor([0, 27], device=device)
-    want, turned = tw.rotary_qk(q, k_new, angles.cos(), angles.sin(), offsets=offsets)
+    want, rotated = tw.rotary_qk(q, k_new, angles.cos(), angles.sin(), offsets=offsets)
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-2)
-    torch.testing.assert_close(k[1, 27:30], turned[1], atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(k[1, 27:30], rotated[1], atol=1e-3, rtol=1e-2)
     assert torch.equal(v[0, :3], v_new[0])
 
 
@@ -223,8 +223,8 @@ def test_one_operator_that_says_what_it_changes():
 
     def step(q, k, v, lengths):
         own = tw.Cached(lengths, layout.table)
-        turned = tw.append_(k, v, k_new, v_new, layout=own, cos=angles.cos(), sin=angles.sin(), q=q)
-        return tw.attention(turned, k, v.repeat(1, 1, 1, 2), mask=tw.Causal(), layout=own)
+        rotated = tw.append_(k, v, k_new, v_new, layout=own, cos=angles.cos(), sin=angles.sin(), q=q)
+        return tw.attention(rotated, k, v.repeat(1, 1, 1, 2), mask=tw.Causal(), layout=own)
 
     caches = [t.clone() for t in (k, v)]
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, *caches, layout.lengths)

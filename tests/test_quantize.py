@@ -243,7 +243,7 @@ def test_rotary_in_the_pre_pass_is_rotary_before_the_call(name, R, interleaved, 
     options["return_lse"] = True
     do = torch.randn(*operands[0].shape[:-1], operands[2].shape[-1], generator=torch.Generator().manual_seed(2))
 
-    def turned(t, cu):
+    def rotated(t, cu):
         """With packed sequences, those rows that belong to one."""
         if cu is None:
             return tw.rotary(t, *tables, interleaved=interleaved)
@@ -255,7 +255,7 @@ def test_rotary_in_the_pre_pass_is_rotary_before_the_call(name, R, interleaved, 
             given = tw.EightBits(precision, cos=tables[0], sin=tables[1], interleaved=interleaved)
             o, lse = tw.attention(*leaves, precision=given, **options)
         else:
-            q, k = (turned(t, cu) for t, cu in zip(leaves[:2], ends, strict=True))
+            q, k = (rotated(t, cu) for t, cu in zip(leaves[:2], ends, strict=True))
             o, lse = tw.attention(q, k, leaves[2], precision=precision, **options)
         dlse = torch.where(lse.isfinite(), 0.1, 0.0)
         return o, lse, *torch.autograd.grad((o, lse), leaves, (do.to(o.dtype), dlse))
@@ -271,10 +271,10 @@ def test_rotary_goes_with_given_statistics_and_other_callers(precision):
     qkv = torch.randn(2, 2, 40, 3, 2, 32, generator=g).to(bf16)
     q, k, v = qkv[0].unbind(-3)
     cos, sin = angles(20)
-    turned = tw.rotary_qk(q, k, cos, sin)
-    of_layer = tw.EightBits.of(precision, *turned)
+    rotated = tw.rotary_qk(q, k, cos, sin)
+    of_layer = tw.EightBits.of(precision, *rotated)
     own = tw.EightBits(precision, of_layer.mean, of_layer.balance, cos, sin).to("cpu")
-    assert torch.equal(tw.attention(q, k, v, precision=own), tw.attention(*turned, v, precision=of_layer))
+    assert torch.equal(tw.attention(q, k, v, precision=own), tw.attention(*rotated, v, precision=of_layer))
 
     given = tw.EightBits(precision, cos=cos, sin=sin)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -308,7 +308,7 @@ def test_rotary_goes_with_given_statistics_and_other_callers(precision):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter's")
-def test_the_portable_kernel_multiplies_codes_of_turned_rows():
+def test_the_portable_kernel_multiplies_codes_of_rotated_rows():
     pytest.importorskip("triton")
     (q, k, v), _ = case("small")
     tables = angles(10)
@@ -349,9 +349,9 @@ def test_rotarys_tables_are_checked():
 def test_explain_says_where_rotary_is_done():
     q = torch.randn(1, 100, 1, 64, dtype=bf16)
     given = tw.EightBits("fp8", None, None, *angles(64))
-    assert "; the pass that writes codes turns q and k by rotary; " in tw.explain(q, q, q, precision=given).tiles
+    assert "; the pass that writes codes applies rotary to q and k; " in tw.explain(q, q, q, precision=given).tiles
     on_hopper = tw.explain(q, q, q, precision=given, device="sm_90", backend="hopper").tiles
-    assert "turns q and k by rotary; " in on_hopper
+    assert "applies rotary to q and k; " in on_hopper
 
 
 def test_given_numbers_are_checked():

@@ -19,7 +19,7 @@ from tilewise.warm.cross_compile import use_target
 
 
 def launches(target, D, precision, pairs):
-    """The launches of a call with bf16 operands; with `pairs`, rotary turns q and k."""
+    """The launches of a call with bf16 operands; with `pairs`, rotary rotates q and k."""
     q, angles = (
         torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 4096, 8, D), (4096, D // 2))
     )

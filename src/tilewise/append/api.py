@@ -30,12 +30,12 @@ def append_(
     interleaved: bool = False,
     q: Tensor | None = None,
 ) -> Tensor | None:
-    """Write new keys and values to their rows of a cache, in place, turned by rotary if cos is given.
+    """Write new keys and values to their rows of a cache, in place, with rotary applied if cos is given.
 
     The m new keys of sequence b become its rows lengths[b] - m to lengths[b] - 1: the layout's lengths count them
-    already, so one layout serves append_ and then attention. A key is turned by its row in the cache. Keys whose row is
-    outside [starts[b], capacity) are dropped. So are those whose entry or page is not there, on a GPU; on a CPU that is
-    an error, as in attention. If sequences share an entry and write one row, either may win.
+    already, so one layout serves append_ and then attention. A key is rotated by its row in the cache. Keys whose row
+    is outside [starts[b], capacity) are dropped. So are those whose entry or page is not there, on a GPU; on a CPU that
+    is an error, as in attention. If sequences share an entry and write one row, either may win.
 
     Args:
         k, v: the cache, as `Cached` describes it, entries adjacent; changed in place. Where they are Quantized, they
@@ -45,10 +45,10 @@ def append_(
         layout: the cache's layout, after the new keys.
         cos, sin: (positions, R / 2), as for `rotary`; positions beyond them read the last.
         interleaved: how pairs lie, as for `rotary`.
-        q: (B, M, H, D) or (T, H, D), turned by the same rows. It needs cos.
+        q: (B, M, H, D) or (T, H, D), rotated by the same rows. It needs cos.
 
     Returns:
-        q turned, as a new tensor, or None without q.
+        q rotated, as a new tensor, or None without q.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.

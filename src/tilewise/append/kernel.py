@@ -1,4 +1,5 @@
-"""Write new keys and values into a cache, turned by rotary, and turn q: a program takes some heads of one token."""
+"""Write new keys and values into a cache, and q into a new tensor, with rotary applied to keys and q: a program takes
+some heads of one token."""
 
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class New(NamedTuple):
     B_B: int
 
 
-class Turn(NamedTuple):
+class Rotary(NamedTuple):
     """Hold cosines and sines, (positions, pairs) by strides, or None; and how many positions there are, as 2 n + 1."""
 
     cos: object
@@ -61,33 +62,33 @@ def narrowed(x, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def move(X, Y, turn, row, seen, scale, new: tl.constexpr):  # X, Y (B_H,) addresses of heads
-    """Store the heads at X to Y, with their first pairs turned to a row of the tables."""
+def move(X, Y, rotary, row, valid, scale, new: tl.constexpr):  # X, Y (B_H,) addresses of heads
+    """Store the heads at X to Y, with their first pairs rotated by a row of the tables."""
     R: tl.constexpr = new.pairs
     D: tl.constexpr = new.d
     B_P: tl.constexpr = new.B_P
     B_REST: tl.constexpr = new.B_REST
     INTERLEAVED: tl.constexpr = new.INTERLEAVED
     dtype: tl.constexpr = Y.dtype.element_ty
-    X, Y, seen = X[None, :, None], Y[None, :, None], seen[None, :, None]
+    X, Y, valid = X[None, :, None], Y[None, :, None], valid[None, :, None]
     if R > 0:
         p = tl.arange(0, B_P).to(tl.int64)
-        c = tl.load(turn.cos + row * turn.cos_row + p, mask=p < R, other=0.0).to(tl.float32)[None, None, :]
-        s = tl.load(turn.sin + row * turn.sin_row + p, mask=p < R, other=0.0).to(tl.float32)[None, None, :]
-        x_0, x_1 = load_pairs(X, p, R, 1, seen, INTERLEAVED)
+        c = tl.load(rotary.cos + row * rotary.cos_row + p, mask=p < R, other=0.0).to(tl.float32)[None, None, :]
+        s = tl.load(rotary.sin + row * rotary.sin_row + p, mask=p < R, other=0.0).to(tl.float32)[None, None, :]
+        x_0, x_1 = load_pairs(X, p, R, 1, valid, INTERLEAVED)
         kind: tl.constexpr = X.dtype.element_ty
         x_0, x_1 = x_0.to(tl.float32), x_1.to(tl.float32)
         y_0, y_1 = (x_0 * c - x_1 * s).to(kind), (x_1 * c + x_0 * s).to(kind)
-        store_pairs(Y, narrowed(y_0, scale, dtype), narrowed(y_1, scale, dtype), p, R, seen, INTERLEAVED)
+        store_pairs(Y, narrowed(y_0, scale, dtype), narrowed(y_1, scale, dtype), p, R, valid, INTERLEAVED)
     if B_REST > 0:
         d = (2 * R + tl.arange(0, B_REST).to(tl.int64))[None, None, :]
-        rest = seen & (d < D)
+        rest = valid & (d < D)
         tl.store(Y + d, narrowed(tl.load(X + d, mask=rest), scale, dtype), mask=rest)
 
 
 @triton.jit(do_not_specialize=["batch", "turn", "H", "H_k", "entries", "pages"])
 def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, entries, pages, new: tl.constexpr):
-    """Turn some heads of q to Y, or write some heads of a new key and value to their row of the cache.
+    """Rotate some heads of q to Y, or write some heads of a new key and value to their row of the cache.
 
     All operands are `Rows`; Q and Y may be None. A key whose row its sequence does not have is dropped, and so is one
     whose entry, or row of the table, is none of `entries`, or whose page is none of `pages`.
@@ -132,7 +133,7 @@ def cache_append(Q, Y, K_new, V_new, K, V, batch, turn, scales, H, H_k, entries,
         X = K_new.ptr + of_rows * K_new.batch + at * K_new.row + h * K_new.head
         move(X, K.ptr + entry * K.batch + place * K.row + h * K.head, turn, row, written, k_scale, new)
         d = tl.arange(0, B_V).to(tl.int64)[None, :]
-        seen = written[:, None] & (d < new.d_v)
+        valid = written[:, None] & (d < new.d_v)
         X = V_new.ptr + of_rows * V_new.batch + at * V_new.row + h * V_new.head
-        x = narrowed(tl.load(X[:, None] + d, mask=seen), v_scale, V.ptr.dtype.element_ty)
-        tl.store((V.ptr + entry * V.batch + place * V.row + h * V.head)[:, None] + d, x, mask=seen)
+        x = narrowed(tl.load(X[:, None] + d, mask=valid), v_scale, V.ptr.dtype.element_ty)
+        tl.store((V.ptr + entry * V.batch + place * V.row + h * V.head)[:, None] + d, x, mask=valid)

@@ -10,7 +10,7 @@ from ..host.launch import Launch
 from ..host.outputs import size
 from ..host.replay import launch_replayed, replays_of
 from .in_torch import Append
-from .kernel import New, Turn, cache_append
+from .kernel import New, Rotary, cache_append
 
 HEADS = 8
 """Heads of a program, at most."""
@@ -28,7 +28,7 @@ def what_varies(call: Append, y: Tensor | None) -> tuple[Any, list[Tensor]]:
 
 
 def repeated(call: Append, y: Tensor | None) -> repeat.Append | None:
-    """Return what repeats the launch of a call that has run; None if it was not kept."""
+    """Return what repeats the launch of a call that has run; None if none was saved."""
     _, replay = replays_of(*what_varies(call, y))
     if replay.kept is None:
         return None
@@ -44,13 +44,13 @@ def launches(call: Append, y: Tensor | None, compiled: dict[Any, Any]) -> list[L
     H, H_k, d = 0 if q is None else q.shape[-2], *k.shape[-2:]
     entries, capacity, page = layout.extent(k.shape)
     batch = batch_from(layout, B, k_new.shape[-3], count, capacity)
-    turn, pairs, interleaved = None, 0, False
+    rotary, pairs, interleaved = None, 0, False
     if (angles := call.angles) is not None:
-        turn, pairs, interleaved = Turn(*angles.tables(), odd(len(angles.cos))), angles.pairs, angles.interleaved
+        rotary, pairs, interleaved = Rotary(*angles.tables(), odd(len(angles.cos))), angles.pairs, angles.interleaved
     heads, rest = min(HEADS, power_of_2(H_k)), d - 2 * pairs
     blocks = heads, power_of_2(max(1, pairs)), power_of_2(rest) if rest else 0, power_of_2(v.shape[-1]), power_of_2(B)
     new = New(d, v.shape[-1], pairs, page, interleaved, *blocks)
     given = [None if t is None else rows(adjacent(t)) for t in (q, y, k_new, v_new)]
     programs = count * (cdiv(H, heads) + cdiv(H_k, heads))
-    arguments = (*given, rows(k), rows(v), batch, turn, scales_of(layout, B, H_k), H, H_k, entries, len(k))
+    arguments = (*given, rows(k), rows(v), batch, rotary, scales_of(layout, B, H_k), H, H_k, entries, len(k))
     return [Launch(cache_append, programs, arguments, {"new": new, "num_warps": 4}, compiled)]

@@ -81,7 +81,7 @@ def _backward_quantized(
     """Run the 16-bit backward on what a forward with 8-bit products saw. Rounding has a gradient of 1.
 
     The logits of K without its mean have lse less `shift_of`, and rows of dS that sum to dlse: dQ lacks dlse * mean.
-    Where the pre-pass turned q and k, dq and dk are turned back.
+    Where the pre-pass rotated q and k, dq and dk are rotated back.
     """
     codes = Codes(*saved.kept) if saved.kept else quantize.codes_of(p, x)
     seen = quantize.dequantized(p, x, codes)

@@ -179,16 +179,16 @@ def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor] | None:
 def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
     """Return K's mean and the balance, (entries, H_k, size), from SAMPLES rows of each head, which may repeat.
 
-    q, k: (entries, heads, rows, size). What is not finite counts as 0. The samples of Q take turns among the heads that
+    q, k: (entries, heads, rows, size). What is not finite counts as 0. The samples of Q alternate among the heads that
     share a key head. The balance brings K's mean square to Q's: the fourth root of their quotient, to the nearest power
     of two, with log2 taken to be linear between them.
     """
     group = p.H // p.H_k
     of_keys = _sampled(k, s.lo, s.hi)
-    turns = torch.arange(SAMPLES, device=q.device) % group
+    samples = torch.arange(SAMPLES, device=q.device)
     grouped = q.unflatten(1, (p.H_k, group))
     of_queries = torch.stack([_sampled(grouped[:, :, g], torch.zeros_like(s.lo), q.shape[2]) for g in range(group)], 2)
-    of_queries = of_queries[:, :, turns, torch.arange(SAMPLES, device=q.device)]
+    of_queries = of_queries[:, :, samples % group, samples]
     mean = _total(of_keys) / SAMPLES if smooths(p) else torch.zeros_like(of_keys[:, :, 0])
     away = of_keys - mean[:, :, None]
     below = _total(of_queries * of_queries)
@@ -201,9 +201,8 @@ def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, 
 
 def _sampled(x: Tensor, lo: Tensor, hi: Tensor | int) -> Tensor:
     """Return rows lo + s (hi - lo) // SAMPLES of each entry, (entries, heads, SAMPLES, size); 0 without rows."""
-    turns = torch.arange(SAMPLES, device=x.device)
     count = (hi - lo).clamp(min=0)[:, None]
-    rows = lo[:, None] + turns * count // SAMPLES  # (entries, SAMPLES)
+    rows = lo[:, None] + torch.arange(SAMPLES, device=x.device) * count // SAMPLES  # (entries, SAMPLES)
     exists = (count > 0).expand_as(rows)[:, None, :, None]
     if x.shape[2] == 0:
         return x.new_zeros(*x.shape[:2], SAMPLES, x.shape[3])

@@ -1,4 +1,4 @@
-"""What a forward with 8-bit products saw of q, k and v, from its codes, in plain torch."""
+"""q, k and v as a forward with 8-bit products multiplies them, from its codes, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -18,23 +18,23 @@ def codes_of(p: Problem, x: Operands) -> Codes:
 
 
 def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
-    """Return q, k and v as the two products of a forward see them, in fp32: Q and K rotated, (…, heads, size)."""
+    """Return q, k and v as the two products of a forward take them, in fp32: Q and K rotated, (…, heads, size)."""
     q = _rows(p, x, codes.q.float() * codes.q_descale[..., None], 0)
     k = _rows(p, x, codes.k.float() * codes.k_descale[:, None, None], 1)
     return Operands(q, k, _values(p, x, codes), x.extra)
 
 
 def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
-    """Return q, k and v as a forward saw them, in their own type and coordinates; K without its mean.
+    """Return q, k and v as a forward multiplied them, in their own type and coordinates; K without its mean.
 
     The 16-bit backward takes these, with lse less `shift_of`: P sums to 1, as it did in the forward. With the original
     tensors it would not.
     """
-    seen, size = multiplied(p, x, codes), columns(p)
+    found, size = multiplied(p, x, codes), columns(p)
     signs = signs_of(size, x.q.device)
-    q = rotated(seen.q) * signs / per_query_head(p, _of_rows(p, x, codes.balance, 0), -2)
-    k = rotated(seen.k) * (signs / size) * _of_rows(p, x, codes.balance, 1)
-    return Operands(q[..., : p.D].to(p.dtype), k[..., : p.D].to(p.dtype), seen.v.to(p.dtype), x.extra)
+    q = rotated(found.q) * signs / per_query_head(p, _of_rows(p, x, codes.balance, 0), -2)
+    k = rotated(found.k) * (signs / size) * _of_rows(p, x, codes.balance, 1)
+    return Operands(q[..., : p.D].to(p.dtype), k[..., : p.D].to(p.dtype), found.v.to(p.dtype), x.extra)
 
 
 def shift_of(p: Problem, x: Operands, codes: Codes) -> Tensor:

@@ -24,7 +24,7 @@ from .rounding import (
     size_bits,
     store_rows,
 )
-from .rows import BLOCK_K, BLOCK_Q, key_bounds, load_block, load_entries, load_turned, rows_at_once, store_tile
+from .rows import BLOCK_K, BLOCK_Q, key_bounds, load_block, load_entries, load_with_rotary, rows_at_once, store_tile
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def quantize_queries(x, codes, b, h, first, t, length, block, head, scale, sizes
     balance = tl.load(codes.balance + head * SIZE + columns) * signs_of(SIZE)
     for row in range(0, BLOCK_Q, ROWS):
         rows = t * BLOCK_Q + row + tl.arange(0, ROWS)
-        q = load_turned(x.Q, origin(x.Q, b, h, first), rows, rows < length, x.angles, sizes)
+        q = load_with_rotary(x.Q, origin(x.Q, b, h, first), rows, rows < length, x.angles, sizes)
         own = block * BLOCK_Q + row + tl.arange(0, ROWS)
         tl.store(codes.q_shift + own, tl.sum(q * mean[None, :], 1) * scale)
         left, right = rotated(q * balance[None, :], log2_of(SIZE))
-        factor, kept, descale = int8_scale(largest_bits(left, right))
-        store_rows(codes.q + (block * BLOCK_Q + row) * SIZE, left, right, factor[None, :], kept[None, :])
+        factor, mask, descale = int8_scale(largest_bits(left, right))
+        store_rows(codes.q + (block * BLOCK_Q + row) * SIZE, left, right, factor[None, :], mask[None, :])
         tl.store(codes.q_descale + own, descale * (1.0 / SIZE))
 
 
@@ -51,7 +51,7 @@ def rotated_keys(x, at, row, lo, hi, mean, balance, sizes: tl.constexpr):  # (SI
     """Load keys from `row` on, smoothed, balanced and rotated, as `rotated` returns them."""
     rows = row + tl.arange(0, rows_at_once(sizes.SIZE))
     inside = (rows >= lo) & (rows < hi)
-    k = load_turned(x.K, at, rows, inside, x.angles, sizes)
+    k = load_with_rotary(x.K, at, rows, inside, x.angles, sizes)
     return rotated(tl.where(inside[:, None], (k - mean[None, :]) * balance[None, :], 0.0), log2_of(sizes.SIZE))
 
 
@@ -69,12 +69,12 @@ def quantize_keys(x, codes, b, h, first, t, lo, hi, block, head, sizes: tl.const
         left, right = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
         top = tl.maximum(top, tl.max(largest_bits(left, right), 0))
     left, right = rotated_keys(x, at, j0, lo, hi, mean, balance, sizes)
-    factor, kept, descale = int8_scale(tl.maximum(top, tl.max(largest_bits(left, right), 0)))
+    factor, mask, descale = int8_scale(tl.maximum(top, tl.max(largest_bits(left, right), 0)))
     tl.store(codes.k_descale + block, descale)
-    store_rows(codes.k + own * SIZE, left, right, factor, kept)
+    store_rows(codes.k + own * SIZE, left, right, factor, mask)
     for row in range(ROWS, BLOCK_K, ROWS):
         left, right = rotated_keys(x, at, j0 + row, lo, hi, mean, balance, sizes)
-        store_rows(codes.k + (own + row) * SIZE, left, right, factor, kept)
+        store_rows(codes.k + (own + row) * SIZE, left, right, factor, mask)
 
 
 @triton.jit

@@ -62,11 +62,11 @@ def largest_bits(left, right):  # (C / 2, R), (C / 2, R)
 
 
 @triton.jit
-def store_rows(at, left, right, factor, kept):
+def store_rows(at, left, right, factor, mask):
     """Store int8 codes of rows, whose halves of columns these are, from `at` on."""
     C: tl.constexpr = 2 * left.shape[0]
     R: tl.constexpr = left.shape[1]
-    whole = tl.permute(tl.join(int8(left, factor, kept), int8(right, factor, kept)), (1, 2, 0))
+    whole = tl.permute(tl.join(int8(left, factor, mask), int8(right, factor, mask)), (1, 2, 0))
     store_tile(at, tl.reshape(whole, (R, C)), C)
 
 
@@ -84,8 +84,8 @@ def size_bits(x):
 
 @triton.jit
 def int8_scale(top):
-    """Return what turns numbers into int8 codes, and codes back, from the largest `size_bits`, which becomes 127: a
-    factor, the bits of codes that stay, and the descale factor. It is 0 for zeros, and NaN for what is not finite."""
+    """Return how numbers become int8 codes, and codes numbers, where the largest `size_bits` becomes 127: a factor, a
+    mask of the codes' bits, and the descale factor. It is 0 for zeros, and NaN for what is not finite."""
     finite = top < INF_BITS
     top = top.to(tl.float32, bitcast=True)
     exists = finite & (top >= LEAST)
@@ -95,10 +95,10 @@ def int8_scale(top):
 
 
 @triton.jit
-def int8(x, factor, kept):
+def int8(x, factor, mask):
     """Return int8 codes of numbers: those times the factor, rounded half to even."""
     rounded = x * factor + 12582912.0  # 1.5 * 2^23: the integer is in the last bits
-    return (rounded.to(tl.int32, bitcast=True) & kept).to(tl.int8)
+    return (rounded.to(tl.int32, bitcast=True) & mask).to(tl.int8)
 
 
 @triton.jit

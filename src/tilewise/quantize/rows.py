@@ -1,4 +1,4 @@
-"""Rows of Q, K and V that are quantized: loaded, turned by rotary, and stored."""
+"""Rows of Q, K and V that are quantized: loaded, with rotary applied, and stored."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Hold the constants: G query heads share a key head; head sizes; columns of the codes; pairs that rotary turns,
+    """Hold the constants: G query heads share a key head; head sizes; columns of the codes; pairs that rotary rotates,
     and how they lie."""
 
     G: int
@@ -52,17 +52,17 @@ def load_block(X, at, rows, inside, d: tl.constexpr, SIZE: tl.constexpr):  # (R,
 
 
 @triton.jit
-def load_turned(X, at, rows, inside, angles, sizes: tl.constexpr):  # (R,), (R,)
-    """Load rows of Q or K as load_block does, and turn them if there are angles. # (R, SIZE)"""
+def load_with_rotary(X, at, rows, inside, angles, sizes: tl.constexpr):  # (R,), (R,)
+    """Load rows of Q or K as load_block does, and apply rotary if there are angles. # (R, SIZE)"""
     x = load_block(X, at, rows, inside, sizes.d, sizes.SIZE)
     if angles is not None:
-        x = turned(x, at + rows.to(tl.int64) * X.row, rows, inside, angles, sizes)
+        x = with_rotary(x, at + rows.to(tl.int64) * X.row, rows, inside, angles, sizes)
     return x
 
 
 @triton.jit
-def turned(x, at, rows, inside, angles, sizes: tl.constexpr):  # (R, SIZE), (R,), (R,), (R,)
-    """Turn rows, at addresses `at`, by the angles of their positions, as rotary does; round to their type.
+def with_rotary(x, at, rows, inside, angles, sizes: tl.constexpr):  # (R, SIZE), (R,), (R,), (R,)
+    """Rotate rows, at addresses `at`, by the angles of their positions, as rotary does; round to their type.
 
     Where pairs are not neighbours, each entry's other one is loaded again: another thread has it. # (R, SIZE)
     """

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..tile.rows import origin, rows_of
 from .rounding import finite, halved, power
-from .rows import INF, key_bounds, load_turned, turned
+from .rows import INF, key_bounds, load_with_rotary, with_rotary
 
 SAMPLES = tl.constexpr(256)
 MOST = tl.constexpr(24)
@@ -27,22 +27,22 @@ def attention_quantize_statistics(x, codes, packed, M, N, H_k, SMOOTH: tl.conste
         total = tl.zeros([16, SIZE], tl.float32)
         for n in tl.range(SAMPLES // 16, loop_unroll_factor=16):
             rows = lo + (n * 16 + lanes).to(tl.int64) * count // SAMPLES
-            total += finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes))
+            total += finite(load_with_rotary(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes))
         mean = halved(total) / SAMPLES
     of_keys, of_queries = tl.zeros([16, SIZE], tl.float32), tl.zeros([16, SIZE], tl.float32)
     for n in tl.range(SAMPLES // 16, loop_unroll_factor=16):
-        turn = n * 16 + lanes
-        rows = lo + turn.to(tl.int64) * count // SAMPLES
-        away = finite(load_turned(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes)) - mean[None, :]
+        sample = n * 16 + lanes
+        rows = lo + sample.to(tl.int64) * count // SAMPLES
+        away = finite(load_with_rotary(x.K, keys, rows, (lanes < 16) & (count > 0), x.angles, sizes)) - mean[None, :]
         of_keys += away * away
-        rows = turn.to(tl.int64) * M // SAMPLES
+        rows = sample.to(tl.int64) * M // SAMPLES
         inside = (lanes < 16) & (M > 0)
         columns = tl.arange(0, SIZE)
-        at = queries + (rows * x.Q.row + (turn % G).to(tl.int64) * x.Q.head)
+        at = queries + (rows * x.Q.row + (sample % G).to(tl.int64) * x.Q.head)
         exists = inside[:, None] & (columns < sizes.d)[None, :]
         q = tl.load(at[:, None] + columns[None, :], mask=exists, other=0.0).to(tl.float32)
         if x.angles is not None:
-            q = turned(q, at, rows, inside, x.angles, sizes)
+            q = with_rotary(q, at, rows, inside, x.angles, sizes)
         q = finite(q)
         of_queries += q * q
     below = halved(of_queries)

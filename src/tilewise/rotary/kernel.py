@@ -69,33 +69,33 @@ def position_of(t, i, b, places, offset, B, positions, inside):  # (B_T,) each
 
 
 @triton.jit
-def load_pairs(X, p, P, stride_d, seen, INTERLEAVED: tl.constexpr):  # X, seen (B_T, B_H, 1), p (B_P,)
+def load_pairs(X, p, P, stride_d, valid, INTERLEAVED: tl.constexpr):  # X, valid (B_T, B_H, 1), p (B_P,)
     """Load the first and the second of each pair, (B_T, B_H, B_P): neighbours if interleaved, else P apart."""
     if INTERLEAVED:
         d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
-        x = tl.load(X + d * stride_d, mask=seen & (d < 2 * P), other=0.0)
+        x = tl.load(X + d * stride_d, mask=valid & (d < 2 * P), other=0.0)
         return tl.split(tl.reshape(x, [X.shape[0], X.shape[1], p.shape[0], 2]))
     else:
         p = p[None, None, :]
-        seen = seen & (p < P)
+        valid = valid & (p < P)
         return (
-            tl.load(X + p * stride_d, mask=seen, other=0.0),
-            tl.load(X + (p + P) * stride_d, mask=seen, other=0.0),
+            tl.load(X + p * stride_d, mask=valid, other=0.0),
+            tl.load(X + (p + P) * stride_d, mask=valid, other=0.0),
         )
 
 
 @triton.jit
-def store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED: tl.constexpr):
+def store_pairs(Y, y_0, y_1, p, P, valid, INTERLEAVED: tl.constexpr):
     """Store pairs as load_pairs loads them, into contiguous memory."""
     if INTERLEAVED:
         d = tl.arange(0, 2 * p.shape[0]).to(tl.int64)[None, None, :]
         y = tl.reshape(tl.join(y_0, y_1), [Y.shape[0], Y.shape[1], 2 * p.shape[0]])
-        tl.store(Y + d, y, mask=seen & (d < 2 * P))
+        tl.store(Y + d, y, mask=valid & (d < 2 * P))
     else:
         p = p[None, None, :]
-        seen = seen & (p < P)
-        tl.store(Y + p, y_0, mask=seen)
-        tl.store(Y + p + P, y_1, mask=seen)
+        valid = valid & (p < P)
+        tl.store(Y + p, y_0, mask=valid)
+        tl.store(Y + p + P, y_1, mask=valid)
 
 
 @triton.jit
@@ -104,18 +104,18 @@ def rotate_heads(
 ):
     """Rotate the heads from `first` on of a block of tokens, and copy the dimensions that have no angle."""
     H, h = x.H // 2, first + tl.arange(0, B_H).to(tl.int64)
-    seen = (inside[:, None] & (h < H)[None, :])[:, :, None]  # (B_T, B_H, 1)
+    valid = (inside[:, None] & (h < H)[None, :])[:, :, None]  # (B_T, B_H, 1)
     rows = b * x.stride_b + i * x.stride_s
     X = x.X + (rows[:, None] + h[None, :] * x.stride_h)[:, :, None]
     Y = x.Y + ((t[:, None] * H + h[None, :]) * D)[:, :, None]
-    x_0, x_1 = load_pairs(X, p, P, x.stride_d, seen, INTERLEAVED)  # (B_T, B_H, B_P)
+    x_0, x_1 = load_pairs(X, p, P, x.stride_d, valid, INTERLEAVED)  # (B_T, B_H, B_P)
     x_0, x_1 = x_0.to(c.dtype), x_1.to(c.dtype)
     y_0 = (x_0 * c - x_1 * s).to(Y.dtype.element_ty)
     y_1 = (x_1 * c + x_0 * s).to(Y.dtype.element_ty)
-    store_pairs(Y, y_0, y_1, p, P, seen, INTERLEAVED)
+    store_pairs(Y, y_0, y_1, p, P, valid, INTERLEAVED)
     if B_REST > 0:
         d = (2 * P + tl.arange(0, B_REST).to(tl.int64))[None, None, :]
-        rest = seen & (d < D)
+        rest = valid & (d < D)
         tl.store(Y + d, tl.load(X + d * x.stride_d, mask=rest), mask=rest)
 
 

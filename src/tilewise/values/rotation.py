@@ -10,9 +10,9 @@ from .value import FLOATING_TYPES, Frozen
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x (…, heads, D), contiguous, with its pairs turned by cos and sin (…, 1, R / 2), whose type products have.
+    """Return x (…, heads, D), contiguous, with pairs rotated by cos and sin (…, 1, R / 2), whose type products have.
 
-    This is the specification of all kernels that turn rows. They round every product.
+    This is the specification of all kernels that rotate rows. They round every product.
     """
     y = x.clone(memory_format=torch.contiguous_format)
     y_0, y_1 = pairs(y, 2 * cos.shape[-1], interleaved)
@@ -29,7 +29,7 @@ def pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Angles(Frozen):
-    """The cosines and sines by which rotary turns pairs, (positions, R / 2), and whether neighbours are pairs."""
+    """The cosines and sines by which rotary rotates pairs, (positions, R / 2), and whether neighbours are pairs."""
 
     cos: Tensor
     sin: Tensor
@@ -75,7 +75,7 @@ class Angles(Frozen):
         return cos, sin, cos.stride(0), sin.stride(0)
 
     def rotate(self, x: Tensor, at: Any, inverse: bool = False) -> Tensor:
-        """Return x (..., heads, D) turned by the angles of the positions `at`, an index of the tables' rows, computed
+        """Return x (..., heads, D) rotated by the angles of the positions `at`, an index of the tables' rows, computed
         in fp32, of fp64 in fp64."""
         kind = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (t[at].to(kind).unsqueeze(-2) for t in (self.cos, self.sin))  # (..., 1, R / 2)
