@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,26 +33,23 @@ def write(call: Append, problem: Any) -> Tensor | None:
     return y
 
 
-@lru_cache(64)
-def _names(text: str) -> Any:
-    """Read the names of a layout's tensors, which the operator takes as text."""
-    return ast.literal_eval(text)
-
-
 def _call(k: Any, v: Any, k_new: Any, v_new: Any, tensors: Sequence[Any], names: str, *others: Any) -> Append:
     """Return what the operator was given as the arguments of `append_`."""
-    return Append(k, v, k_new, v_new, Cached.rebuild((Cached.__name__, _names(names), 0, None), tensors), *others)
+    layout = Cached.rebuild((Cached.__name__, ast.literal_eval(names), 0, None), tensors)
+    return Append(k, v, k_new, v_new, layout, *others)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::append_", mutates_args=("k", "v"))
-def append_op(
-    k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, tensors: Sequence[Tensor], names: str, cos: Tensor | None,
-    sin: Tensor | None, interleaved: bool, q: Tensor | None,
-) -> Tensor:  # fmt: skip
+@torch.library.custom_op(
+    f"{NAMESPACE}::append_",
+    mutates_args=("k", "v"),
+    schema="(Tensor(a0!) k, Tensor(a1!) v, Tensor k_new, Tensor v_new, Tensor[] tensors, str names, Tensor? cos, "
+    "Tensor? sin, bool interleaved, Tensor? q) -> Tensor",
+)
+def append_op(*given: Any) -> Tensor:
     """Write new keys and values as one operator. `names` are those of the layout's tensors, as text."""
-    call = _call(k, v, k_new, v_new, tensors, names, cos, sin, interleaved, q)
+    call = _call(*given)
     y = write(call, describe(*reading(call), (0, 0)))
-    return k_new.new_empty(0) if y is None else y
+    return call.k_new.new_empty(0) if y is None else y
 
 
 @append_op.register_fake

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.backend import Missing, load
+from ..call.backend import launch_module
+from ..call.problem import lse_shape
 
 
 def merge(
@@ -18,7 +19,7 @@ def merge(
     Args:
         parts: (o, lse) pairs as `attention(..., return_lse=True)` returns them, all of one shape. A row with
             lse = -inf adds nothing. Pass the sink to one part only.
-        into: (o, lse) of keys seen before, to which the parts are added in place, without gradients. Its o may have
+        into: (o, lse) of earlier keys, to which the parts are added in place, without gradients. Its o may have
             another type, fp32 for sums of 16-bit parts; begin with zeros and lse = -inf.
         backend: "triton" requires the kernel that reads each part once, without gradients. By default a GPU runs it
             where none is asked for, and other calls compute in torch.
@@ -32,8 +33,8 @@ def merge(
             a gradient is asked for with `into` or `backend`.
     """
     parts = [tuple(part) for part in parts]  # type: ignore[misc]
-    _check(parts, into, backend)
-    if backend is None and _kernel_takes(parts):
+    wants = _check(parts, into, backend)
+    if backend is None and not wants and _on_gpu(*parts[0]) and launch_module("merge"):
         backend = "triton"
     if into is None and backend is None:
         return _merged(parts)
@@ -45,24 +46,19 @@ def merge(
 
             merge_into(o, lse, every)
         else:
-            kind = lse.dtype
-            found = _merged([(x.to(kind), x_lse) for x, x_lse in every])
-            o.copy_(found[0])
-            lse.copy_(found[1])
+            found, found_lse = _merged([(x.to(lse.dtype), x_lse) for x, x_lse in every])
+            o.copy_(found)
+            lse.copy_(found_lse)
     return o, lse
 
 
-def _kernel_takes(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether the kernel runs by default: on a GPU, without gradients, not in fp64 or a compiled graph."""
-    o, lse = parts[0]
-    if not o.is_cuda or lse.dtype == torch.float64 or torch.compiler.is_compiling():
-        return False
-    wants = torch.is_grad_enabled() and any(t.requires_grad for part in parts for t in part)
-    return not wants and not isinstance(load("triton"), Missing)
+def _on_gpu(o: Tensor, lse: Tensor) -> bool:
+    """Tell whether the kernel takes a part by default: on a GPU, not in fp64 or a compiled graph."""
+    return o.is_cuda and lse.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-def _check(parts: Sequence[Any], into: Any, backend: str | None) -> None:
-    """Raise TypeError or ValueError for what `merge` cannot take."""
+def _check(parts: Sequence[Any], into: Any, backend: str | None) -> bool:
+    """Raise TypeError or ValueError for what `merge` cannot take. Return whether a gradient is asked for."""
     if backend not in (None, "triton"):
         raise ValueError(f"merge: backend must be None or 'triton', got {backend!r}; leave it out to compute in torch")
     if not parts:
@@ -76,16 +72,13 @@ def _check(parts: Sequence[Any], into: Any, backend: str | None) -> None:
                 f"({', '.join(type(t).__name__ for t in part)}); call attention with return_lse=True"
             )
         o, lse = part
-        packed = o.ndim == 3
-        rows = tuple(o.shape[:-1]) if packed else (o.shape[0], o.shape[1], o.shape[2]) if o.ndim == 4 else None
-        if rows is None or tuple(lse.shape) != ((rows[1], rows[0]) if packed else (rows[0], rows[2], rows[1])):
+        if o.ndim not in (3, 4) or tuple(lse.shape) != lse_shape(o.shape):
             raise ValueError(
                 f"merge: {name} must have o (B, M, H, D) and lse (B, H, M), or packed (T, H, D) and (H, T), got "
                 f"{tuple(o.shape)} and {tuple(lse.shape)}; pass both as attention returns them"
             )
         first = parts[0][0]
-        same_type = o.dtype == first.dtype or part is into
-        if o.shape != first.shape or not same_type or o.device != first.device:
+        if (o.shape, o.device) != (first.shape, first.device) or (part is not into and o.dtype != first.dtype):
             raise ValueError(
                 f"merge: {name} must have part 0's shape, type and device, {tuple(first.shape)}, {first.dtype} "
                 f"and {first.device}, got {tuple(o.shape)}, {o.dtype} and {o.device}; convert or reshape it"
@@ -101,6 +94,7 @@ def _check(parts: Sequence[Any], into: Any, backend: str | None) -> None:
         )
     if backend is not None and parts[0][1].dtype == torch.float64:
         raise ValueError("merge: backend must be None for fp64, got 'triton'; leave it out to compute in torch")
+    return wants
 
 
 def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

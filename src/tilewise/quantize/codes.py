@@ -23,6 +23,7 @@ row that it reaches in 16 bits, and from K also rows that see other keys of its 
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -183,12 +184,9 @@ def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, 
     share a key head. The balance brings K's mean square to Q's: the fourth root of their quotient, to the nearest power
     of two, with log2 taken to be linear between them.
     """
-    group = p.H // p.H_k
-    of_keys = _sampled(k, s.lo, s.hi)
-    samples = torch.arange(SAMPLES, device=q.device)
-    grouped = q.unflatten(1, (p.H_k, group))
-    of_queries = torch.stack([_sampled(grouped[:, :, g], torch.zeros_like(s.lo), q.shape[2]) for g in range(group)], 2)
-    of_queries = of_queries[:, :, samples % group, samples]
+    group, samples = p.H // p.H_k, torch.arange(SAMPLES, device=q.device)
+    of_keys, of_queries = _sampled(k, s.lo, s.hi), _sampled(q, torch.zeros_like(s.lo), q.shape[2])
+    of_queries = of_queries.unflatten(1, (p.H_k, group))[:, :, samples % group, samples]
     mean = _total(of_keys) / SAMPLES if smooths(p) else torch.zeros_like(of_keys[:, :, 0])
     away = of_keys - mean[:, :, None]
     below = _total(of_queries * of_queries)
@@ -203,23 +201,16 @@ def _sampled(x: Tensor, lo: Tensor, hi: Tensor | int) -> Tensor:
     """Return rows lo + s (hi - lo) // SAMPLES of each entry, (entries, heads, SAMPLES, size); 0 without rows."""
     count = (hi - lo).clamp(min=0)[:, None]
     rows = lo[:, None] + torch.arange(SAMPLES, device=x.device) * count // SAMPLES  # (entries, SAMPLES)
-    exists = (count > 0).expand_as(rows)[:, None, :, None]
-    if x.shape[2] == 0:
-        return x.new_zeros(*x.shape[:2], SAMPLES, x.shape[3])
-    at = rows.clamp(max=x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    found = torch.gather(x, 2, at)
-    return torch.where(exists & (found.abs() < torch.inf), found, 0.0)
+    rows = torch.where(count > 0, rows, x.shape[2])[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    found = torch.nn.functional.pad(x, (0, 0, 0, 1)).gather(2, rows)
+    return torch.where(found.abs() < torch.inf, found, 0.0)
 
 
 def _total(x: Tensor) -> Tensor:
     """Sum (entries, heads, SAMPLES, size) over the samples: every 16th one after the other, then halves."""
-    parts = x.unflatten(2, (SAMPLES // 16, 16))
-    total = parts[:, :, 0]
-    for n in range(1, parts.shape[2]):
-        total = total + parts[:, :, n]
+    total = reduce(torch.add, x.unflatten(2, (-1, 16)).unbind(2))
     while total.shape[2] > 1:
-        half = total.shape[2] // 2
-        total = total[:, :, :half] + total[:, :, half:]
+        total = torch.add(*total.chunk(2, 2))
     return total[:, :, 0]
 
 

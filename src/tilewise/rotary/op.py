@@ -98,19 +98,15 @@ def _vmap(
     ]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotary", mutates_args=())
-def rotary_op(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    inverse: bool,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    f"{NAMESPACE}::rotary",
+    mutates_args=(),
+    schema="(Tensor[] xs, Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, "
+    "bool interleaved, bool inverse) -> Tensor[]",
+)
+def rotary_op(xs: Sequence[Tensor], *rotation: Any) -> list[Tensor]:
     """Rotate every x, or rotate it back if `inverse`, as one operator."""
-    return run(xs, Rotation(cos, sin, offsets, cu_seqlens, offset, interleaved, inverse))
+    return run(xs, Rotation(*rotation))
 
 
 @rotary_op.register_fake
