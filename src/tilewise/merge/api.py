@@ -100,13 +100,8 @@ def _check(parts: Sequence[Any], into: Any, backend: str | None) -> bool:
 def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge in torch, differentiably."""
     lses = torch.stack([lse for _, lse in parts])  # (parts, B, H, M)
-    m = lses.detach().amax(0)
-    m = m.masked_fill(m == -torch.inf, 0.0)
-    weights = torch.exp(lses - m)
-    l = weights.sum(0)
-    empty = l == 0.0
-    # both calls of where keep the gradient of an empty row at zero; without them it is inf * 0
-    lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1.0, l)))
-    weights = (weights / torch.where(empty, 1.0, l)).transpose(-1, -2).unsqueeze(-1)  # (parts, B, M, H, 1)
+    empty = lses.isneginf().all(0)
+    finite = lses.masked_fill(empty, 0.0)  # so the gradient of an empty row is 0, not NaN
+    weights = finite.softmax(0).masked_fill(empty, 0.0).mT.unsqueeze(-1)  # (parts, B, M, H, 1)
     o = reduce(torch.add, (w * o.to(w.dtype) for w, (o, _) in zip(weights, parts, strict=True)))
-    return o.to(parts[0][0].dtype), lse
+    return o.to(parts[0][0].dtype), finite.logsumexp(0).masked_fill(empty, -torch.inf)

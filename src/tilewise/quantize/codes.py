@@ -64,13 +64,13 @@ def blocks_of(p: Problem) -> tuple[int, int]:
 
 def empty_codes(p: Problem, device: torch.device) -> Codes:
     """Allocate codes, unwritten: (size + 8) bytes a query, and size a key, with "fp8" twice that."""
-    size, (of_q, of_k, *of_v) = columns(p), p.products.code_types
+    size, (of_q, of_k, of_v) = columns(p), p.products.code_types
     queries, keys = (p.batch * h * n for h, n in zip((p.H, p.H_k), blocks_of(p), strict=True))
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype | None = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    v = [t for kind in of_v for t in (empty(keys, size, BLOCK_K, dtype=kind), empty(keys))]
+    v = () if of_v is None else (empty(keys, size, BLOCK_K, dtype=of_v), empty(keys))
     return Codes(
         empty(queries, BLOCK_Q, size, dtype=of_q), empty(keys, BLOCK_K, size, dtype=of_k), empty(queries, BLOCK_Q),
         empty(keys), empty(queries, BLOCK_Q), empty(p.B, p.H_k, size), empty(p.B, p.H_k, size), *v,

@@ -49,8 +49,10 @@ def mean_of_keys(p: Problem, x: Operands, codes: Codes) -> Tensor:
 
 
 def probabilities(p: Problem, P: Tensor) -> Tensor:
-    """Round P, at most 1, as its product with V does: with "fp8", 256 P is e4m3. Without scores, its sum is lse's."""
-    return P.mul(256.0).to(torch.float8_e4m3fn).to(P.dtype).div_(256.0) if p.products.codes_of_v else P
+    """Round P, at most 1, as its product with V does: 256 P to the type of V's codes, if it has any. Without scores,
+    its sum is lse's."""
+    *_, kind = p.products.code_types
+    return P if kind is None else P.mul(256.0).to(kind).to(P.dtype).div_(256.0)
 
 
 def _values(p: Problem, x: Operands, codes: Codes) -> Tensor:

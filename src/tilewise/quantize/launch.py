@@ -57,8 +57,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
         {**exact, "SMOOTH": smooths(p), "num_warps": 8}, compiled,
     )  # fmt: skip
     q_tiles, k_tiles = cdiv(p.M, BLOCK_Q), cdiv(p.N, BLOCK_K)
-    _, *of_keys = products.code_types
-    of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * len(of_keys)
+    of_q, of_k = p.B * p.H * q_tiles, p.B * p.H_k * k_tiles * (1 + products.codes_of_v)
     arguments = (given, made, where, p.scale, M, N, p.H, q_tiles, k_tiles, *blocks_of(p), of_q)
     blocks = Launch(attention_quantize, of_q + of_k, arguments, {**exact, "num_warps": WARPS.get(size, 4)}, compiled)
     return [statistics, blocks]

@@ -13,10 +13,12 @@ from .rotation import Angles
 from .value import Frozen, Option, Unsupported
 
 PRECISIONS = ("ieee", "bf16x6", "fp16x3", "tf32x3", "bf16x3", "tf32")
-CODES = {"int8": (torch.int8, torch.int8), "fp8": (torch.int8, torch.int8, torch.float8_e4m3fn)}
-"""The types of the codes of q and k, and perhaps v, by the names of products of fp16 and bf16: approximations, never
-chosen by None or by torch's settings."""
-EIGHT_BITS = tuple(CODES)
+EIGHT_BITS = ("int8", "fp8")
+"""Names of products of fp16 and bf16: approximations, never chosen by None or by torch's settings."""
+CODE_TYPES = {
+    "int8": (torch.int8, torch.int8, None),
+    "fp8": (torch.int8, torch.int8, torch.float8_e4m3fn),
+}
 FASTER = {("fp8", 128): 16384, ("fp8", 256): 16384, ("int8", 256): 16384}
 """Keys from which on 8 bits were faster than 16 in every measurement (docs/results/eight-bits.md), by head size."""
 PREFERENCE = {
@@ -38,9 +40,13 @@ class Products(Option):
     """Those of q, k and v, fp32 (B, H_k), where all three are in e4m3."""
     codes: ClassVar[bool] = False
     """Whether a pass in front writes codes of q and k, and perhaps v, which the forward multiplies."""
-    code_types: tuple[torch.dtype, ...] = ()
-    """The types of these codes."""
-    codes_of_v: bool = False
+    code_types: tuple[torch.dtype | None, ...] = (None, None, None)
+    """The types of the codes of q, k and v; None of what is multiplied as it is."""
+
+    @property
+    def codes_of_v(self) -> bool:
+        """Tell whether P V is multiplied in 8 bits, too."""
+        return self.code_types[2] is not None
 
     @property
     def angles(self) -> Angles | None:
@@ -126,11 +132,6 @@ class Codes(Products):
 
     codes = True
 
-    @property
-    def codes_of_v(self) -> bool:
-        """Tell whether P V is multiplied in 8 bits, too."""
-        return self.name == "fp8"
-
     def columns(self, problem: Any) -> int:
         return next(size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size)
 
@@ -165,7 +166,7 @@ class Codes(Products):
     def coded(self, packed: bool) -> int:
         if packed:  # of int8 it also reads v
             return int(self.codes_of_v)
-        return len(self.code_types)
+        return 3 if self.codes_of_v else 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +231,8 @@ class EightBits(Codes):
         return self.rebuild(self.plain, [t.to(device) for t in self.tensors])
 
     @property
-    def code_types(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
-        return CODES[self.name]
+    def code_types(self) -> tuple[torch.dtype | None, ...]:
+        return CODE_TYPES[self.name]
 
     @property
     def angles(self) -> Angles | None:
