@@ -308,7 +308,7 @@ WRONG = {
     "v's scale must be finite and > 0": lambda: tw.append_(
         tw.Quantized(E4M3, torch.ones(2)), tw.Quantized(E4M3, torch.tensor([1.0, 0.0])), NEW, NEW, layout=LAYOUT
     ),
-    "source must be an int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),
+    "source must be a tensor of type int32": lambda: tw.copy_pages_(K, V, [1], torch.tensor([0])),
     "k must be a torch": lambda: tw.copy_pages_(None, V, torch.tensor([1]), torch.tensor([0])),
     "k and v must agree": lambda: tw.copy_pages_(K, V[:1], torch.tensor([1]), torch.tensor([0])),
     "source must hold pages in": pages([-1], [0]),

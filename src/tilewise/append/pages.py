@@ -6,6 +6,7 @@ from torch import Tensor
 from ..call.check import check_pair, refuse_operands
 from ..call.dispatch import CHECK, intercepted
 from ..values.products import Quantized
+from ..values.value import INTEGER_TYPES, check_type
 
 
 def copy_pages_(k: Tensor | Quantized, v: Tensor | Quantized, source: Tensor, target: Tensor) -> None:
@@ -22,11 +23,7 @@ def copy_pages_(k: Tensor | Quantized, v: Tensor | Quantized, source: Tensor, ta
     refuse_operands(k=k, v=v)
     check_pair(k.shape, v.shape)
     for name, t in (("source", source), ("target", target)):
-        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-            got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(
-                f"copy_pages_: {name} must be an int32 or int64 tensor, got {got}; convert it with .to(...)"
-            )
+        check_type(f"copy_pages_: {name}", t, INTEGER_TYPES, "int32 or int64")
     if source.ndim != 1 or source.shape != target.shape:
         raise ValueError(
             f"copy_pages_: source and target must have one shape (n,), got {tuple(source.shape)} and "

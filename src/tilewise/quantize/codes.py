@@ -22,9 +22,7 @@ What is not finite: a row of Q gets a NaN scale, as does a block of K; an entry 
 row that it reaches in 16 bits, and from K also rows that see other keys of its block.
 """
 
-from collections.abc import Iterator
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +30,6 @@ from torch import Tensor
 from ..call.operands import Codes, Operands
 from ..call.problem import Problem
 from ..values.intervals import PaddingLengths, PaddingRange
-from ..values.masks import Mask
 
 BLOCK_Q, BLOCK_K = 64, 128
 """Rows of a block of Q, and of one of K and V."""
@@ -77,75 +74,56 @@ def empty_codes(p: Problem, device: torch.device) -> Codes:
     )  # fmt: skip
 
 
-class Sequences(NamedTuple):
-    """Batch entries of one length, or a single packed sequence: operands (entries, length, heads, head size)."""
-
-    b: slice
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_blocks: slice
-    k_blocks: slice
-    """Their blocks, of those of each head."""
-    lo: Tensor
-    hi: Tensor
-    """(entries,): the keys lo <= j < hi, which a Padding shows."""
-
-
-def sequences(p: Problem, x: Operands) -> Iterator[Sequences]:
-    """Yield the whole padded batch, or one packed sequence after the other."""
-    layout, (starts, ends) = p.recipe.layout_of(x.extra), key_bounds(p.values(x.extra)[0])
-    lo = torch.zeros(p.B, dtype=torch.int64, device=x.q.device) if starts is None else starts.long().clamp(min=0)
-    for own, rows, keys in layout.groups(p):
-        N = keys.stop - keys.start
-        hi = torch.full_like(lo[own], N) if ends is None else ends[own].long().clamp(max=N)
-        q, k, v = (layout.rows_of(t, own, at) for t, at in ((x.q, rows), (x.k, keys), (x.v, keys)))
-        of_q, of_k = _blocks(own.start, rows.start, q.shape[1], BLOCK_Q), _blocks(own.start, keys.start, N, BLOCK_K)
-        yield Sequences(own, q, k, v, of_q, of_k, lo[own], hi)
-
-
-def _blocks(b: int, start: int, length: int, size: int) -> slice:
-    """Return the blocks of a sequence's rows. Each sequence before it wastes less than one block."""
-    first = start // size + b
-    return slice(first, first + -(-length // size))
-
-
-def key_bounds(masks: tuple[Mask, ...]) -> tuple[Tensor | None, Tensor | None]:
+def key_bounds(p: Problem, x: Operands) -> tuple[Tensor | None, Tensor | None]:
     """Return the starts and the ends (B,) of the keys that a mask's first Padding shows; None for no bound."""
-    for mask in masks:
+    for mask in p.values(x.extra)[0]:
         if isinstance(mask, (PaddingLengths, PaddingRange)):
             return getattr(mask, "starts", None), mask.lengths
     return None, None
 
 
 def quantize(p: Problem, x: Operands) -> Codes:
-    """Return the codes of a call. Blocks that no sequence owns are zeros."""
-    codes, (q_count, k_count) = empty_codes(p, x.q.device), blocks_of(p)
+    """Return the codes of the whole padded batch, or of each packed sequence. Blocks that none owns are zeros."""
+    codes, layout, (starts, ends) = empty_codes(p, x.q.device), p.recipe.layout_of(x.extra), key_bounds(p, x)
     for t in codes.present():
         t.view(torch.int8).zero_()
-    for s in sequences(p, x):
-        parts = _copied(p, x, s) if p.products.scales else _rounded(p, x, s)
+    q_count, k_count = blocks_of(p)
+    for b, rows, keys in layout.groups(p):
+        q, k, v = (layout.rows_of(t, b, at) for t, at in ((x.q, rows), (x.k, keys), (x.v, keys)))
+        own, N = Operands(q, k, v, x.extra), keys.stop - keys.start
+        lo, hi = (
+            x.q.new_full((b.stop - b.start,), bound, dtype=torch.int64) if t is None else t[b].long().clamp(0, N)
+            for t, bound in ((starts, 0), (ends, N))
+        )
+        parts = _copied(p, own, b) if p.products.scales else _rounded(p, own, b, lo, hi)
+        of_q, of_k = (p.H, q_count, _blocks(b, rows, BLOCK_Q)), (p.H_k, k_count, _blocks(b, keys, BLOCK_K))
         for name, to, part in zip(Codes._fields, codes.present(), parts.present(), strict=False):
             if name in ("mean", "balance"):
-                to[s.b] = part
-                continue
-            heads, count, own = (p.H, q_count, s.q_blocks) if name.startswith("q") else (p.H_k, k_count, s.k_blocks)
-            to.unflatten(0, (p.batch, heads, count))[:, :, own] = part
+                to[b] = part
+            else:
+                heads, count, blocks = of_q if name.startswith("q") else of_k
+                to.unflatten(0, (p.batch, heads, count))[:, :, blocks] = part
     return codes
 
 
-def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
-    """Return the codes of sequences, (entries, heads, blocks, …), without those of V for "int8"."""
+def _blocks(b: slice, rows: slice, size: int) -> slice:
+    """Return the blocks of sequences' rows. Each sequence before them wastes less than one."""
+    first = rows.start // size + b.start
+    return slice(first, first + -(-(rows.stop - rows.start) // size))
+
+
+def _rounded(p: Problem, x: Operands, b: slice, lo: Tensor, hi: Tensor) -> Codes:
+    """Return the codes of batch entries of one length, (entries, heads, blocks, …): of the keys lo <= j < hi."""
     size, angles = columns(p), p.recipe.products_of(x.extra).angles
-    q, k = s.q, s.k
+    q, k = x.q, x.k
     if angles is not None:  # positions count from 0
         q, k = (angles.rotate(t, slice(0, t.shape[1])) for t in (q, k))
-    q, k, v = (_columns(t, size) for t in (q, k, s.v))
+    q, k, v = (_columns(t, size) for t in (q, k, x.v))
     signs = signs_of(size, x.q.device)
     j = torch.arange(k.shape[2], device=k.device)
-    inside = ((j >= s.lo[:, None]) & (j < s.hi[:, None]))[:, None, :, None]
+    inside = ((j >= lo[:, None]) & (j < hi[:, None]))[:, None, :, None]
     found = given_statistics(p, x)
-    mean, balance = statistics(p, q, k, s) if found is None else (t[s.b] for t in found)
+    mean, balance = statistics(p, q, k, lo, hi) if found is None else (t[b] for t in found)
     of_q, of_mean = (per_query_head(p, t)[:, :, None] for t in (balance * signs, mean))
     q_int8, q_descale = _int8(rotated(q * of_q), -1)
     q_shift = (q * of_mean).sum(-1, keepdim=True) * p.scale
@@ -161,13 +139,13 @@ def _rounded(p: Problem, x: Operands, s: Sequences) -> Codes:
     )  # fmt: skip
 
 
-def _copied(p: Problem, x: Operands, s: Sequences) -> Codes:
+def _copied(p: Problem, x: Operands, b: slice) -> Codes:
     """Return the same of e4m3 tensors, which are codes already; numbers that are alike everywhere broadcast."""
     q, k, v = (
         _cut(_columns(t.view(torch.int8), columns(p)), rows).to(torch.int8).view(torch.float8_e4m3fn)
-        for t, rows in ((s.q, BLOCK_Q), (s.k, BLOCK_K), (s.v, BLOCK_K))
+        for t, rows in ((x.q, BLOCK_Q), (x.k, BLOCK_K), (x.v, BLOCK_K))
     )
-    of_q, of_k, of_v = (t[s.b, :, None] for t in p.recipe.products_of(x.extra).scales)
+    of_q, of_k, of_v = (t[b, :, None] for t in p.recipe.products_of(x.extra).scales)
     of_q, zero = per_query_head(p, of_q)[..., None], of_q.new_zeros(())
     return Codes(q, k, of_q, of_k, zero, zero, of_q.new_ones(()), v[..., key_order(v.device), :].mT, of_v)
 
@@ -177,7 +155,7 @@ def given_statistics(p: Problem, x: Operands) -> tuple[Tensor, Tensor] | None:
     return p.recipe.products_of(x.extra).statistics(columns(p), smooths(p))
 
 
-def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+def statistics(p: Problem, q: Tensor, k: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     """Return K's mean and the balance, (entries, H_k, size), from SAMPLES rows of each head, which may repeat.
 
     q, k: (entries, heads, rows, size). What is not finite counts as 0. The samples of Q alternate among the heads that
@@ -185,7 +163,7 @@ def statistics(p: Problem, q: Tensor, k: Tensor, s: Sequences) -> tuple[Tensor, 
     of two, with log2 taken to be linear between them.
     """
     group, samples = p.H // p.H_k, torch.arange(SAMPLES, device=q.device)
-    of_keys, of_queries = _sampled(k, s.lo, s.hi), _sampled(q, torch.zeros_like(s.lo), q.shape[2])
+    of_keys, of_queries = _sampled(k, lo, hi), _sampled(q, torch.zeros_like(lo), q.shape[2])
     of_queries = of_queries.unflatten(1, (p.H_k, group))[:, :, samples % group, samples]
     mean = _total(of_keys) / SAMPLES if smooths(p) else torch.zeros_like(of_keys[:, :, 0])
     away = of_keys - mean[:, :, None]

@@ -21,7 +21,11 @@ def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
     """Return q, k and v as the two products of a forward take them, in fp32: Q and K rotated, (…, heads, size)."""
     q = _rows(p, x, codes.q.float() * codes.q_descale[..., None], 0)
     k = _rows(p, x, codes.k.float() * codes.k_descale[:, None, None], 1)
-    return Operands(q, k, _values(p, x, codes), x.extra)
+    v = x.v.float()
+    if codes.v is not None and codes.v_descale is not None:
+        v = codes.v.float().mT[:, torch.argsort(key_order(v.device))] * codes.v_descale[:, None, None]
+        v = _rows(p, x, v, 1)[..., : p.D_v]
+    return Operands(q, k, v, x.extra)
 
 
 def dequantized(p: Problem, x: Operands, codes: Codes) -> Operands:
@@ -53,13 +57,6 @@ def probabilities(p: Problem, P: Tensor) -> Tensor:
     its sum is lse's."""
     *_, kind = p.products.code_types
     return P if kind is None else P.mul(256.0).to(kind).to(P.dtype).div_(256.0)
-
-
-def _values(p: Problem, x: Operands, codes: Codes) -> Tensor:
-    if codes.v is None or codes.v_descale is None:
-        return x.v.float()
-    v = codes.v.float().mT[:, torch.argsort(key_order(x.v.device))]
-    return _rows(p, x, v * codes.v_descale[:, None, None], 1)[..., : p.D_v]
 
 
 def _rows(p: Problem, x: Operands, t: Tensor, side: int) -> Tensor:

@@ -48,7 +48,7 @@ def quantize_launches(p: Problem, x: Operands, codes: Codes, compiled: dict[Any,
         tables, pairs, interleaved = Tables(*angles.tables()), angles.pairs, angles.interleaved
     sizes = Sizes(p.H // p.H_k, p.D, p.D_v, size, pairs, interleaved)
     q, k, v = (rows(bits(t)) for t in x[:3])
-    starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p.values(x.extra)[0]))
+    starts, ends = (None if t is None else t.contiguous() for t in key_bounds(p, x))
     given = Inputs(q, k, v, starts, ends, tables, products.scales or None)
     where, (M, N), made = packed(p, x), lengths(p), Codes(*map(bits, codes))
     exact = {"enable_fp_fusion": False, "sizes": sizes}

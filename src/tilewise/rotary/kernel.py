@@ -78,10 +78,7 @@ def load_pairs(X, p, P, stride_d, valid, INTERLEAVED: tl.constexpr):  # X, valid
     else:
         p = p[None, None, :]
         valid = valid & (p < P)
-        return (
-            tl.load(X + p * stride_d, mask=valid, other=0.0),
-            tl.load(X + (p + P) * stride_d, mask=valid, other=0.0),
-        )
+        return tl.load(X + p * stride_d, mask=valid, other=0.0), tl.load(X + (p + P) * stride_d, mask=valid, other=0.0)
 
 
 @triton.jit

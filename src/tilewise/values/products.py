@@ -132,9 +132,6 @@ class Codes(Products):
 
     codes = True
 
-    def columns(self, problem: Any) -> int:
-        return next(size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size)
-
     def check(self, problem: Any) -> None:
         if problem.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -152,12 +149,14 @@ class Codes(Products):
             found.append(f"{name} has no dropout; use precision='int8'")
         return found
 
+    def columns(self, problem: Any) -> int:
+        return next(size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size)
+
     def describe(self, problem: Any) -> list[str]:
         of_qk, of_pv = "e4m3" if self.scales else "int8", "e4m3" if self.codes_of_v else "16-bit"
-        said, N = [f"approximate: {of_qk} Q K^T, {of_pv} P V"], problem.N
-        size = next((size for size in (64, 128, 256) if max(problem.D, problem.D_v) <= size), 256)
-        if N < FASTER.get((str(self.name), size), math.inf):
-            said.append(f"with {N} keys not faster than 16 bits in every measurement")
+        said = [f"approximate: {of_qk} Q K^T, {of_pv} P V"]
+        if problem.N < FASTER.get((str(self.name), self.columns(problem)), math.inf):
+            said.append(f"with {problem.N} keys not faster than 16 bits in every measurement")
         return said
 
     def for_backward(self, problem: Any) -> Any:
