@@ -34,8 +34,6 @@ class Products(Option):
 
     name: str | None
     """What `precision=` calls it."""
-    mean: Any = None
-    balance: Any = None
     scales: tuple[Any, ...] = ()
     """Those of q, k and v, fp32 (B, H_k), where all three are in e4m3."""
     codes: ClassVar[bool] = False
@@ -138,6 +136,7 @@ class Codes(Products):
                 f"precision must be None or one of {', '.join(PRECISIONS)} for {problem.dtype}, got {self.name!r}; "
                 "convert q, k and v to fp16 or bf16 for 8-bit products"
             )
+        problem.check_devices(self.named)
 
     def against(self, problem: Any) -> list[str]:
         name, found = f"precision {self.name!r}", []
@@ -265,7 +264,6 @@ class EightBits(Codes):
 
     def check(self, problem: Any) -> None:
         super().check(problem)
-        problem.check_devices(self.named)
         whole = problem.B, problem.H_k, problem.D
         for name, t in (("mean", self.mean), ("balance", self.balance)):
             if t is not None and tuple(t.shape) != whole:
@@ -320,10 +318,6 @@ class Scaled(Codes):
 
     def dtype(self, of_q: torch.dtype) -> torch.dtype:
         return torch.bfloat16
-
-    def check(self, problem: Any) -> None:
-        super().check(problem)
-        problem.check_devices(self.named)
 
     def check_contents(self) -> None:
         for name, scale in zip(self.scaled, self.tensors, strict=True):
