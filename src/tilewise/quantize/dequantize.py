@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..call.backend import launch_module
 from ..call.operands import Codes, Operands
 from ..call.problem import Problem
 from .codes import columns, key_order, per_query_head, quantize, rotated, signs_of
@@ -10,11 +11,7 @@ from .codes import columns, key_order, per_query_head, quantize, rotated, signs_
 
 def codes_of(p: Problem, x: Operands) -> Codes:
     """Return the codes of a call whose forward handed none on, by the kernels on a GPU, else in torch: equal bits."""
-    if not x.q.is_cuda:
-        return quantize(p, x)
-    from .launch import codes_of as launched
-
-    return launched(p, x, {})
+    return launch_module("quantize").codes_of(p, x, {}) if x.q.is_cuda else quantize(p, x)
 
 
 def multiplied(p: Problem, x: Operands, codes: Codes) -> Operands:
