@@ -26,11 +26,11 @@ from ..attention.api import attention_qkvpacked
 from ..values.layout import Varlen
 from .flash_attn.arguments import Length, Sides, number, options, refuse, sink_of, together
 from .flash_attn.cache import Angles, Cache, attend_cache
-from .flash_attn.call import Result, attend_chunks, combine
-from .flash_attn.descale import of_a_cache, with_descales
+from .flash_attn.call import Result, flash_attn_combine
+from .flash_attn.descale import in_e4m3
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
 from .flash_attn.layers.rotary import check_heads, split_heads
-from .flash_attn.sequences import Sequences, attend_sequences
+from .flash_attn.sequences import PADDED, Sequences, attend_sequences
 
 __all__ = [
     "_flash_attn_backward",
@@ -67,8 +67,7 @@ def flash_attn_func(
     """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v)."""
     refuse("flash_attn_func", qv=qv)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, s_aux))
-    q, k, v = with_descales(q, k, v, (q_descale, k_descale, v_descale))
-    o, lse = attend_chunks(q, k, v, chosen, None, attention_chunk)
+    o, lse = attend_sequences(q, k, v, chosen, PADDED, attention_chunk, (q_descale, k_descale, v_descale))
     return (o, lse) if return_attn_probs else o
 
 
@@ -126,12 +125,12 @@ def flash_attn_qkvpacked_func(
     if qkv.ndim == 5:
         check_heads(num_heads_q, qkv.shape[-2])
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
-    if qkv.ndim != 4 and attention_chunk == 0 and qkv.dtype != torch.float8_e4m3fn:
+    if qkv.ndim != 4 and attention_chunk == 0 and not in_e4m3(qkv):
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
         q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else split_heads(qkv, num_heads_q)
-        parts = with_descales(q, k, v, (q_descale, k_descale, v_descale))
-        o, lse = attend_chunks(*parts, chosen, None, attention_chunk)
+        descales = q_descale, k_descale, v_descale
+        o, lse = attend_sequences(q, k, v, chosen, PADDED, attention_chunk, descales)
     return (o, lse) if return_attn_probs else o
 
 
@@ -176,19 +175,9 @@ def flash_attn_with_kvcache(
     of_pages = page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, *of_pages)
     angles = Angles(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
-    q, k, v, cache = of_a_cache(q, k, v, cache, angles, (q_descale, k_descale, v_descale))
-    o, lse = attend_cache(q, k, v, cache, angles, options(softmax_scale, causal, window_size, softcap))
+    chosen, descales = options(softmax_scale, causal, window_size, softcap), (q_descale, k_descale, v_descale)
+    o, lse = attend_cache(q, k, v, cache, angles, chosen, descales)
     return (o, lse) if return_softmax_lse else o
-
-
-def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Merge the results over parts of the keys: out_partial (parts, B, M, H, D) and lse_partial (parts, B, M, H), fp32.
-
-    Returns out (B, M, H, D), written to `out` if it is given, in out_dtype or its own type, and lse (B, M, H).
-    """
-    return combine(out_partial, lse_partial, out, out_dtype)
 
 
 def get_scheduler_metadata(
@@ -262,11 +251,8 @@ def _flash_attn_forward(
     refuse("_flash_attn_forward", cu_seqlens_k_new=cu_seqlens_k_new)
     together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     chosen = options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    layout = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        layout = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    parts = with_descales(q, k, v, (q_descale, k_descale, v_descale))
-    o, lse = attend_chunks(*parts, chosen, layout, attention_chunk)
+    at = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    o, lse = attend_sequences(q, k, v, chosen, at, attention_chunk, (q_descale, k_descale, v_descale))
     return o if out_ is None else out_.copy_(o), lse, lse.new_empty(0), lse.new_empty(0)
 
 

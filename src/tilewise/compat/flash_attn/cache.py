@@ -11,14 +11,16 @@ from ...rotary.api import rotary
 from ...values.cached import Cached
 from ...values.masks import Full
 from ...values.products import Quantized
+from ...values.value import Unsupported
 from .arguments import Options, check_used, together
+from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, layout_of
 
 
 class Cache(NamedTuple):
     """The arguments of flash_attn_with_kvcache that say where keys are, and where new ones go."""
 
-    k: Tensor | Quantized
-    v: Tensor | Quantized
+    k: Tensor
+    v: Tensor
     lengths: int | Tensor | None
     index: Tensor | None = None
     leftpad: Tensor | None = None
@@ -27,50 +29,72 @@ class Cache(NamedTuple):
     cu_new: Tensor | None = None
     max_q: int | None = None
 
+    def layout(self, lengths: Tensor, cu_q: Tensor | None) -> Cached:
+        """Return the cache's layout, for rows in a batch or packed."""
+        max_q = None if cu_q is None else self.max_q
+        return Cached(lengths, self.table, starts=self.leftpad, cu_q=cu_q, max_q=max_q, index=self.index)
+
 
 class Angles(NamedTuple):
-    """Its arguments that turn q and the new keys. `positions` replace the cache's lengths."""
+    """Its arguments that rotate q and the new keys. `positions` replace the cache's lengths."""
 
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
     positions: Tensor | None = None
 
+    def tables(self) -> dict[str, Any]:
+        """Return what `rotary` and `append_` take."""
+        return {"cos": self.cos, "sin": self.sin, "interleaved": self.interleaved}
+
+    def rotate(self, x: Tensor, at: Tensor, cu: Tensor | None = None) -> Tensor:
+        """Return x rotated from position `at` of each sequence on."""
+        return rotary(x, **self.tables(), offsets=at, cu_seqlens=cu)
+
+    def rotate_at_once(self, x: Tensor, at: Tensor, cu: Tensor | None) -> Tensor:
+        """Return x with all rows of a sequence rotated by position `at`."""
+        if cu is None:
+            return self.rotate(x.reshape(x.shape[0], 1, -1, x.shape[-1]), at).view(x.shape)
+        return self.rotate(x[:, None], torch.repeat_interleave(at, cu.diff(), output_size=x.shape[0]))[:, 0]
+
 
 @torch.no_grad()
 def attend_cache(
-    q: Tensor, k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles, chosen: Options
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache: Cache,
+    angles: Angles,
+    chosen: Options,
+    descales: Descales = NO_DESCALES,
 ) -> tuple[Tensor, Tensor]:
     """Append k and v to a cache, if they are given, and return o and lse of q and all its keys."""
     before = check_cache(k, v, cache, angles)
+    if in_e4m3(q) and angles.cos is not None:
+        raise Unsupported(
+            "flash_attn_with_kvcache: rotary_cos is not None, but q is in e4m3; rotate q and k before, and leave it out"
+        )
+    x: Any
+    x, keys, values = cache_of(q, cache.k, cache.v, cache.cu_q, len(before), descales)
     if k is None or v is None:
-        layout = layout_of(cache, before, cache.cu_q)
+        layout = cache.layout(before, cache.cu_q)
     else:
-        added = k.shape[1] if cache.cu_new is None else cache.cu_new.diff()
-        after = before + added
-        layout = layout_of(cache, after, cache.cu_q)
-        turns = angles.cos is not None and angles.sin is not None
-        alike = cache.cu_q is cache.cu_new and q.shape[:-2] == k.shape[:-2]
-        if turns and alike and angles.positions is None and not isinstance(chosen.mask, Full):
-            q = append_(  # type: ignore[assignment]
-                cache.k,
-                cache.v,
-                k,
-                v,
-                layout=layout,
-                cos=angles.cos,
-                sin=angles.sin,
-                interleaved=angles.interleaved,
-                q=q,
-            )
+        if in_e4m3(q):
+            pairs, sizes = ((k, keys.scale), (v, values.scale)), (len(before), k.shape[-2])
+            k, v = (Quantized(t, scale).in_fp32(layout_of(cache.cu_new), 1, *sizes) for t, scale in pairs)
+        after = before + (k.shape[1] if cache.cu_new is None else cache.cu_new.diff())
+        layout = cache.layout(after, cache.cu_q)
+        of_new = layout if cache.cu_q is cache.cu_new else cache.layout(after, cache.cu_new)
+        at_once, alike = isinstance(chosen.mask, Full), of_new is layout and x.shape[:-2] == k.shape[:-2]
+        if angles.cos is not None and alike and angles.positions is None and not at_once:
+            x = append_(keys, values, k, v, layout=layout, q=x, **angles.tables())
         else:
-            if turns:
+            if angles.cos is not None:
                 at = before if angles.positions is None else angles.positions
-                q = turned(q, angles, at, cache.cu_q, at_once=isinstance(chosen.mask, Full))
-                k = turned(k, angles, at, cache.cu_new)
-            append_(cache.k, cache.v, k, v, layout=layout_of(cache, after, cache.cu_new))
-    o, lse = attention(q, cache.k, cache.v, layout=layout, return_lse=True, **chosen._asdict())
-    return o, lse
+                x = (angles.rotate_at_once if at_once else angles.rotate)(x, at, cache.cu_q)
+                k = angles.rotate(k, at, cache.cu_new)
+            append_(keys, values, k, v, layout=of_new)
+    return attention(x, keys, values, layout=layout, return_lse=True, **chosen._asdict())
 
 
 def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles) -> Tensor:
@@ -87,31 +111,14 @@ def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles
         raise ValueError("cache_seqlens must be given with k, got None; pass the lengths before the new keys")
     if isinstance(cache.lengths, Tensor):
         return cache.lengths
-    keys = cache.k.x if isinstance(cache.k, Quantized) else cache.k
-    sequences = cache.index if cache.index is not None else cache.table if cache.table is not None else keys
-    full = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
-    length = full if cache.lengths is None else cache.lengths
-    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=keys.device)
+    sequences = next(t for t in (cache.index, cache.table, cache.k) if t is not None)
+    length = capacity(cache.k, cache.table) if cache.lengths is None else cache.lengths
+    return torch.full((sequences.shape[0],), length, dtype=torch.int32, device=cache.k.device)
 
 
-def layout_of(cache: Cache, lengths: Tensor, cu_q: Tensor | None) -> Cached:
-    """Return a cache's layout, for queries in a batch or packed."""
-    max_q = cache.max_q if cu_q is not None else None
-    return Cached(lengths, cache.table, starts=cache.leftpad, cu_q=cu_q, max_q=max_q, index=cache.index)
-
-
-def turned(x: Tensor, angles: Angles, at: Tensor, cu: Tensor | None, at_once: bool = False) -> Tensor:
-    """Return x turned from position `at` of each sequence on; with `at_once`, all of its rows by that position."""
-    if angles.cos is None or angles.sin is None:
-        return x
-    tables = angles.cos, angles.sin
-    if not at_once:
-        return rotary(x, *tables, interleaved=angles.interleaved, offsets=at, cu_seqlens=cu)
-    if cu is None:
-        rows, D = x.shape[0], x.shape[-1]
-        return rotary(x.reshape(rows, 1, -1, D), *tables, interleaved=angles.interleaved, offsets=at).view(x.shape)
-    each = torch.repeat_interleave(at, cu.diff(), output_size=x.shape[0])
-    return rotary(x[:, None], *tables, interleaved=angles.interleaved, offsets=each)[:, 0]
+def capacity(k: Tensor, table: Tensor | None) -> int:
+    """Return how many keys of a sequence k has room for."""
+    return k.shape[1] * (1 if table is None else table.shape[-1])
 
 
 def cached_parts(
@@ -122,20 +129,18 @@ def cached_parts(
 
     The keys are packed, padded where cu_k is None, or in the pages of `table`.
     """
-    of_q: dict[str, Any] = {"cu_q": cu_q, "max_q": None if cu_q is None else max_q}
     sequences = table if table is not None else k if cu_k is None else cu_k[1:]
     if used is not None:
         check_used("seqused_k", used, sequences.shape[0])
-    if table is not None or cu_k is None:  # Cached cuts lengths to the capacity
-        lengths = used if used is not None else _capacities(k, table) if cu_k is None else cu_k.diff()
-        return k, v, Cached(lengths, table, starts=leftpad, **of_q)
-    lengths = cu_k.diff() if used is None else torch.minimum(used.to(torch.int32), cu_k.diff())
-    starts = cu_k[:-1] if leftpad is None else cu_k[:-1] + leftpad
-    layout = Cached(cu_k[:-1] + lengths, starts=starts, index=torch.zeros_like(lengths), **of_q)
-    return k[None], v[None], layout
-
-
-def _capacities(k: Tensor, table: Tensor | None) -> Tensor:
-    """Return int32 (B,): how many keys sequences have in k, all of which count."""
-    B, N = k.shape[:2] if table is None else (table.shape[0], table.shape[-1] * k.shape[1])
-    return k.new_full((B,), N, dtype=torch.int32)
+    starts, index, max_q = leftpad, None, None if cu_q is None else max_q
+    if used is not None:
+        lengths = used  # Cached cuts them to the capacity
+    elif cu_k is not None:
+        lengths = cu_k.diff()
+    else:
+        lengths = k.new_full(sequences.shape[:1], capacity(k, table), dtype=torch.int32)
+    if table is None and cu_k is not None:  # rows of one entry
+        k, v, index = k[None], v[None], torch.zeros_like(cu_k[1:])
+        starts = cu_k[:-1] if leftpad is None else cu_k[:-1] + leftpad
+        lengths = cu_k[:-1] + torch.minimum(lengths.to(torch.int32), cu_k.diff())
+    return k, v, Cached(lengths, table, starts=starts, cu_q=cu_q, max_q=max_q, index=index)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ...attention.api import attention
+from . import call
 from .arguments import Length, Options, Sides, number, options, refuse, sink_of
-from .call import combine
 from .sequences import Sequences, attend_sequences
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
@@ -133,7 +133,7 @@ def flash_attn_combine(
     Returns (out, lse or None): out in `out` if it is given, in out_dtype or its own type, and lse (B, M, H), or (T, H).
     Rows are merged one by one, so what says of which sequence they are is not read.
     """
-    o, lse = combine(out_partial, lse_partial, out, out_dtype)
+    o, lse = call.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return o, lse if return_lse else None
 
 

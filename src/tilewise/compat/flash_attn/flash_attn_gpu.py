@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...attention.api import attention_backward
-from ...values.layout import Layout, Varlen
+from ...values.dropout import Dropout
+from ...values.layout import PADDED, Layout, Varlen
 from .arguments import Length, Options, number, options, refuse, refuse_with_pages
 from .cache import Angles, Cache, attend_cache, cached_parts
 from .call import forward
@@ -37,7 +38,7 @@ def fwd(
     """Return out, softmax_lse, S_dmask and rng_state of q (B, M, H, D), k and v (B, N, H_k, D)."""
     refuse("fwd", gen=gen)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    return _forward(q, k, v, out, chosen, None, p_dropout, return_softmax)
+    return _forward(q, k, v, out, chosen, PADDED, p_dropout, return_softmax)
 
 
 def varlen_fwd(
@@ -100,7 +101,7 @@ def bwd(
     sides = window_size_left, window_size_right
     chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
     results = dout, q, k, v, out, softmax_lse
-    return _backward(results, (dq, dk, dv), chosen, None, p_dropout, rng_state)
+    return _backward(results, (dq, dk, dv), chosen, PADDED, p_dropout, rng_state)
 
 
 def varlen_bwd(
@@ -175,13 +176,15 @@ def _forward(
     v: Tensor,
     out: Tensor | None,
     chosen: Options,
-    layout: Layout | None,
+    layout: Layout,
     dropout: float,
     return_softmax: bool,
 ) -> list[Tensor]:
-    o, lse, S_dmask, seed = forward((q, k, v), chosen, layout, dropout, return_softmax)
-    zero = torch.zeros((), dtype=torch.int64, device=q.device)
-    rng_state = torch.stack([zero if seed is None else seed, zero])
+    seed = Dropout(dropout).seed(None, q)
+    o, lse, S_dmask = forward((q, k, v), chosen, layout, dropout, seed, return_softmax)
+    rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if seed is not None:
+        rng_state[0] = seed
     return [o if out is None else out.copy_(o), lse, S_dmask, rng_state]
 
 
@@ -190,7 +193,7 @@ def _backward(
     results: tuple[Tensor, ...],
     written: tuple[Tensor | None, ...],
     chosen: Options,
-    layout: Varlen | None,
+    layout: Layout,
     dropout: float,
     rng_state: Tensor | None,
 ) -> list[Tensor]:

@@ -9,12 +9,11 @@ from torch import Tensor
 from ...attention.api import attention
 from ...call.dispatch import CHECK, intercepted
 from ...values.layout import Varlen, check_offsets
+from ...values.value import Unsupported
 from .arguments import Options, check_used
-from .cache import Angles, Cache, cached_parts
-from .call import attend_chunks, equal_starts, refuse_chunks_of_e4m3, wants_gradients, without_gradients
-from .descale import Descales, of_a_cache, with_descales
-
-NO_DESCALES = None, None, None
+from .cache import cached_parts
+from .call import wants_gradients, without_gradients
+from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, quantized
 
 
 class Sequences(NamedTuple):
@@ -23,13 +22,21 @@ class Sequences(NamedTuple):
     Without cu_q, q is padded (B, M, H, D); without cu_k, so are k and v, unless they are in pages.
     """
 
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    max_q: int | None
-    max_k: int | None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    max_q: int | None = None
+    max_k: int | None = None
     used_q: Tensor | None = None
     used_k: Tensor | None = None
     table: Tensor | None = None
+
+    @property
+    def padded(self) -> bool:
+        """Whether q, k and v are padded, and all rows count."""
+        return all([t is None for t in (self.cu_q, self.cu_k, self.used_q, self.used_k, self.table)])
+
+
+PADDED = Sequences()
 
 
 class InUse(NamedTuple):
@@ -72,21 +79,42 @@ def attend_sequences(
     k: Tensor,
     v: Tensor,
     chosen: Options,
-    at: Sequences,
+    at: Sequences = PADDED,
     chunk: int = 0,
     descales: Descales = NO_DESCALES,
 ) -> tuple[Tensor, Tensor]:
-    """Return o and lse of sequences; o is 0 and lse -inf in rows that are not in use."""
+    """Return o and lse of sequences; o is 0 and lse -inf in rows that are not in use.
+
+    A row sees the keys of its own chunk alone, or all where chunk is 0.
+    """
+    if chunk < 0:
+        raise ValueError(f"attention_chunk must be >= 0, got {chunk}; pass 0 for none")
+    if in_e4m3(q) and chunk > 0:
+        raise Unsupported("attention_chunk is > 0, but q is in e4m3; convert q, k and v, or pass chunks as sequences")
     tensors = q, k, v, chosen.sink, *descales
-    if at.table is None and at.used_q is None and at.used_k is None:
-        if at.cu_q is None and at.cu_k is None:
-            return attend_chunks(*with_descales(q, k, v, descales), chosen, None, chunk)
+    for_inference = at.table is not None or in_e4m3(q)
+    if for_inference:
+        cached = at.table is not None or at.used_q is not None or at.used_k is not None
+    else:  # to read keys where they lie copies nothing, and splits them among programs
+        cached = at.used_k is not None and chunk == 0 and not wants_gradients(*tensors)
+
+    def run() -> tuple[Tensor, Tensor]:
+        if cached:
+            return _attend_cached(q, k, v, chosen, at, descales)
+        if at.padded and chunk == 0:
+            return _attend(q, k, v, chosen, descales)
         return _attend_packed(q, k, v, chosen, at, chunk, descales)
-    if at.table is not None or q.dtype == torch.float8_e4m3fn:
-        return without_gradients(lambda: _attend_cached(q, k, v, chosen, at, chunk, descales), *tensors)
-    if at.used_k is None or chunk > 0 or wants_gradients(*tensors):
-        return _attend_packed(q, k, v, chosen, at, chunk, descales)
-    return _attend_cached(q, k, v, chosen, at, chunk, descales)  # it copies nothing, and splits keys among programs
+
+    return without_gradients(run, *tensors) if for_inference else run()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Options, descales: Descales, layout: Varlen | None = None
+) -> tuple[Tensor, Tensor]:
+    x, precision = (q, k, v), None
+    if in_e4m3(q):
+        x, precision = quantized(x, descales), "fp8"
+    return attention(*x, **chosen._asdict(), layout=layout, precision=precision, return_lse=True)
 
 
 def _attend_packed(
@@ -104,31 +132,33 @@ def _attend_packed(
         of_k = InUse.of("k", at.used_k, cu_k, keys.shape[0])
         keys, values, cu_k = of_k.pack(keys), of_k.pack(values), of_k.cu
     layout = Varlen(cu_q, cu_k, max_q, max_k)
-    o, lse = attend_chunks(*with_descales(rows, keys, values, descales), chosen, layout, chunk)
+    if chunk > 0:
+        layout = chunked(layout, chunk, k.shape[1] < q.shape[1] if at.padded else cu_q is not cu_k)
+    o, lse = _attend(rows, keys, values, chosen, descales, layout)
     return _as_given(q, at, *(o, lse) if of_q is None else of_q.unpack(o, lse))
 
 
 def _attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, chunk: int, descales: Descales
+    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, descales: Descales
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys where they lie, for inference."""
-    refuse_chunks_of_e4m3(chunk)
     k, v, layout = cached_parts(k, v, at.cu_q, at.cu_k, at.max_q, at.used_k, at.table)
-    cache = Cache(k, v, layout.lengths, cu_q=at.cu_q)
-    x, _, _, cache = of_a_cache(q, None, None, cache, Angles(None, None, False), descales)
-    given = {**chosen._asdict(), "return_lse": True}
+    x, k, v = cache_of(q, k, v, at.cu_q, layout.lengths.shape[0], descales)
     if at.used_q is None:
-        return attention(x, cache.k, cache.v, layout=layout, **given)
+        return attention(x, k, v, **chosen._asdict(), layout=layout, return_lse=True)
     rows, cu_q, max_q = _packed(x, at.cu_q, at.max_q)
     of_q = InUse.of("q", at.used_q, cu_q, rows.shape[0])
     layout = replace(layout, cu_q=of_q.cu, max_q=max_q)
-    o, lse = attention(of_q.pack(rows), cache.k, cache.v, layout=layout, **given)
+    o, lse = attention(of_q.pack(rows), k, v, **chosen._asdict(), layout=layout, return_lse=True)
     return _as_given(q, at, *of_q.unpack(o, lse))
 
 
 def _packed(x: Tensor, cu: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int | None]:
     """Return rows (T, …), where their sequences start, and the longest one's length."""
-    return (x.flatten(0, 1), equal_starts(x), x.shape[1]) if cu is None else (x, cu, longest)
+    if cu is not None:
+        return x, cu, longest
+    B, length = x.shape[:2]
+    return x.flatten(0, 1), torch.arange(B + 1, dtype=torch.int32, device=x.device) * length, length
 
 
 def _as_given(q: Tensor, at: Sequences, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,3 +166,23 @@ def _as_given(q: Tensor, at: Sequences, o: Tensor, lse: Tensor) -> tuple[Tensor,
     if at.cu_q is not None:
         return o, lse
     return o.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+
+def chunked(layout: Varlen, chunk: int, more_rows: bool) -> Varlen:
+    """Cut every sequence where a chunk of keys ends, without reading a tensor.
+
+    Rows are aligned with the last key. With `more_rows`, a sequence may have more rows than keys; the rows before its
+    first key are then a sequence without keys.
+    """
+    max_q, max_k = layout.longest()
+    M, N = layout.cu_q.diff()[:, None], layout.cu_k.diff()[:, None]  # (B, 1)
+    ends = torch.arange(0, max(max_k, 1) + chunk, chunk, dtype=torch.int32, device=N.device)
+    ends = torch.minimum(ends, N)  # (B, chunks + 1)
+    if more_rows:
+        ends = torch.cat([(N - M).clamp(max=0), ends], 1)
+
+    def starts(cu: Tensor, inside: Tensor) -> Tensor:
+        return torch.cat([(cu[:-1, None] + inside.clamp(min=0))[:, :-1].flatten(), cu[-1:]])
+
+    cu_q, cu_k = starts(layout.cu_q, ends + M - N), starts(layout.cu_k, ends)
+    return Varlen(cu_q, cu_k, max_q if more_rows else min(chunk, max_q), min(chunk, max_k))
