@@ -215,7 +215,7 @@ def while_used(given: dict[str, Any]) -> str:
 def while_installed(given: dict[str, Any]) -> str:
     sdpa.install(**given)
     try:
-        return str(sdpa._installed.settings)
+        return str(sdpa._settings)
     finally:
         sdpa.uninstall()
 

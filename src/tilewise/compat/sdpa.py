@@ -8,7 +8,7 @@ Install before the first torch.compile: what is compiled stays as it was compile
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,21 +61,16 @@ FEW_QUERIES = 128
 
 
 class Settings(NamedTuple):
-    """Hold the arguments of `install`."""
+    """The arguments of `install`."""
 
     devices: tuple[str, ...]
     always: bool
 
 
-class Installed(NamedTuple):
-    """Hold what an override has registered, and what to restore after it."""
-
-    settings: Settings
-    library: torch.library.Library
-    cache_key: str
-
-
-_installed: Installed | None = None
+_settings: Settings | None = None
+"""Those in force; None where nothing is installed."""
+_undo = ExitStack()
+"""What `uninstall` does."""
 CAUSAL = Causal()
 COUNTED: set[str] = set()
 """Devices whose calls are counted where `install` leaves them alone; `run` adds all, because it tells at the end."""
@@ -94,9 +89,9 @@ def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
         RuntimeError: it is installed with other arguments.
     """
     settings = _checked(devices, always)
-    if _installed is not None and _installed.settings != settings:
+    if _settings not in (None, settings):
         raise RuntimeError(
-            f"scaled_dot_product_attention is on tilewise with {_installed.settings} already; call uninstall() first"
+            f"scaled_dot_product_attention is on tilewise with {_settings} already; call uninstall() first"
         )
     _change(settings)
 
@@ -110,15 +105,10 @@ def uninstall() -> None:
 def use(devices: Sequence[str] = ("cuda",), always: bool = False) -> Iterator[None]:
     """Run scaled_dot_product_attention on tilewise inside a `with`, in all threads; then restore what was before.
 
-    Args:
-        devices, always: as for `install`.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
+    Arguments are those of `install`; raises TypeError or ValueError if one is wrong.
     """
-    settings = _checked(devices, always)
-    before = _installed.settings if _installed else None
-    _change(settings)
+    before = _settings
+    _change(_checked(devices, always))
     try:
         yield
     finally:
@@ -126,7 +116,6 @@ def use(devices: Sequence[str] = ("cuda",), always: bool = False) -> Iterator[No
 
 
 def _checked(devices: Sequence[str], always: bool) -> Settings:
-    """Check the arguments of `install`."""
     if not isinstance(always, bool):
         raise TypeError(f"always must be True or False, got {always!r}; leave it out for False")
     return Settings(check_devices(devices), always)
@@ -142,25 +131,26 @@ def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 def _change(settings: Settings | None) -> None:
     """Replace the override by one with other settings, or by none."""
-    global _installed  # noqa: PLW0603, the dispatcher that it describes is global, too
+    global _settings  # noqa: PLW0603, the dispatcher that it describes is global, too
     import torch.compiler.config as compiler
 
-    if settings == (_installed.settings if _installed else None):
+    if settings == _settings:
         return
-    if _installed is not None:
-        _installed.library._destroy()
-        compiler.cache_key_tag, _installed = _installed.cache_key, None  # type: ignore[attr-defined]
+    _undo.close()
+    _settings = settings
     if settings is None:
         return
-    library, before = torch.library.Library("aten", "IMPL"), compiler.cache_key_tag  # type: ignore[attr-defined]
+    library = torch.library.Library("aten", "IMPL")
+    _undo.callback(library._destroy)
     for device in {*settings.devices, *COUNTED}:
         key, route = KEYS[device], _route if device in settings.devices else _leave
         library.impl(SDPA, route, f"Autograd{key}")
         library.impl(SDPA, route, key)  # inference mode passes by the other one
     library.impl(FAST_PATH, _fast_path, "BackendSelect", with_keyset=True)  # all devices pass by this key
     # PyTorch keeps compiled code on disk by the graph, in which our operator and its own look alike
+    before = compiler.cache_key_tag  # type: ignore[attr-defined]
+    _undo.callback(setattr, compiler, "cache_key_tag", before)
     compiler.cache_key_tag = f"{before};{__name__} {settings}"  # type: ignore[attr-defined]
-    _installed = Installed(settings, library, before)
 
 
 def _fast_path(keyset: Any, query: Tensor, *args: Any, **options: Any) -> Any:
@@ -168,8 +158,8 @@ def _fast_path(keyset: Any, query: Tensor, *args: Any, **options: Any) -> Any:
     counts = next(iter(COUNTING), None)
     before = counts and counts.total()
     result = FAST_PATH.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), query, *args, **options)
-    devices = {*_installed.settings.devices, *COUNTED} if _installed else ()
-    if counts and counts.total() == before and query.device.type in devices:
+    devices = _settings.devices if _settings else ()
+    if counts and counts.total() == before and query.device.type in {*devices, *COUNTED}:
         count_fell_back("the C++ fast path of nn.MultiheadAttention")
     return result
 
@@ -197,13 +187,12 @@ def _route(
     if attn_mask is None and torch._C._get_overrideable_sdp_enabled() and not is_compiling():  # type: ignore[attr-defined]
         # else sdpa_kernel(...) names other back ends
         mask = CAUSAL if is_causal else FULL
-        options = _installed and _installed.settings, dropout_p, scale, enable_gqa
-        at = key_of(given, mask, (), None, PADDED, None, False, *options)
+        at = key_of(given, mask, (), None, PADDED, None, False, _settings, dropout_p, scale, enable_gqa)
     if at is not None and (found := find(at, given)) is not None:
         x = _operands(of_call, is_causal)
         o = attend_plain(x, Dropout(dropout_p).seed(None, query), found, both=False)
         return _as_given(of_call, None, dropout_p, enable_gqa, o)
-    against = _against_call(of_call, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    against = _against_call(of_call, attn_mask, is_causal, enable_gqa)
     if against is None:
         mask, score = _options(query.ndim, attn_mask, is_causal)
         q, k, v = _operands(of_call, is_causal)
@@ -227,12 +216,7 @@ def _route(
 
 
 def _against_call(
-    x: tuple[Tensor, Tensor, Tensor],
-    attn_mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
+    x: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, causal: bool, grouped: bool
 ) -> str | None:
     """Return why a call has no counterpart in tilewise; None if it has one."""
     q, k, v = x
@@ -272,22 +256,17 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
     return {*PLAIN, FakeTensor, FunctionalTensor}.issuperset(map(type, tensors))
 
 
-def _heads_second(*operands: Tensor) -> list[Tensor]:
+def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tensor]:
     """Return q, k and v as views (batch, length, heads, head size), of one batch size.
 
     Key heads may be fewer, as everywhere in tilewise; what else PyTorch broadcasts is expanded.
     """
-    x = [t if t.ndim == 4 else t.unsqueeze(1) if t.ndim == 3 else t[None, None] for t in operands]
+    x = [t if t.ndim == 4 else t.unsqueeze(1) if t.ndim == 3 else t[None, None] for t in of_call]
     (H, H_k, H_v), batch = (t.shape[1] for t in x), max(t.shape[0] for t in x)
     heads = max(H, H_k, H_v) if H_k != H_v or H < H_k else -1
     whole = all(t.shape[0] == batch for t in x) and heads == -1
-    return [(t if whole else t.expand(batch, heads, -1, -1)).transpose(1, 2) for t in x]
-
-
-def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tensor]:
-    """Return q, k and v as tilewise takes them."""
-    q, k, v = _heads_second(*of_call)
-    if causal:  # PyTorch aligns the first query with the first key, so that no query sees these
+    q, k, v = ((t if whole else t.expand(batch, heads, -1, -1)).transpose(1, 2) for t in x)
+    if causal:  # PyTorch aligns the first query with the first key, so that no query sees the other keys
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     return [q, k, v]
 
@@ -330,18 +309,17 @@ def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, t
 
 def _against_running(x: Operands, problem: Problem, name: str | None) -> str | None:
     """Return why a call is left to PyTorch although tilewise can express it: no back end, or it would not be faster."""
-    settings = _installed.settings if _installed else Settings((), True)
     if name is None:
         return f"no back end takes it on {problem.target}"
-    if settings.always:
+    if _settings is None or _settings.always:
         return None
     if name not in ON_TRITON:
         return "it is on a CPU, and always=False"
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x[:3], *x.extra))
-    least, M, N = _least_length(problem, wanted), problem.M, problem.N
-    if M * N < (least or LEAST_LENGTH) ** 2:
+    gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*x[:3], *x.extra))
+    least = _least_length(problem, gradients)
+    if problem.M * problem.N < (least or LEAST_LENGTH) ** 2:
         return "it is too short to be faster"
-    return "it has too few queries to be faster" if least and M < FEW_QUERIES else None
+    return "it has too few queries to be faster" if least and problem.M < FEW_QUERIES else None
 
 
 def _described(x: Operands, recipe: Recipe) -> tuple[Problem, str | None]:
@@ -360,7 +338,6 @@ def _least_length(p: Problem, gradients: bool) -> int | None:
     """Return the length from which on such calls are measured to be as fast as PyTorch's; None if there is no row."""
     if p.dtype not in (torch.float16, torch.bfloat16) or p.extra:
         return None
-    rows = MEASURED.get(p.target, {})
     D = next((D for D in (64, 128, 256) if max(p.D, p.D_v) <= D), 0)
-    row = rows.get((D, bool(p.recipe.mask)))
+    row = MEASURED.get(p.target, {}).get((D, bool(p.recipe.mask)))
     return row and row[not gradients]
