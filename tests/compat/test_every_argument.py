@@ -202,7 +202,7 @@ def of_torch_flash(given: dict[str, Any]) -> Any:
         found = handle.translated(**given)
     finally:
         handle.remove()
-    return object() if isinstance(found, str) else (*found.x[:3], *found.x.extra, str(found.recipe))
+    return object() if isinstance(found, str) else (*found[0][:3], *found[0].extra, str(found[1]))
 
 
 def while_used(given: dict[str, Any]) -> str:

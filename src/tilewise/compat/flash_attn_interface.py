@@ -29,7 +29,7 @@ from .flash_attn.cache import Angles, Cache, attend_cache
 from .flash_attn.call import Result, flash_attn_combine
 from .flash_attn.descale import in_e4m3
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
-from .flash_attn.layers.rotary import check_heads, split_heads
+from .flash_attn.layers.rotary import split_heads
 from .flash_attn.sequences import PADDED, Sequences, attend_sequences
 
 __all__ = [
@@ -122,13 +122,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D), or (B, N, H + 2 H_k, D) with num_heads_q."""
-    if qkv.ndim == 5:
-        check_heads(num_heads_q, qkv.shape[-2])
+    q, k, v = split_heads(qkv, num_heads_q)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
-    if qkv.ndim != 4 and attention_chunk == 0 and not in_e4m3(qkv):
+    if qkv.ndim == 5 and attention_chunk == 0 and not in_e4m3(qkv):
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
-        q, k, v = qkv.unbind(-3) if qkv.ndim != 4 else split_heads(qkv, num_heads_q)
         descales = q_descale, k_descale, v_descale
         o, lse = attend_sequences(q, k, v, chosen, PADDED, attention_chunk, descales)
     return (o, lse) if return_attn_probs else o

@@ -14,7 +14,7 @@ have lse = -inf.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ from ..call.check import check_arguments, check_results
 from ..call.count import COUNTING, count_fell_back
 from ..call.operands import Operands, Saved
 from ..call.recipe import Recipe
-from ..values.intervals import Causal, Window
-from ..values.layout import Varlen
-from ..values.masks import Full
+from ..values.layout import Layout, Varlen
+from .flash_attn.arguments import options
 from .flash_attn.cache import cached_parts
 from .sdpa import check_devices
 
@@ -60,14 +59,6 @@ def register(name: str = "tilewise", devices: Sequence[str] = ("cuda",)) -> None
     torch.nn.attention.register_flash_attention_impl(name, register_fn=lambda: Handle(taken))
 
 
-class Call(NamedTuple):
-    """Hold a call in tilewise's terms."""
-
-    x: Operands
-    recipe: Recipe
-    longest: tuple[int, int]
-
-
 class Handle:
     """Override both operators until `remove`."""
 
@@ -81,29 +72,30 @@ class Handle:
         """Give the operators back to PyTorch."""
         self.library._destroy()
 
-    def forward(self, keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+    def forward(self, keys: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Any:
         """Compute `_flash_attention_forward`, here or there."""
         *call, return_debug_mask = args
-        given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **options)
-        if isinstance(given, Call):
-            o, lse = attend((*given.x[:3], *given.x.extra), None, calls.Call(given.recipe, given.longest))
+        given = "return_debug_mask" if return_debug_mask else self.translated(q, k, v, *call, **named)
+        if not isinstance(given, str):
+            x, recipe, longest = given
+            o, lse = attend((*x[:3], *x.extra), None, calls.Call(recipe, longest))
             return o, lse, torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0), q.new_empty(0)
         if COUNTING and q.device.type in self.devices:
             count_fell_back(given)
-        return FORWARD.redispatch(keys.remove(SELECT), q, k, v, *args, **options)
+        return FORWARD.redispatch(keys.remove(SELECT), q, k, v, *args, **named)
 
     def backward(
-        self, keys: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args: Any, **options: Any
+        self, keys: Any, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args: Any, **named: Any
     ) -> Any:
         """Compute `_flash_attention_backward` of what `forward` has taken."""
-        given = self.translated(q, k, v, *args[:-2], **options)
-        if isinstance(given, Call):
+        given = self.translated(q, k, v, *args[:-2], **named)
+        if not isinstance(given, str):
             x, recipe, longest = given
             check_results(x, recipe, do=do, o=o, lse=lse, dlse=None, delta=None)
             wanted = (False,) * len(x.extra)
             saved = Saved(o.contiguous(), lse)
             return attend_backward((*x[:3], *x.extra), saved, do, None, recipe, longest, wanted)[:3]
-        return BACKWARD.redispatch(keys.remove(SELECT), do, q, k, v, o, lse, *args, **options)
+        return BACKWARD.redispatch(keys.remove(SELECT), do, q, k, v, o, lse, *args, **named)
 
     def translated(
         self,
@@ -124,7 +116,7 @@ class Handle:
         block_table: Tensor | None = None,
         num_splits: int | None = None,
         **unknown: Any,
-    ) -> Call | str:
+    ) -> tuple[Operands, Recipe, tuple[int, int]] | str:
         """Return a call in tilewise's terms, or why it falls back. num_splits is a hint, and ignored, but 1 with
         `seqused_k` promises the same bits in any batch."""
         if q.device.type not in self.devices:
@@ -135,19 +127,17 @@ class Handle:
             return "block_table without seqused_k"
         if dropout_p or cum_seq_q is None or (cum_seq_k is None and block_table is None):
             return "dropout, or sequences that are not packed"
-        left, right = (None if side is None or side < 0 else side for side in (window_size_left, window_size_right))
-        mask = Full() if left is None and right is None else Window(left, right)
-        options = {"mask": Causal() & mask if is_causal else mask, "scale": scale}
+        chosen = options(scale, is_causal, (window_size_left, window_size_right), softcap=0.0)
         try:
             if seqused_k is None and cum_seq_k is not None:
-                options["layout"] = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
+                layout: Layout = Varlen(cum_seq_q, cum_seq_k, max_q, max_k)
             else:
-                k, v, layout = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)
-                options["layout"] = replace(layout, invariant=INVARIANT if num_splits == 1 else 0)
-            every = with_defaults("attention", options)
+                k, v, cached = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)
+                layout = replace(cached, invariant=INVARIANT if num_splits == 1 else 0)
+            every = with_defaults("attention", {**chosen._asdict(), "layout": layout})
             del every["seed"], every["return_lse"]
-            x, recipe, longest = check_arguments(q, k, v, **every)
-            select(calls.problem_of(x, recipe, longest))
+            call = check_arguments(q, k, v, **every)
+            select(calls.problem_of(*call))
         except (TypeError, ValueError) as error:
             return str(error).partition(";")[0]
-        return Call(x, recipe, longest)
+        return call

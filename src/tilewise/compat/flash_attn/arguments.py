@@ -16,11 +16,10 @@ Length = int | Tensor
 PAGES = "this function takes no keys and values in pages", "call flash_attn_with_kvcache, or a varlen function"
 PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
 OTHERS = "no kernel here reads it", "use what tilewise.attention takes"
-GENERATOR = "dropout is drawn from torch's own generator", "call torch.manual_seed"
 REFUSED = {
     **dict.fromkeys(("block_table", "page_table"), PAGES),
     **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k"), PARTS),
-    "gen": GENERATOR,
+    "gen": ("dropout is drawn from torch's own generator", "call torch.manual_seed"),
 }
 """Why an argument is refused, and what to do instead."""
 
@@ -56,8 +55,8 @@ def options(
     return Options(mask, score, softmax_scale, deterministic, sink)
 
 
-def number(length: Length) -> int:
-    """Return an int; a tensor is read, which synchronises with a GPU."""
+def number(length: Length | None) -> int | None:
+    """Return an int, or None; a tensor is read, which synchronises with a GPU."""
     return int(length) if isinstance(length, Tensor) else length
 
 
@@ -69,11 +68,11 @@ def refuse(function: str, **given: Any) -> None:
             raise Unsupported(f"{function}: {name} is not None, but {why}; {instead}, and leave {name} out")
 
 
-def refuse_with_pages(block_table: Tensor | None, **given: Any) -> None:
-    """Raise ValueError if one of the arguments is given beside pages, as FlashAttention-2 does."""
+def check_absent(where: str, instead: str = "leave it out", **given: Any) -> None:
+    """Raise ValueError if one of the arguments, which have no meaning there, is given."""
     for name, value in given.items():
-        if value is not None and block_table is not None:
-            raise ValueError(f"{name} must be None with block_table, got a value; leave one of them out")
+        if value is not None:
+            raise ValueError(f"{name} must be None {where}, got a value; {instead}")
 
 
 def together(**given: Any) -> None:

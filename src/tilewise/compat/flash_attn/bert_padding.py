@@ -42,44 +42,40 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack the rows of hidden_states (B, S, …) where attention_mask is nonzero. This synchronises with a GPU.
+    """Pack the rows of hidden_states (B, S, …) where attention_mask or unused_mask is nonzero: both (B, S), disjoint.
 
-    Args:
-        hidden_states: (B, S, …).
-        attention_mask: (B, S), bool or integer, nonzero where a row is real.
-        unused_mask: (B, S) or None, nonzero where a row is packed but not used. It must not overlap attention_mask.
-
-    Returns:
-        The packed rows (n, …); their indices (n,) in the flattened batch, int64; cu_seqlens, int32 (B + 1,); the
-        longest length; and seqused, int32 (B,), the number of nonzeros of each sequence's attention_mask.
+    Returns the packed rows (n, …); their indices (n,) in the flattened batch, int64; cu_seqlens, int32 (B + 1,); the
+    longest length; and seqused, int32 (B,): how many nonzeros attention_mask has. This synchronises with a GPU.
     """
     used = attention_mask != 0
-    kept = used if unused_mask is None else used | (unused_mask != 0)
-    indices = kept.flatten().nonzero().flatten()
-    lengths = kept.sum(1, dtype=torch.int32)
-    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, _starts(lengths), _longest(lengths), used.sum(1, dtype=torch.int32)
+    packed = used if unused_mask is None else used | (unused_mask != 0)
+    return *_packed(hidden_states, packed, packed.sum(1, dtype=torch.int32)), used.sum(1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pack a batch whose rows each hold several consecutive sequences. This synchronises with a GPU.
+    """Pack a batch (B, S, …) whose rows each hold several consecutive sequences. This synchronises with a GPU.
 
-    Args:
-        hidden_states: (B, S, …).
-        attention_mask_in_length: integers (B, S): the lengths of each row's sequences in order, with zeros anywhere.
-            [[2, 3, 0, 0, 0, 0]] means 2 positions, then 3, then one of padding.
-
-    Returns:
-        The packed rows (n, …); their indices (n,) in the flattened batch, int64; cu_seqlens, int32, for one sequence
-        per nonzero length; and the longest length.
+    attention_mask_in_length (B, S) has the lengths of each row's sequences in order, with zeros anywhere:
+    [[2, 3, 0, 0, 0, 0]] means 2 positions, then 3, then one of padding. Returns what `unpad_input` does, without
+    seqused; cu_seqlens has one sequence for each nonzero length.
     """
     filled = attention_mask_in_length.sum(1, keepdim=True)  # (B, 1)
     real = torch.arange(hidden_states.shape[1], device=filled.device) < filled  # (B, S)
-    indices = real.flatten().nonzero().flatten()
-    lengths = attention_mask_in_length[attention_mask_in_length != 0]
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _starts(lengths), _longest(lengths)
+    return _packed(hidden_states, real, attention_mask_in_length[attention_mask_in_length != 0])
+
+
+def _packed(hidden_states: Tensor, packed: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the rows where `packed` (B, S) is true, their indices, cu_seqlens and the longest length."""
+    indices = packed.flatten().nonzero().flatten()
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, starts_of(lengths), longest
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Return int32 (B + 1,): where packed sequences of these lengths start, and their sum."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def rearrange(tensor: Any, pattern: str, **sizes: Any) -> Any:
@@ -87,11 +83,3 @@ def rearrange(tensor: Any, pattern: str, **sizes: Any) -> Any:
     import einops  # type: ignore[import-not-found]
 
     return einops.rearrange(tensor, pattern, **sizes)
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0

@@ -12,7 +12,7 @@ from ...values.cached import Cached
 from ...values.masks import Full
 from ...values.products import Quantized
 from ...values.value import Unsupported
-from .arguments import Options, check_used, together
+from .arguments import Options, check_absent, check_used, together
 from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, layout_of
 
 
@@ -102,11 +102,10 @@ def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles
     together(k=k, v=v)
     together(rotary_cos=angles.cos, rotary_sin=angles.sin)
     if k is None:
-        for name, given in (("rotary_cos", angles.cos), ("cu_seqlens_k_new", cache.cu_new)):
-            if given is not None:
-                raise ValueError(f"{name} must be None without k, got a value; leave it out, or pass k")
-    if angles.positions is not None and angles.cos is None:
-        raise ValueError("rotary_seqlens must be None without rotary_cos, got a value; leave it out, or pass both")
+        instead = "leave it out, or pass k"
+        check_absent("without k", instead, rotary_cos=angles.cos, cu_seqlens_k_new=cache.cu_new)
+    if angles.cos is None:
+        check_absent("without rotary_cos", "leave it out, or pass both", rotary_seqlens=angles.positions)
     if k is not None and cache.lengths is None:
         raise ValueError("cache_seqlens must be given with k, got None; pass the lengths before the new keys")
     if isinstance(cache.lengths, Tensor):

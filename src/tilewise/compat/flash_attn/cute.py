@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...attention.api import attention
 from . import call
-from .arguments import Length, Options, Sides, number, options, refuse, sink_of
+from .arguments import Length, Sides, number, options, refuse, sink_of
 from .sequences import Sequences, attend_sequences
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
@@ -62,7 +62,8 @@ def flash_attn_func(
     refuse("flash_attn_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
     refuse("flash_attn_func", block_sparse_tensors_bwd=block_sparse_tensors_bwd)
-    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, sink_of(q, learnable_sink))
+    _refuse_negative(window_size)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, learnable_sink))
     o, lse = attention(q, k, v, **chosen._asdict(), return_lse=True)
     return o, lse if return_lse else None
 
@@ -111,8 +112,9 @@ def flash_attn_varlen_func(
     refuse("flash_attn_varlen_func", qv=qv, gather_kv_indices=gather_kv_indices, aux_tensors=aux_tensors)
     refuse("flash_attn_varlen_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_varlen_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
-    chosen = _options(softmax_scale, causal, window_size, softcap, deterministic, sink_of(q, learnable_sink))
-    longest = _maybe(max_seqlen_q), _maybe(max_seqlen_k)
+    _refuse_negative(window_size)
+    chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, learnable_sink))
+    longest = number(max_seqlen_q), number(max_seqlen_k)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k, page_table)
     o, lse = attend_sequences(q, k, v, chosen, at)
     return o, lse if return_lse else None
@@ -137,20 +139,8 @@ def flash_attn_combine(
     return o, lse if return_lse else None
 
 
-def _maybe(length: Length | None) -> int | None:
-    return None if length is None else number(length)
-
-
-def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sides,
-    softcap: float,
-    deterministic: bool,
-    sink: Tensor | None,
-) -> Options:
+def _refuse_negative(window_size: Sides) -> None:
     if any(side is not None and side < 0 for side in window_size):
         raise ValueError(
             f"window_size must be (left, right), ints >= 0 or None, got {window_size}; pass None for an open side"
         )
-    return options(softmax_scale, causal, window_size, softcap, None, deterministic, sink)

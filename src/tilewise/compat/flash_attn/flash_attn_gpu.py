@@ -13,7 +13,7 @@ from torch import Tensor
 from ...attention.api import attention_backward
 from ...values.dropout import Dropout
 from ...values.layout import PADDED, Layout, Varlen
-from .arguments import Length, Options, number, options, refuse, refuse_with_pages
+from .arguments import Length, Options, check_absent, number, options, refuse
 from .cache import Angles, Cache, attend_cache, cached_parts
 from .call import forward
 
@@ -162,7 +162,8 @@ def fwd_kvcache(
     num_splits: int,
 ) -> list[Tensor]:
     """Append k and v to a cache, in place; return out and softmax_lse of q and all its keys."""
-    refuse_with_pages(block_table, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k)
+    if block_table is not None:
+        check_absent("with block_table", cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k)
     cache = Cache(kcache, vcache, seqlens_k, cache_batch_idx, leftpad_k, block_table)
     chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, is_rotary_interleaved), chosen)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from ...values.layout import Varlen
 from . import flash_attn_gpu
-from .arguments import Length, Sides, number, options, refuse_with_pages, sink_of
+from .arguments import Length, Sides, check_absent, number, options, sink_of
 from .cache import Angles, Cache, attend_cache, cached_parts
 from .call import Result, attend
 
@@ -221,7 +221,8 @@ def flash_attn_with_kvcache(
     so is q if it is causal or has a window, else all of q is turned by the position of the first new key. num_splits is
     not read. Returns out, or (out, softmax_lse). There is no gradient.
     """
-    refuse_with_pages(block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    if block_table is not None:
+        check_absent("with block_table", cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     o, lse = attend_cache(q, k, v, cache, Angles(rotary_cos, rotary_sin, rotary_interleaved), chosen)

@@ -11,6 +11,7 @@ from ...call.dispatch import CHECK, intercepted
 from ...values.layout import Varlen, check_offsets
 from ...values.value import Unsupported
 from .arguments import Options, check_used
+from .bert_padding import starts_of
 from .cache import cached_parts
 from .call import wants_gradients, without_gradients
 from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, quantized
@@ -56,7 +57,7 @@ class InUse(NamedTuple):
         if (CHECK or not cu.is_cuda) and not intercepted([cu]):
             check_offsets(f"cu_{name}", cu, rows, rows)
         counts = torch.minimum(used.to(torch.int32), cu.diff()).clamp(min=0)
-        ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        ends = starts_of(counts)
         r = torch.arange(rows, dtype=torch.int32, device=cu.device)
         b = torch.searchsorted(cu[1:].contiguous(), r, right=True)  # B for rows of no sequence
         inside = r - cu[b]

@@ -1,6 +1,7 @@
 """Rotary position embedding with the interface of the flash_attn package, implemented by `tilewise.rotary`."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ def apply_rotary_emb(
     """
     if not inplace:
         return rotary(x, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens)
-    turning = x[..., : 2 * cos.shape[-1]]
-    turning.copy_(rotary(turning, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens))
+    part = x[..., : 2 * cos.shape[-1]]
+    part.copy_(rotary(part, cos, sin, interleaved=interleaved, offsets=seqlen_offsets, cu_seqlens=cu_seqlens))
     return x
 
 
@@ -64,9 +65,8 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     """Rotate the first R dimensions of x (B, S, H, D) in plain torch. cos and sin: (S, R / 2) or (B, S, R / 2)."""
     R = 2 * cos.shape[-1]
     cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in (cos, sin))
-    turning = x[..., :R]
-    turned = turning * cos.unsqueeze(-2) + rotate_half(turning, interleaved) * sin.unsqueeze(-2)
-    return torch.cat([turned, x[..., R:]], -1)
+    rotated = x[..., :R] * cos.unsqueeze(-2) + rotate_half(x[..., :R], interleaved) * sin.unsqueeze(-2)
+    return torch.cat([rotated, x[..., R:]], -1)
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -87,29 +87,20 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k in place within qkv, and return it.
+    """Rotate q and k in place within qkv (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, and return it.
 
-    Args:
-        qkv: (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q.
-        cos, sin: (positions, R / 2), for q, and for k unless cos_k and sin_k are given.
-        interleaved, seqlen_offsets: as for `apply_rotary_emb`.
-        num_heads_q: H_q.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError, ValueError, RuntimeError: as `tilewise.rotary`.
+    cos and sin are for k, too, unless cos_k and sin_k are given. Raises ValueError for a shape that does not fit, and
+    what `tilewise.rotary` raises.
     """
-    q, k = (part[..., : 2 * cos.shape[-1]] for part in _queries_keys(qkv, num_heads_q))
+    q, k = (part[..., : 2 * cos.shape[-1]] for part in split_heads(qkv, num_heads_q)[:2])
+    options: dict[str, Any] = {"interleaved": interleaved, "offsets": seqlen_offsets}
     if cos_k is None and sin_k is None:
-        turned = rotary_qk(q, k, cos, sin, interleaved=interleaved, offsets=seqlen_offsets)
+        rotated = rotary_qk(q, k, cos, sin, **options)
     else:
-        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-        turned = (
-            rotary(q, cos, sin, interleaved=interleaved, offsets=seqlen_offsets),
-            rotary(k, cos_k, sin_k, interleaved=interleaved, offsets=seqlen_offsets),
-        )
-    q.copy_(turned[0])
-    k.copy_(turned[1])
+        of_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+        rotated = rotary(q, cos, sin, **options), rotary(k, *of_k, **options)
+    q.copy_(rotated[0])
+    k.copy_(rotated[1])
     return qkv
 
 
@@ -125,34 +116,29 @@ def apply_rotary_emb_kv_(
     return kv
 
 
-def _queries_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """Return views of q and k in qkv."""
+def split_heads(qkv: Tensor, num_heads_q: int | None) -> list[Tensor]:
+    """Return views of q, k and v in qkv (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q."""
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         check_heads(num_heads_q, qkv.shape[3])
-        return qkv[:, :, 0], qkv[:, :, 1]
+        return [qkv[:, :, part] for part in range(3)]  # views of unbind and split may not be written to
     if qkv.ndim != 4:
         raise ValueError(
             f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}; "
             "stack q, k and v in front of the heads"
         )
-    return split_heads(qkv, num_heads_q)[:2]
+    heads = qkv.shape[2]
+    if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q must leave an even number of the {heads} heads of qkv for k and v, got {num_heads_q}; "
+            "pass the number of q's heads"
+        )
+    return [qkv[:, :, first:end] for first, end in pairwise((0, num_heads_q, (heads + num_heads_q) // 2, heads))]
 
 
 def check_heads(num_heads_q: int | None, H: int) -> None:
     """Raise ValueError for another number than q has heads, where the shape tells it."""
     if num_heads_q not in (None, H):
         raise ValueError(f"num_heads_q must be None or q's number of heads, {H}, got {num_heads_q}; leave it out")
-
-
-def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """Return views of q, k and v in qkv (B, S, H_q + 2 H_k, D)."""
-    if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
-        raise ValueError(
-            f"num_heads_q must leave an even number of the {qkv.shape[2]} heads of qkv for k and v, got {num_heads_q}; "
-            "pass the number of q's heads"
-        )
-    ends = 0, num_heads_q, (qkv.shape[2] + num_heads_q) // 2, qkv.shape[2]
-    return tuple([qkv[:, :, first:end] for first, end in pairwise(ends)])  # split's views may not be written to
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -188,12 +174,9 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate in place, and return the tensors given.
 
-        Args:
-            qkv: as for `apply_rotary_emb_qkv_`; with kv, q alone (B, S, H, D).
-            kv: (B, S, 2, H_k, D), or None.
-            seqlen_offset: an int or a tensor (B,), added to positions; a tensor needs max_seqlen.
-            max_seqlen: the largest number of positions, with offsets.
-            num_heads_q: as for `apply_rotary_emb_qkv_`.
+        qkv and num_heads_q are as for `apply_rotary_emb_qkv_`; with kv (B, S, 2, H_k, D), qkv is q alone (B, S, H, D).
+        seqlen_offset, an int or (B,), is added to positions. A tensor needs max_seqlen, the largest number of
+        positions with offsets.
         """
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
@@ -214,20 +197,16 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables_for(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return cos and sin for q, then for k. They are rebuilt for another device or more positions."""
-        kept = None if self._tables is None else self._tables[0]
+        tables = self._tables
         # a backward cannot save tensors made in inference mode
-        stale = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
-        if self._tables is None or kept is None or stale or kept.shape[0] < positions or kept.device != device:
+        stale = tables is not None and tables[0].is_inference() and not torch.is_inference_mode_enabled()
+        if tables is None or stale or tables[0].shape[0] < positions or tables[0].device != device:
             # recompute frequencies, because converting a model to half precision rounds the buffer
-            angles = torch.outer(torch.arange(positions, device=device).float(), self._frequencies(device))
-            scale = self._scale(positions, device)
+            at = torch.arange(positions, device=device)
+            angles, scale = torch.outer(at.float(), self._frequencies(device)), torch.ones((), device=device)
+            if self.scale_base is not None:
+                zeta = (torch.arange(0, self.dim, 2, device=device) + 0.4 * self.dim) / (1.4 * self.dim)
+                scale = zeta ** ((at - positions // 2) / self.scale_base)[:, None]
             cos, sin = angles.cos(), angles.sin()
-            self._tables = cos * scale, sin * scale, cos / scale, sin / scale
-        return self._tables
-
-    def _scale(self, positions: int, device: torch.device) -> Tensor:
-        if self.scale_base is None:
-            return torch.ones((), device=device)
-        zeta = (torch.arange(0, self.dim, 2, device=device) + 0.4 * self.dim) / (1.4 * self.dim)
-        power = (torch.arange(positions, device=device) - positions // 2) / self.scale_base
-        return zeta ** power[:, None]
+            tables = self._tables = cos * scale, sin * scale, cos / scale, sin / scale
+        return tables

@@ -14,7 +14,7 @@ from ....values.intervals import Causal, Padding
 from ....values.masks import Full, Mask
 from ....values.tables import Dense
 from ....values.value import Unsupported
-from ..arguments import Sides, together
+from ..arguments import Sides, check_absent, together
 from ..flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -145,17 +145,12 @@ class LinearResidual(nn.Linear):
 
 
 class MHA(nn.Module):
-    """Multi-head self-attention, or cross-attention, with its projections.
+    """Multi-head self-attention, or with cross_attn attention over x_kv, with its projections.
 
-    Args:
-        embed_dim, num_heads, num_heads_kv: sizes; num_heads_kv, by default num_heads, divides num_heads.
-        cross_attn: project keys and values from x_kv.
-        dropout, softmax_scale, causal, window_size: options of the attention.
-        dwconv: convolve over three positions after the projection.
-        rotary_emb_dim, rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: of `RotaryEmbedding`; 0 is none.
-        use_alibi: add ALiBi with the usual slopes; it needs use_flash_attn, and so do windows and packed sequences.
-        return_residual: return (output, x).
-        checkpointing: compute the attention again in the backward.
+    num_heads_kv, by default num_heads, divides num_heads. dwconv convolves over three positions after the projection.
+    rotary_emb_* are arguments of `RotaryEmbedding`, with dim 0 for none. use_alibi adds ALiBi with the usual slopes; it
+    needs use_flash_attn, and so do windows and packed sequences. return_residual returns (output, x). checkpointing
+    computes the attention again in the backward.
     """
 
     def __init__(
@@ -235,33 +230,26 @@ class MHA(nn.Module):
     ) -> Any:
         """Return the layer's output, of x's shape; with return_residual, a pair of it and x.
 
-        Args:
-            x: (B, N, embed_dim), or packed (T, embed_dim) with cu_seqlens and max_seqlen.
-            x_kv: as x, for cross-attention; x if None.
-            key_padding_mask: bool (B, N), true where a key counts; only without use_flash_attn.
-            mixer_subset: an index of positions whose queries are wanted; only for cross-attention.
-            kwargs: more arguments of the inner layer.
+        x and, for cross-attention, x_kv are (B, N, embed_dim), or packed (T, embed_dim) with cu_seqlens and max_seqlen;
+        x_kv None is x. key_padding_mask, bool (B, N), is true where a key counts; it is for use_flash_attn=False.
+        mixer_subset indexes the positions whose queries are wanted, for cross-attention. The inner layer gets kwargs.
         """
         if inference_params is not None:
             raise Unsupported("MHA: inference_params is not None, but nothing keeps keys; leave inference_params out")
-        given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "key_padding_mask": key_padding_mask}
-        wanted = ("cu_seqlens", "max_seqlen") if self.use_flash_attn else ("key_padding_mask",)
-        if stray := [name for name, value in given.items() if value is not None and name not in wanted]:
-            raise ValueError(
-                f"{stray[0]} must be None with use_flash_attn={self.use_flash_attn}, got a value; leave it out"
-            )
-        for name, value in (("x_kv", x_kv), ("mixer_subset", mixer_subset)):
-            if value is not None and not self.cross_attn:
-                raise ValueError(f"{name} must be None without cross_attn, got a value; leave it out")
-        if cu_seqlens is not None and (self.dwconv or self.rotary_emb_dim):
-            raise ValueError("cu_seqlens must be None with dwconv or rotary_emb_dim, got a value; leave it out")
-        kwargs = {name: given[name] for name in wanted} | kwargs
+        flash = self.use_flash_attn
+        of_flash: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        of_other: dict[str, Any] = {"key_padding_mask": key_padding_mask}
+        check_absent(f"with use_flash_attn={flash}", **(of_other if flash else of_flash))
+        if not self.cross_attn:
+            check_absent("without cross_attn", x_kv=x_kv, mixer_subset=mixer_subset)
+        if self.dwconv or self.rotary_emb_dim:
+            check_absent("with dwconv or rotary_emb_dim", cu_seqlens=cu_seqlens)
+        kwargs = (of_flash if flash else of_other) | kwargs
         if self.cross_attn:
-            kv, *residual = _pair(self.Wkv(x if x_kv is None else x_kv))
-            x = residual[0] if residual and x_kv is None else x
-            parts = self.Wq(x if mixer_subset is None else x[:, mixer_subset]), kv
+            queries = x if mixer_subset is None else x[:, mixer_subset]
+            parts = self.Wq(queries), _output(self.Wkv(x if x_kv is None else x_kv))
         else:
-            qkv, *_ = _pair(self.Wqkv(x))
+            qkv = _output(self.Wqkv(x))
             joint = self.num_heads_kv == self.num_heads
             parts = (qkv,) if joint else (qkv[..., : self.embed_dim], qkv[..., self.embed_dim :])
         out = self.out_proj(self._attend(*parts, **kwargs).flatten(-2))
@@ -277,8 +265,8 @@ class MHA(nn.Module):
         shapes = ((3, -1, self.head_dim),) if len(parts) == 1 else ((-1, self.head_dim), (2, -1, self.head_dim))
         parts = tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
         if self.rotary_emb_dim:
-            turned = self.rotary_emb(*parts)
-            parts = (turned,) if isinstance(turned, Tensor) else turned
+            rotated = self.rotary_emb(*parts)
+            parts = (rotated,) if isinstance(rotated, Tensor) else rotated
         run = self.inner_attn if len(parts) == 1 else self.inner_cross_attn
         return checkpoint(run, *parts, use_reentrant=False, **kwargs) if self.checkpointing else run(*parts, **kwargs)
 
@@ -294,8 +282,8 @@ def _convolution(size: int) -> nn.Conv1d:
     return nn.Conv1d(size, size, kernel_size=3, padding=2, groups=size)
 
 
-def _pair(projected: Any) -> tuple[Tensor, ...]:
-    return projected if isinstance(projected, tuple) else (projected,)
+def _output(projected: Any) -> Tensor:
+    return projected[0] if isinstance(projected, tuple) else projected
 
 
 def _length(max_seqlen: int | None) -> int:
