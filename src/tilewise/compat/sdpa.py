@@ -33,6 +33,7 @@ from ..values.masks import Mask
 from ..values.score import Bias, Score
 from ..values.tables import Dense
 from ..values.value import Unsupported
+from .flash_attn.call import wants_gradients
 
 __all__ = ["install", "uninstall", "use"]
 
@@ -315,8 +316,7 @@ def _against_running(x: Operands, problem: Problem, name: str | None) -> str | N
         return None
     if name not in ON_TRITON:
         return "it is on a CPU, and always=False"
-    gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*x[:3], *x.extra))
-    least = _least_length(problem, gradients)
+    least = _least_length(problem, wants_gradients(*x[:3], *x.extra))
     if problem.M * problem.N < (least or LEAST_LENGTH) ** 2:
         return "it is too short to be faster"
     return "it has too few queries to be faster" if least and problem.M < FEW_QUERIES else None

@@ -12,7 +12,7 @@ from transformers import masking_utils as hf
 
 import tilewise as tw
 from tilewise.compat.transformers import MaskView, view
-from tilewise.compat.transformers.masks import mask_of, read, told
+from tilewise.compat.transformers.masks import mask_of, pattern_of, read
 
 LEFT = torch.tensor([3, 0])
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 3]]).expand(2, -1)
@@ -79,14 +79,14 @@ def test_padding_on_either_side_is_an_interval(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_compiler_is_told_what_closures_spell(function):
+def test_a_compiled_mask_has_the_pattern_that_closures_spell(function):
     chunked = "chunks" in function
     config = transformers.LlamaConfig(attention_chunk_size=5 if chunked else None)
     local = 5 if chunked else 4 if "window" in function else None
     bidirectional = "bidirectional" in function
     local = 2 if bidirectional and local else local
     skip = "packed" not in function
-    known, wanted = told(FUNCTIONS[function], local, config, skip, bidirectional), read(FUNCTIONS[function])
+    known, wanted = pattern_of(FUNCTIONS[function], local, config, skip, bidirectional), read(FUNCTIONS[function])
     assert (known.packed, known.chunked) == (wanted.packed, wanted.chunked)
     assert set(wanted.intervals) <= set(known.intervals)
     assert set(known.intervals) - set(wanted.intervals) <= ({tw.Window(4, None)} if chunked else set())

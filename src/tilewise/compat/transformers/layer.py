@@ -13,6 +13,8 @@ from ...values.masks import Full, Mask
 from ...values.score import Bias, Score, SoftCap
 from ...values.tables import Dense
 from ...values.value import Unsupported
+from ..flash_attn.arguments import sink_of
+from ..flash_attn.call import wants_gradients
 from .precision import PRECISION
 from .view import SHARDED, MaskView
 
@@ -54,8 +56,8 @@ def attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     M, N = q.shape[1], k.shape[1]
     scores: list[Score] = [] if softcap is None else [SoftCap(softcap)]
-    sink = s_aux if s_aux is None or s_aux.dtype == q.dtype else s_aux.float()
-    options: dict[str, Any] = {"scale": scaling, "sink": sink, "dropout": dropout, "deterministic": bool(deterministic)}
+    options: dict[str, Any] = {"scale": scaling, "sink": sink_of(q, s_aux), "dropout": dropout}
+    options["deterministic"] = bool(deterministic)
     if (step := _step(attention_mask, q, k, v, position_bias, options)) is not None:
         return attention(q, k, v, mask=step[0], layout=step[1], score=scores, **options), None
     precision = getattr(module, PRECISION, None) if M > 1 else None
@@ -121,8 +123,7 @@ def _step(
     """Return mask and layout of one step on a static cache; None where `attention` wants the mask as a tensor."""
     if not isinstance(given, MaskView) or given.cached is None or given.shape[::3] != (len(k), k.shape[1]):
         return None
-    learns = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (q, k, v, options["sink"])])
-    wide = max(q.shape[-1], v.shape[-1]) > 256
+    learns, wide = wants_gradients(q, k, v, options["sink"]), max(q.shape[-1], v.shape[-1]) > 256
     return None if learns or wide or q.shape[1] != 1 or bias is not None or options["dropout"] else given.cached
 
 
@@ -154,20 +155,15 @@ def _cu_seqlens(others: dict[str, Any]) -> CuSeqlens | None:
     """Take out what describes packed sequences: where they start, and the longest lengths, if they are given."""
     if others.get("cu_seq_lens_q") is None or others.get("cu_seq_lens_k") is None:
         return None
-    return (
-        others.pop("cu_seq_lens_q"),
-        others.pop("cu_seq_lens_k"),
-        others.get("max_length_q"),
-        others.get("max_length_k"),
-    )
+    cu = others.pop("cu_seq_lens_q"), others.pop("cu_seq_lens_k")
+    return *cu, others.get("max_length_q"), others.get("max_length_k")
 
 
 def _layout(cu: CuSeqlens, M: int, N: int, view: Any) -> Varlen:
     """Return the layout of packed rows. The first layer of a forward reads the device for all that have its view."""
     longest = cu[2:]
     if not all([isinstance(given, int) for given in longest]):
-        found = (M, N) if torch.compiler.is_compiling() else _longest(cu, view)  # no sequence is longer than all rows
-        longest = [given if isinstance(given, int) else one for given, one in zip(longest, found, strict=True)]
+        longest = (M, N) if torch.compiler.is_compiling() else _longest(cu, view)  # no sequence is longer than all rows
     return Varlen(cu[0].to(torch.int32), cu[1].to(torch.int32), *longest)
 
 

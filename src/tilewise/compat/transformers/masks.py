@@ -62,18 +62,17 @@ def mask_of(
     asked = Request(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, use_vmap, device)
     if SHARDED:
         return asked.of_whole()
-    bidirectional = allow_is_bidirectional_skip is not None
-    if one_step:  # a compiled step then has inputs of one kind and shape
-        if not torch.compiler.is_compiling():
-            return asked.step(read(function))
-        unread = use_vmap or attention_mask is not None  # a graph cannot read the kind of padding
-        return asked.step(None if unread else told(function, local_size, config, allow_is_causal_skip, bidirectional))
     if not torch.compiler.is_compiling():
         pattern = read(function)
-        return MaskView(
-            asked.shape, asked.facts(pattern), partial(asked.values, pattern), asked.draw, asked.reason(pattern)
-        )
-    pattern = None if use_vmap else told(function, local_size, config, allow_is_causal_skip, bidirectional)
+        if one_step:
+            return asked.step(pattern)
+        settle = partial(asked.values, pattern)
+        return MaskView(asked.shape, asked.facts(pattern), settle, asked.draw, asked.reason(pattern))
+    unread = use_vmap or (one_step and attention_mask is not None)  # a graph cannot read the kind of padding
+    bidirectional = allow_is_bidirectional_skip is not None
+    pattern = None if unread else pattern_of(function, local_size, config, allow_is_causal_skip, bidirectional)
+    if one_step:  # its inputs are of one kind and shape
+        return asked.step(pattern)
     values = None if isinstance(q_offset, Tensor) else asked.values(pattern, None)
     if values is None:
         warn_drawn(asked.reason(pattern))
@@ -166,11 +165,11 @@ class Request(NamedTuple):
             return offset
         return *offset, *padding_facts(self.real[:, self.kv_offset : self.kv_offset + self.N])
 
-    def values(self, pattern: Pattern | None, known: Sequence[int] | None) -> Values | None:
-        """Return the mask as values, or None if it has none. `known`: the facts, or None if they cannot be read."""
+    def values(self, pattern: Pattern | None, read: Sequence[int] | None) -> Values | None:
+        """Return the mask as values, or None if it has none. `read`: the facts, or None if they cannot be read."""
         if pattern is None:
             return None
-        keys, facts = self.N, None if known is None else list(known)
+        keys, facts = self.N, None if read is None else list(read)
         if pattern != Pattern():  # where the mask looks at positions
             offset = facts.pop(0) if facts and isinstance(self.q_offset, Tensor) else self.q_offset
             end = offset + self.M - self.kv_offset  # the keys up to the last query's own
@@ -217,7 +216,7 @@ def held_by(function: Any) -> dict[str, Any]:
 
 
 def read(function: Any) -> Pattern | None:
-    """Return the pattern that a mask function's closures spell, or None for one that is not known."""
+    """Return the pattern that a mask function's closures spell, or None for one that is not here."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return None
     name, held = name_of(function), held_by(function)
@@ -237,10 +236,10 @@ def read(function: Any) -> Pattern | None:
         return read(held["mask_function"])
     if name == "and_masks":
         parts = [read(each) for each in held["mask_functions"]]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            intervals = tuple(each for part in known for each in part.intervals)
-            return Pattern(intervals, any(part.packed for part in known), any(part.chunked for part in known))
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts):
+            intervals = tuple(each for part in found for each in part.intervals)
+            return Pattern(intervals, any(part.packed for part in found), any(part.chunked for part in found))
     return None
 
 
@@ -252,8 +251,8 @@ def unknown_part(function: Any) -> Any:
     return function
 
 
-def told(function: Any, local: int | None, config: Any, causal_skip: bool, bidirectional: bool) -> Pattern | None:
-    """Return the same under torch.compile, where closures cannot be read: from what else transformers passes.
+def pattern_of(function: Any, local: int | None, config: Any, causal_skip: bool, bidirectional: bool) -> Pattern | None:
+    """Return what `read` does under torch.compile, where closures cannot be read: from what else transformers passes.
 
     A causal intersection is packed, unless transformers could have left it out. Chunks are windows cut into runs.
     """
