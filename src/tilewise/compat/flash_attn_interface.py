@@ -24,13 +24,12 @@ from torch import Tensor
 
 from ..attention.api import attention_qkvpacked
 from ..values.layout import Varlen
-from .flash_attn.arguments import Length, Sides, number, options, refuse, sink_of, together
+from .flash_attn.arguments import Length, Sides, in_e4m3, number, options, refuse, sink_of, together
 from .flash_attn.cache import Angles, Cache, attend_cache
 from .flash_attn.call import Result, flash_attn_combine
-from .flash_attn.descale import in_e4m3
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
 from .flash_attn.layers.rotary import split_heads
-from .flash_attn.sequences import PADDED, Sequences, attend_sequences
+from .flash_attn.sequences import Sequences, attend_sequences
 
 __all__ = [
     "_flash_attn_backward",
@@ -67,7 +66,8 @@ def flash_attn_func(
     """Compute attention of q (B, M, H, D) over k (B, N, H_k, D) and v (B, N, H_k, D_v)."""
     refuse("flash_attn_func", qv=qv)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, s_aux))
-    o, lse = attend_sequences(q, k, v, chosen, PADDED, attention_chunk, (q_descale, k_descale, v_descale))
+    at = Sequences(chunk=attention_chunk, descales=(q_descale, k_descale, v_descale))
+    o, lse = attend_sequences(q, k, v, chosen, at)
     return (o, lse) if return_attn_probs else o
 
 
@@ -100,9 +100,9 @@ def flash_attn_varlen_func(
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v)."""
     refuse("flash_attn_varlen_func", qv=qv)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, s_aux))
-    longest = number(max_seqlen_q), number(max_seqlen_k)
-    at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k)
-    o, lse = attend_sequences(q, k, v, chosen, at, attention_chunk, (q_descale, k_descale, v_descale))
+    sequences = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k), seqused_q, seqused_k
+    at = Sequences(*sequences, chunk=attention_chunk, descales=(q_descale, k_descale, v_descale))
+    o, lse = attend_sequences(q, k, v, chosen, at)
     return (o, lse) if return_attn_probs else o
 
 
@@ -127,8 +127,8 @@ def flash_attn_qkvpacked_func(
     if qkv.ndim == 5 and attention_chunk == 0 and not in_e4m3(qkv):
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
-        descales = q_descale, k_descale, v_descale
-        o, lse = attend_sequences(q, k, v, chosen, PADDED, attention_chunk, descales)
+        at = Sequences(chunk=attention_chunk, descales=(q_descale, k_descale, v_descale))
+        o, lse = attend_sequences(q, k, v, chosen, at)
     return (o, lse) if return_attn_probs else o
 
 
@@ -249,8 +249,9 @@ def _flash_attn_forward(
     refuse("_flash_attn_forward", cu_seqlens_k_new=cu_seqlens_k_new)
     together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     chosen = options(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    at = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    o, lse = attend_sequences(q, k, v, chosen, at, attention_chunk, (q_descale, k_descale, v_descale))
+    sequences, descales = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (q_descale, k_descale, v_descale)
+    at = Sequences(*sequences, chunk=attention_chunk, descales=descales)
+    o, lse = attend_sequences(q, k, v, chosen, at)
     return o if out_ is None else out_.copy_(o), lse, lse.new_empty(0), lse.new_empty(0)
 
 

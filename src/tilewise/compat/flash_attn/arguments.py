@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...values.intervals import Causal, Window
 from ...values.masks import Full, Mask
+from ...values.products import Quantized
 from ...values.score import Alibi, Score, SoftCap
 from ...values.value import INTEGER_TYPES, Unsupported
 
 Sides = Sequence[int | Tensor | None]
 Length = int | Tensor
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES = None, None, None
 
 PAGES = "this function takes no keys and values in pages", "call flash_attn_with_kvcache, or a varlen function"
 PARTS = "parts of sequences are not supported", "gather the rows in use into sequences of those lengths"
@@ -58,6 +62,17 @@ def options(
 def number(length: Length | None) -> int | None:
     """Return an int, or None; a tensor is read, which synchronises with a GPU."""
     return int(length) if isinstance(length, Tensor) else length
+
+
+def in_e4m3(q: Tensor) -> bool:
+    """Tell whether q, and so k and v, are in e4m3; descales of 16-bit tensors are not read, as in FlashAttention-3."""
+    return q.dtype == torch.float8_e4m3fn
+
+
+def quantized(tensors: tuple[Tensor, ...], descales: Descales) -> tuple[Any, ...]:
+    """Return e4m3 tensors with their descales, which are 1 where they are None."""
+    pairs = zip(tensors, descales, strict=True)
+    return tuple([Quantized(t, torch.ones((), device=t.device) if scale is None else scale) for t, scale in pairs])
 
 
 def refuse(function: str, **given: Any) -> None:

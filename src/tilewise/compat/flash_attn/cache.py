@@ -9,11 +9,11 @@ from ...append.api import append_
 from ...attention.api import attention
 from ...rotary.api import rotary
 from ...values.cached import Cached
+from ...values.layout import PADDED, Layout, Varlen
 from ...values.masks import Full
 from ...values.products import Quantized
 from ...values.value import Unsupported
-from .arguments import Options, check_absent, check_used, together
-from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, layout_of
+from .arguments import NO_DESCALES, Descales, Options, check_absent, check_used, in_e4m3, quantized, together
 
 
 class Cache(NamedTuple):
@@ -95,6 +95,19 @@ def attend_cache(
                 k = angles.rotate(k, at, cache.cu_new)
             append_(keys, values, k, v, layout=of_new)
     return attention(x, keys, values, layout=layout, return_lse=True, **chosen._asdict())
+
+
+def cache_of(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, B: int, descales: Descales) -> tuple[Any, Any, Any]:
+    """Return q in bf16, and Quantized keys and values of a cache, which is read so; 16-bit tensors as they are."""
+    if not in_e4m3(q):
+        return q, k, v
+    of_q, of_k, of_v = quantized((q, k, v), descales)
+    return of_q.in_fp32(layout_of(cu_q), 0, B, k.shape[-2]).to(torch.bfloat16), of_k, of_v
+
+
+def layout_of(cu: Tensor | None) -> Layout:
+    """Return the layout of rows that may be packed."""
+    return PADDED if cu is None else Varlen(cu, cu)
 
 
 def check_cache(k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles) -> Tensor:

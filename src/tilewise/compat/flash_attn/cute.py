@@ -106,17 +106,15 @@ def flash_attn_varlen_func(
     """Compute attention of packed sequences: q (T, H, D), k (T', H_k, D) and v (T', H_k, D_v).
 
     Where cu_seqlens_q is None, q is padded (B, M, H, D), and so are out and lse; where cu_seqlens_k is, k and v are, if
-    they are not in pages.
-    Returns (out, lse or None).
+    they are not in pages. Returns (out, lse or None).
     """
     refuse("flash_attn_varlen_func", qv=qv, gather_kv_indices=gather_kv_indices, aux_tensors=aux_tensors)
     refuse("flash_attn_varlen_func", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse("flash_attn_varlen_func", aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
     _refuse_negative(window_size)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic, sink_of(q, learnable_sink))
-    longest = number(max_seqlen_q), number(max_seqlen_k)
-    at = Sequences(cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k, page_table)
-    o, lse = attend_sequences(q, k, v, chosen, at)
+    lengths = number(max_seqlen_q), number(max_seqlen_k), seqused_q, seqused_k
+    o, lse = attend_sequences(q, k, v, chosen, Sequences(cu_seqlens_q, cu_seqlens_k, *lengths, page_table))
     return o, lse if return_lse else None
 
 
@@ -130,10 +128,8 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> Outputs:
-    """Merge results over parts of the keys: (parts, B, M, H, D) and (parts, B, M, H), or packed (parts, T, …).
-
-    Returns (out, lse or None): out in `out` if it is given, in out_dtype or its own type, and lse (B, M, H), or (T, H).
-    Rows are merged one by one, so what says of which sequence they are is not read.
+    """Merge results as FlashAttention-3's function; return (out, lse or None). Rows are merged one by one, so what says
+    of which sequence they are is not read.
     """
     o, lse = call.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return o, lse if return_lse else None

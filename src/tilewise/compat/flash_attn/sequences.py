@@ -10,17 +10,17 @@ from ...attention.api import attention
 from ...call.dispatch import CHECK, intercepted
 from ...values.layout import Varlen, check_offsets
 from ...values.value import Unsupported
-from .arguments import Options, check_used
+from .arguments import NO_DESCALES, Descales, Options, check_used, in_e4m3, quantized
 from .bert_padding import starts_of
-from .cache import cached_parts
+from .cache import cache_of, cached_parts
 from .call import wants_gradients, without_gradients
-from .descale import NO_DESCALES, Descales, cache_of, in_e4m3, quantized
 
 
 class Sequences(NamedTuple):
-    """The arguments of a varlen function that say where rows and keys are, and how many of each sequence's first count.
+    """The arguments that say where rows and keys are, how many of each sequence's first count, and their descales.
 
-    Without cu_q, q is padded (B, M, H, D); without cu_k, so are k and v, unless they are in pages.
+    Without cu_q, q is padded (B, M, H, D); without cu_k, so are k and v, unless they are in pages. With a chunk > 0, a
+    row sees the keys of its own chunk alone.
     """
 
     cu_q: Tensor | None = None
@@ -30,14 +30,13 @@ class Sequences(NamedTuple):
     used_q: Tensor | None = None
     used_k: Tensor | None = None
     table: Tensor | None = None
+    chunk: int = 0
+    descales: Descales = NO_DESCALES
 
     @property
     def padded(self) -> bool:
-        """Whether q, k and v are padded, and all rows count."""
+        """Whether q, k and v are padded, and all their rows count."""
         return all([t is None for t in (self.cu_q, self.cu_k, self.used_q, self.used_k, self.table)])
-
-
-PADDED = Sequences()
 
 
 class InUse(NamedTuple):
@@ -75,52 +74,33 @@ class InUse(NamedTuple):
         return tuple(x.new_empty(x.shape).index_copy(dim, self.order, x) for dim, x in enumerate((o, lse)))  # type: ignore[return-value]
 
 
-def attend_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chosen: Options,
-    at: Sequences = PADDED,
-    chunk: int = 0,
-    descales: Descales = NO_DESCALES,
-) -> tuple[Tensor, Tensor]:
-    """Return o and lse of sequences; o is 0 and lse -inf in rows that are not in use.
-
-    A row sees the keys of its own chunk alone, or all where chunk is 0.
-    """
-    if chunk < 0:
-        raise ValueError(f"attention_chunk must be >= 0, got {chunk}; pass 0 for none")
-    if in_e4m3(q) and chunk > 0:
+def attend_sequences(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
+    """Return o and lse; o is 0 and lse -inf in rows that are not in use."""
+    if at.chunk < 0:
+        raise ValueError(f"attention_chunk must be >= 0, got {at.chunk}; pass 0 for none")
+    if in_e4m3(q) and at.chunk > 0:
         raise Unsupported("attention_chunk is > 0, but q is in e4m3; convert q, k and v, or pass chunks as sequences")
-    tensors = q, k, v, chosen.sink, *descales
+    tensors = q, k, v, chosen.sink, *at.descales
     for_inference = at.table is not None or in_e4m3(q)
     if for_inference:
         cached = at.table is not None or at.used_q is not None or at.used_k is not None
     else:  # to read keys where they lie copies nothing, and splits them among programs
-        cached = at.used_k is not None and chunk == 0 and not wants_gradients(*tensors)
-
-    def run() -> tuple[Tensor, Tensor]:
-        if cached:
-            return _attend_cached(q, k, v, chosen, at, descales)
-        if at.padded and chunk == 0:
-            return _attend(q, k, v, chosen, descales)
-        return _attend_packed(q, k, v, chosen, at, chunk, descales)
-
-    return without_gradients(run, *tensors) if for_inference else run()
+        cached = at.used_k is not None and at.chunk == 0 and not wants_gradients(*tensors)
+    run = _attend_cached if cached else _attend if at.padded and at.chunk == 0 else _attend_packed
+    given = q, k, v, chosen, at
+    return without_gradients(lambda: run(*given), *tensors) if for_inference else run(*given)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, descales: Descales, layout: Varlen | None = None
+    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, layout: Varlen | None = None
 ) -> tuple[Tensor, Tensor]:
     x, precision = (q, k, v), None
     if in_e4m3(q):
-        x, precision = quantized(x, descales), "fp8"
+        x, precision = quantized(x, at.descales), "fp8"
     return attention(*x, **chosen._asdict(), layout=layout, precision=precision, return_lse=True)
 
 
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, chunk: int, descales: Descales
-) -> tuple[Tensor, Tensor]:
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
     """Gather the rows in use, attend to packed sequences, and put the results back."""
     rows, cu_q, max_q = _packed(q, at.cu_q, at.max_q)
     keys, cu_k, max_k = _packed(k, at.cu_k, at.max_k)
@@ -133,18 +113,16 @@ def _attend_packed(
         of_k = InUse.of("k", at.used_k, cu_k, keys.shape[0])
         keys, values, cu_k = of_k.pack(keys), of_k.pack(values), of_k.cu
     layout = Varlen(cu_q, cu_k, max_q, max_k)
-    if chunk > 0:
-        layout = chunked(layout, chunk, k.shape[1] < q.shape[1] if at.padded else cu_q is not cu_k)
-    o, lse = _attend(rows, keys, values, chosen, descales, layout)
+    if at.chunk > 0:
+        layout = chunked(layout, at.chunk, k.shape[1] < q.shape[1] if at.padded else cu_q is not cu_k)
+    o, lse = _attend(rows, keys, values, chosen, at, layout)
     return _as_given(q, at, *(o, lse) if of_q is None else of_q.unpack(o, lse))
 
 
-def _attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, descales: Descales
-) -> tuple[Tensor, Tensor]:
+def _attend_cached(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
     """Attend to keys where they lie, for inference."""
     k, v, layout = cached_parts(k, v, at.cu_q, at.cu_k, at.max_q, at.used_k, at.table)
-    x, k, v = cache_of(q, k, v, at.cu_q, layout.lengths.shape[0], descales)
+    x, k, v = cache_of(q, k, v, at.cu_q, layout.lengths.shape[0], at.descales)
     if at.used_q is None:
         return attention(x, k, v, **chosen._asdict(), layout=layout, return_lse=True)
     rows, cu_q, max_q = _packed(x, at.cu_q, at.max_q)
