@@ -170,11 +170,10 @@ def flash_attn_with_kvcache(
     cache_seqlens as positions. What schedules its kernels is not read.
     """
     refuse("flash_attn_with_kvcache", qv=qv, attention_chunk=attention_chunk or None)
-    of_pages = page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
-    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, *of_pages)
+    where = cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
+    cache = Cache(k_cache, v_cache, cache_seqlens, *where, (q_descale, k_descale, v_descale))
     angles = Angles(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
-    chosen, descales = options(softmax_scale, causal, window_size, softcap), (q_descale, k_descale, v_descale)
-    o, lse = attend_cache(q, k, v, cache, angles, chosen, descales)
+    o, lse = attend_cache(q, k, v, cache, angles, options(softmax_scale, causal, window_size, softcap))
     return (o, lse) if return_softmax_lse else o
 
 

@@ -134,7 +134,7 @@ class Handle:
             else:
                 k, v, cached = cached_parts(k, v, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table)
                 layout = replace(cached, invariant=INVARIANT if num_splits == 1 else 0)
-            every = with_defaults("attention", {**chosen._asdict(), "layout": layout})
+            every = with_defaults("attention", chosen._replace(layout=layout)._asdict())
             del every["seed"], every["return_lse"]
             call = check_arguments(q, k, v, **every)
             select(calls.problem_of(*call))

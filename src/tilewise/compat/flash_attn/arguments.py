@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...values.intervals import Causal, Window
+from ...values.layout import PADDED, Layout
 from ...values.masks import Full, Mask
 from ...values.products import Quantized
 from ...values.score import Alibi, Score, SoftCap
@@ -36,6 +37,8 @@ class Options(NamedTuple):
     scale: float | None
     deterministic: bool
     sink: Tensor | None
+    dropout: float = 0.0
+    layout: Layout = PADDED
 
 
 def options(
@@ -46,6 +49,8 @@ def options(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     sink: Tensor | None = None,
+    dropout: float = 0.0,
+    layout: Layout = PADDED,
 ) -> Options:
     """Translate arguments; a side of the window that is None or negative is open."""
     left, right = (None if side is None or side < 0 else number(side) for side in window_size)
@@ -56,7 +61,7 @@ def options(
     score: list[Score] = [] if softcap == 0.0 else [SoftCap(softcap)]
     if alibi_slopes is not None:
         score.append(Alibi(alibi_slopes))
-    return Options(mask, score, softmax_scale, deterministic, sink)
+    return Options(mask, score, softmax_scale, deterministic, sink, dropout, layout)
 
 
 def number(length: Length | None) -> int | None:

@@ -28,6 +28,7 @@ class Cache(NamedTuple):
     cu_q: Tensor | None = None
     cu_new: Tensor | None = None
     max_q: int | None = None
+    descales: Descales = NO_DESCALES
 
     def layout(self, lengths: Tensor, cu_q: Tensor | None) -> Cached:
         """Return the cache's layout, for rows in a batch or packed."""
@@ -60,13 +61,7 @@ class Angles(NamedTuple):
 
 @torch.no_grad()
 def attend_cache(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache: Cache,
-    angles: Angles,
-    chosen: Options,
-    descales: Descales = NO_DESCALES,
+    q: Tensor, k: Tensor | None, v: Tensor | None, cache: Cache, angles: Angles, chosen: Options
 ) -> tuple[Tensor, Tensor]:
     """Append k and v to a cache, if they are given, and return o and lse of q and all its keys."""
     before = check_cache(k, v, cache, angles)
@@ -75,7 +70,7 @@ def attend_cache(
             "flash_attn_with_kvcache: rotary_cos is not None, but q is in e4m3; rotate q and k before, and leave it out"
         )
     x: Any
-    x, keys, values = cache_of(q, cache.k, cache.v, cache.cu_q, len(before), descales)
+    x, keys, values = cache_of(q, cache.k, cache.v, cache.cu_q, len(before), cache.descales)
     if k is None or v is None:
         layout = cache.layout(before, cache.cu_q)
     else:
@@ -94,7 +89,7 @@ def attend_cache(
                 x = (angles.rotate_at_once if at_once else angles.rotate)(x, at, cache.cu_q)
                 k = angles.rotate(k, at, cache.cu_new)
             append_(keys, values, k, v, layout=of_new)
-    return attention(x, keys, values, layout=layout, return_lse=True, **chosen._asdict())
+    return attention(x, keys, values, **chosen._replace(layout=layout)._asdict(), return_lse=True)
 
 
 def cache_of(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, B: int, descales: Descales) -> tuple[Any, Any, Any]:

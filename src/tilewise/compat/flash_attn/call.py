@@ -10,7 +10,6 @@ from ...attention.api import attention, attention_qkvpacked
 from ...call.dispatch import ReverseMode
 from ...merge.api import merge
 from ...values.dropout import Dropout, dropout_keep
-from ...values.layout import PADDED, Layout
 from ...values.value import Unsupported
 from .arguments import Options
 
@@ -34,21 +33,15 @@ def flash_attn_combine(
     return o if out_dtype is None else o.to(out_dtype), lse
 
 
-def attend(
-    operands: tuple[Tensor, ...],
-    chosen: Options,
-    dropout: float = 0.0,
-    return_attn_probs: bool = False,
-    layout: Layout = PADDED,
-) -> Result:
+def attend(operands: tuple[Tensor, ...], chosen: Options, return_attn_probs: bool) -> Result:
     """Run a function of FlashAttention-2 on q, k and v, or on qkv."""
-    if not return_attn_probs and not layout.no_gradients:
-        return _attention(*operands, **chosen._asdict(), dropout=dropout, layout=layout)
+    if not return_attn_probs and not chosen.layout.no_gradients:
+        return _attention(*operands, **chosen._asdict())
 
     def run() -> tuple[Tensor, ...]:
-        return forward(operands, chosen, layout, dropout, Dropout(dropout).seed(None, operands[0]))
+        return forward(operands, chosen, Dropout(chosen.dropout).seed(None, operands[0]))
 
-    found = without_gradients(run, *operands, chosen.sink) if layout.no_gradients else run()
+    found = without_gradients(run, *operands, chosen.sink) if chosen.layout.no_gradients else run()
     return found if return_attn_probs else found[0]
 
 
@@ -95,31 +88,25 @@ class _NoBackward(ReverseMode):
 
 
 def forward(
-    operands: tuple[Tensor, ...],
-    chosen: Options,
-    layout: Layout,
-    dropout: float,
-    seed: Tensor | None,
-    probabilities: bool = True,
+    operands: tuple[Tensor, ...], chosen: Options, seed: Tensor | None, probabilities: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o, lse and S_dmask, as FlashAttention-2 describes it; it is empty without dropout or `probabilities`."""
-    o, lse = _attention(*operands, **chosen._asdict(), dropout=dropout, seed=seed, layout=layout, return_lse=True)
+    o, lse = _attention(*operands, **chosen._asdict(), seed=seed, return_lse=True)
     if seed is None or not probabilities:
         return o, lse, o.new_empty(0)
     q, k = (operands if len(operands) == 3 else operands[0].unbind(-3))[:2]
     q, k = q.to(o.dtype), k.to(o.dtype)  # autocast's type, if it is on
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return o, lse, _signed_probabilities(q, k, lse, chosen, layout, dropout, int(seed))
+        return o, lse, _signed_probabilities(q, k, lse, chosen, int(seed))
 
 
-def _signed_probabilities(
-    q: Tensor, k: Tensor, lse: Tensor, chosen: Options, layout: Layout, dropout: float, seed: int
-) -> Tensor:
+def _signed_probabilities(q: Tensor, k: Tensor, lse: Tensor, chosen: Options, seed: int) -> Tensor:
     """Return P (B, H, longest M, longest N) in q's type, negated where dropout removed an entry.
 
     Each sequence is in its upper left corner, and all else is 0.
     """
-    sizes, H = layout.sizes(q.shape, k.shape, layout.longest()), q.shape[-2]
+    layout, H = chosen.layout, q.shape[-2]
+    sizes = layout.sizes(q.shape, k.shape, layout.longest())
     scale = q.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale
     k = k.repeat_interleave(H // k.shape[-2], -2)
     all_heads = torch.arange(sizes.B * H, device=q.device).view(sizes.B, H, 1, 1)
@@ -133,5 +120,5 @@ def _signed_probabilities(
             S = change.at(entries.start, entries.stop - entries.start).apply(S, i + N - M, j, N - M)
         hidden = ~chosen.mask.dense(M, N).to(q.device)
         own = torch.exp(S - layout.lse_of(lse, entries, rows)[..., None]).masked_fill(hidden, 0.0)
-        P[entries, :, :M, :N] = torch.where(dropout_keep(seed, all_heads[entries], i, j, dropout), own, -own)
+        P[entries, :, :M, :N] = torch.where(dropout_keep(seed, all_heads[entries], i, j, chosen.dropout), own, -own)
     return P

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...attention.api import attention_backward
 from ...values.dropout import Dropout
-from ...values.layout import PADDED, Layout, Varlen
+from ...values.layout import Layout, Varlen
 from .arguments import Length, Options, check_absent, number, options, refuse
 from .cache import Angles, Cache, attend_cache, cached_parts
 from .call import forward
@@ -37,8 +37,9 @@ def fwd(
 ) -> list[Tensor]:
     """Return out, softmax_lse, S_dmask and rng_state of q (B, M, H, D), k and v (B, N, H_k, D)."""
     refuse("fwd", gen=gen)
-    chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    return _forward(q, k, v, out, chosen, PADDED, p_dropout, return_softmax)
+    sides = window_size_left, window_size_right
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, dropout=p_dropout)
+    return _forward(q, k, v, out, chosen, return_softmax)
 
 
 def varlen_fwd(
@@ -67,12 +68,13 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """Return out, softmax_lse, S_dmask and rng_state of packed q (T, H, D), k and v (T', H_k, D)."""
     refuse("varlen_fwd", gen=gen)
-    chosen = options(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    sides = window_size_left, window_size_right
     layout: Layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     if any(t is not None for t in (seqused_k, leftpad_k, block_table)):
         given = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), seqused_k, block_table, leftpad_k
         k, v, layout = cached_parts(k, v, *given)
-    return _forward(q, k, v, out, chosen, layout, p_dropout, return_softmax)
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, dropout=p_dropout, layout=layout)
+    return _forward(q, k, v, out, chosen, return_softmax)
 
 
 def bwd(
@@ -99,9 +101,8 @@ def bwd(
     """Return dq, dk, dv and softmax_d, from the results of `fwd`, or of several whose keys are parts of a whole."""
     refuse("bwd", gen=gen)
     sides = window_size_left, window_size_right
-    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
-    results = dout, q, k, v, out, softmax_lse
-    return _backward(results, (dq, dk, dv), chosen, PADDED, p_dropout, rng_state)
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic, None, p_dropout)
+    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), chosen, rng_state)
 
 
 def varlen_bwd(
@@ -133,10 +134,9 @@ def varlen_bwd(
     """Return dq, dk, dv and softmax_d of packed sequences, from the results of `varlen_fwd`."""
     refuse("varlen_bwd", gen=gen)
     sides = window_size_left, window_size_right
-    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
-    results = dout, q, k, v, out, softmax_lse
-    return _backward(results, (dq, dk, dv), chosen, layout, p_dropout, rng_state)
+    chosen = options(softmax_scale, is_causal, sides, softcap, alibi_slopes, deterministic, None, p_dropout, layout)
+    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), chosen, rng_state)
 
 
 def fwd_kvcache(
@@ -172,17 +172,10 @@ def fwd_kvcache(
 
 @torch.no_grad()
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    chosen: Options,
-    layout: Layout,
-    dropout: float,
-    return_softmax: bool,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, chosen: Options, return_softmax: bool
 ) -> list[Tensor]:
-    seed = Dropout(dropout).seed(None, q)
-    o, lse, S_dmask = forward((q, k, v), chosen, layout, dropout, seed, return_softmax)
+    seed = Dropout(chosen.dropout).seed(None, q)
+    o, lse, S_dmask = forward((q, k, v), chosen, seed, return_softmax)
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if seed is not None:
         rng_state[0] = seed
@@ -191,20 +184,14 @@ def _forward(
 
 @torch.no_grad()
 def _backward(
-    results: tuple[Tensor, ...],
-    written: tuple[Tensor | None, ...],
-    chosen: Options,
-    layout: Layout,
-    dropout: float,
-    rng_state: Tensor | None,
+    results: tuple[Tensor, ...], written: tuple[Tensor | None, ...], chosen: Options, rng_state: Tensor | None
 ) -> list[Tensor]:
     """Return the gradients, in the tensors to be written where these are given, and softmax_d."""
-    if dropout > 0.0 and rng_state is None:
+    if chosen.dropout > 0.0 and rng_state is None:
         raise ValueError("rng_state must be what the forward returned if there is dropout, got None; pass it on")
     do, q, k, v, o, lse = results
-    seed = rng_state[0] if rng_state is not None and dropout > 0.0 else None
-    given = {**chosen._asdict(), "dropout": dropout, "layout": layout, "seed": seed}
-    grads = attention_backward(do, q, k, v, o.contiguous(), lse.contiguous(), **given)
+    seed = rng_state[0] if rng_state is not None and chosen.dropout > 0.0 else None
+    grads = attention_backward(do, q, k, v, o, lse.contiguous(), **chosen._asdict(), seed=seed)
     softmax_d = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
     pairs = zip(grads, written, strict=True)
     return [*(grad if place is None else place.copy_(grad) for grad, place in pairs), softmax_d]

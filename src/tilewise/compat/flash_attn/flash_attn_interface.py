@@ -83,7 +83,7 @@ def flash_attn_func(
 ) -> Result:
     """Compute attention of q (B, M, H, D) over k and v (B, N, H_k, D). The module describes arguments and results."""
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
-    return attend((q, k, v), chosen, dropout_p, return_attn_probs)
+    return attend((q, k, v), chosen._replace(dropout=dropout_p), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -101,7 +101,7 @@ def flash_attn_kvpacked_func(
     """Call flash_attn_func with q (B, M, H, D) and with k and v from kv (B, N, 2, H_k, D)."""
     k, v = _unstack(kv)
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((q, k, v), chosen, dropout_p, return_attn_probs)
+    return attend((q, k, v), chosen._replace(dropout=dropout_p), return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -117,7 +117,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D)."""
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((qkv,), chosen, dropout_p, return_attn_probs)
+    return attend((qkv,), chosen._replace(dropout=dropout_p), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
     else:
         layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
-    return attend((q, k, v), chosen, dropout_p, return_attn_probs, layout)
+    return attend((q, k, v), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -171,7 +171,7 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _unstack(kv)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((q, k, v), chosen, dropout_p, return_attn_probs, layout)
+    return attend((q, k, v), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -190,7 +190,7 @@ def flash_attn_varlen_qkvpacked_func(
     """Call flash_attn_varlen_func with q, k and v from qkv (T, 3, H, D)."""
     layout = Varlen(cu_seqlens, cu_seqlens, number(max_seqlen), number(max_seqlen))
     chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((qkv,), chosen, dropout_p, return_attn_probs, layout)
+    return attend((qkv,), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
 
 
 def flash_attn_with_kvcache(

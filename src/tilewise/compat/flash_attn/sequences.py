@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...attention.api import attention
 from ...call.dispatch import CHECK, intercepted
-from ...values.layout import Varlen, check_offsets
+from ...values.layout import PADDED, Layout, Varlen, check_offsets
 from ...values.value import Unsupported
 from .arguments import NO_DESCALES, Descales, Options, check_used, in_e4m3, quantized
 from .bert_padding import starts_of
@@ -92,12 +92,12 @@ def attend_sequences(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Seque
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, layout: Varlen | None = None
+    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, layout: Layout = PADDED
 ) -> tuple[Tensor, Tensor]:
     x, precision = (q, k, v), None
     if in_e4m3(q):
         x, precision = quantized(x, at.descales), "fp8"
-    return attention(*x, **chosen._asdict(), layout=layout, precision=precision, return_lse=True)
+    return attention(*x, **chosen._replace(layout=layout)._asdict(), precision=precision, return_lse=True)
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
@@ -124,11 +124,11 @@ def _attend_cached(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequenc
     k, v, layout = cached_parts(k, v, at.cu_q, at.cu_k, at.max_q, at.used_k, at.table)
     x, k, v = cache_of(q, k, v, at.cu_q, layout.lengths.shape[0], at.descales)
     if at.used_q is None:
-        return attention(x, k, v, **chosen._asdict(), layout=layout, return_lse=True)
+        return attention(x, k, v, **chosen._replace(layout=layout)._asdict(), return_lse=True)
     rows, cu_q, max_q = _packed(x, at.cu_q, at.max_q)
     of_q = InUse.of("q", at.used_q, cu_q, rows.shape[0])
     layout = replace(layout, cu_q=of_q.cu, max_q=max_q)
-    o, lse = attention(of_q.pack(rows), k, v, **chosen._asdict(), layout=layout, return_lse=True)
+    o, lse = attention(of_q.pack(rows), k, v, **chosen._replace(layout=layout)._asdict(), return_lse=True)
     return _as_given(q, at, *of_q.unpack(o, lse))
 
 
