@@ -9,14 +9,10 @@ diffusers finds backends in an enumeration of names and a table of functions. `i
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention.api import attention
-from ..values.intervals import Causal
-from ..values.masks import Full
-from ..values.score import Bias
-from ..values.tables import Dense
+from .sdpa import mask_and_score
 
 __all__ = ["install", "uninstall"]
 
@@ -27,9 +23,7 @@ MEMBER = NAME.upper()
 def install() -> None:
     """Register tilewise with diffusers, so that `set_attention_backend("tilewise")` works in this process.
 
-    A second call changes nothing.
-
-    Raises ImportError if diffusers is absent or too old.
+    A second call changes nothing. Raises ImportError if diffusers is absent or too old.
     """
     names, registry = _tables()
     if MEMBER in names.__members__:
@@ -44,10 +38,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take out what `install` registered; nothing of it stays. diffusers' active backend becomes "native" if it was
-    tilewise. Call `reset_attention_backend()` of models that were set to it first.
+    """Take out what `install` registered; nothing of it stays. Raises ImportError as `install`.
 
-    Raises ImportError as `install`.
+    diffusers' active backend becomes "native" if it was tilewise. Before, call `reset_attention_backend()` of models
+    that were set to it.
     """
     names, registry = _tables()
     member = names.__members__.get(MEMBER)
@@ -76,16 +70,10 @@ def attend(
 ) -> Any:
     """Compute what diffusers' backend "native" does, with its arguments.
 
-    Args:
-        query, key, value: (batch, length, heads, head size).
-        attn_mask: bools (True: seen) or numbers to add to the logits, broadcast to (batch, heads, queries, keys), or
-            one for each key, (batch, keys).
-        is_causal: query i sees the keys to i, with as many queries as keys or fewer.
-        return_lse: return the logsumexp, too, (batch, queries, heads) in fp32.
-
-    Raises:
-        TypeError, ValueError, Unsupported: as `tilewise.attention`; context parallelism is on; is_causal is given with
-            a mask, or with more queries than keys.
+    query, key and value are (B, length, H, D). attn_mask has bools (True: the key counts) or numbers to add to the
+    logits, broadcast to (B, H, M, N), or one for each key, (B, N). With is_causal, query i sees the keys to i, where
+    M <= N. return_lse adds the logsumexp (B, M, H) in fp32. Raises ValueError for context parallelism, and for
+    is_causal with a mask or M > N; and what `tilewise.attention` raises.
     """
     if _parallel_config is not None:
         raise ValueError(
@@ -100,10 +88,9 @@ def attend(
         )
     if is_causal:  # PyTorch aligns the first query with the first key, so that no query sees the others
         key, value = key[:, :M], value[:, :M]
-    mask, score = Causal() if is_causal else Full(), []
-    if attn_mask is not None:
-        seen = attn_mask[:, None, None] if attn_mask.shape == (query.shape[0], N) else attn_mask
-        mask, score = (Dense(seen), []) if seen.dtype == torch.bool else (mask, [Bias(seen)])
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], N):
+        attn_mask = attn_mask[:, None, None]
+    mask, score = mask_and_score(attn_mask, is_causal)
     options = {"mask": mask, "score": score, "scale": scale, "dropout": dropout_p}
     if not return_lse:
         return attention(query, key, value, **options)

@@ -85,9 +85,7 @@ def install(devices: Sequence[str] = ("cuda",), always: bool = False) -> None:
         always: take every call that a back end takes. By default only calls on a GPU whose length is large enough,
             by measurements on this chip, or else from 256 x 256 entries of the score matrix on.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        RuntimeError: it is installed with other arguments.
+    Raises TypeError or ValueError for a wrong argument, RuntimeError if it is installed with other arguments.
     """
     settings = _checked(devices, always)
     if _settings not in (None, settings):
@@ -195,7 +193,10 @@ def _route(
         return _as_given(of_call, None, dropout_p, enable_gqa, o)
     against = _against_call(of_call, attn_mask, is_causal, enable_gqa)
     if against is None:
-        mask, score = _options(query.ndim, attn_mask, is_causal)
+        of_heads = attn_mask
+        if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
+            of_heads = attn_mask.unsqueeze(1)
+        mask, score = mask_and_score(of_heads, is_causal)
         q, k, v = _operands(of_call, is_causal)
         try:
             x, recipe, longest = check_arguments(q, k, v, mask, score, scale, None, dropout_p, None, None, False, None)
@@ -216,9 +217,7 @@ def _route(
     return SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[return-value]
 
 
-def _against_call(
-    x: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, causal: bool, grouped: bool
-) -> str | None:
+def _against_call(x: Sequence[Tensor], attn_mask: Tensor | None, causal: bool, grouped: bool) -> str | None:
     """Return why a call has no counterpart in tilewise; None if it has one."""
     q, k, v = x
     tensors = x if attn_mask is None else (*x, attn_mask)
@@ -257,7 +256,7 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
     return {*PLAIN, FakeTensor, FunctionalTensor}.issuperset(map(type, tensors))
 
 
-def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tensor]:
+def _operands(of_call: Sequence[Tensor], causal: bool) -> list[Tensor]:
     """Return q, k and v as views (batch, length, heads, head size), of one batch size.
 
     Key heads may be fewer, as everywhere in tilewise; what else PyTorch broadcasts is expanded.
@@ -272,15 +271,13 @@ def _operands(of_call: tuple[Tensor, Tensor, Tensor], causal: bool) -> list[Tens
     return [q, k, v]
 
 
-def _as_given(
-    of_call: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout: float, grouped: bool, o: Tensor
-) -> Tensor:
+def _as_given(x: Sequence[Tensor], attn_mask: Tensor | None, dropout: float, grouped: bool, o: Tensor) -> Tensor:
     """Return o with the dimensions of the query, in their order; on a CPU with the strides of PyTorch's own result.
 
     There PyTorch's fused kernel keeps the query's order, so that views of one are views of the other, and what that
     kernel does not take is contiguous. On a GPU o is as PyTorch's kernels write it.
     """
-    q, k, v = of_call
+    q, k, v = x
     o = o.transpose(1, 2) if q.ndim == 4 else o[:, :, 0] if q.ndim == 3 else o[0, :, 0]
     if not q.is_cpu:
         return o
@@ -300,12 +297,11 @@ def _as_given(
     return o if o.stride() == ordered.stride() else ordered.copy_(o)
 
 
-def _options(rank: int, attn_mask: Tensor | None, causal: bool) -> tuple[Mask, tuple[Score, ...]]:
-    """Translate attn_mask and is_causal, for operands of a rank."""
+def mask_and_score(attn_mask: Tensor | None, causal: bool) -> tuple[Mask, tuple[Score, ...]]:
+    """Translate attn_mask, which broadcasts to (B, H, M, N), or is_causal."""
     if attn_mask is None:
         return CAUSAL if causal else FULL, ()
-    seen = attn_mask.unsqueeze(1) if rank == attn_mask.ndim == 3 else attn_mask
-    return (Dense(seen), ()) if seen.dtype == torch.bool else (FULL, (Bias(seen),))
+    return (Dense(attn_mask), ()) if attn_mask.dtype == torch.bool else (FULL, (Bias(attn_mask),))
 
 
 def _against_running(x: Operands, problem: Problem, name: str | None) -> str | None:

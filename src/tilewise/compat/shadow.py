@@ -89,13 +89,9 @@ def install(*packages: str, force: bool = False) -> None:
     Call it before you import transformers and its like, which look once. Each process needs it, workers too. A second
     call for a package changes nothing, and so does one where the wheel of `python -m tilewise shadow` is installed.
 
-    Args:
-        packages: "flash_attn" (version 2), "flash_attn_interface" (3) or "flash_attn.cute" (4); at least one.
-        force: serve tilewise even where the real package is installed.
-
-    Raises:
-        ValueError: a name is none of these, or there is none.
-        RuntimeError: the real package is imported already, or it is installed and `force` is false.
+    `packages` are one or several of "flash_attn" (version 2), "flash_attn_interface" (3) and "flash_attn.cute" (4).
+    Raises ValueError for others, and RuntimeError if the real package is imported already, or is installed and `force`
+    is false.
     """
     wanted = [name for name in _known(packages) if name not in _FINDER.names and not is_shadow(name)]
     for name in wanted:
@@ -110,8 +106,7 @@ def install(*packages: str, force: bool = False) -> None:
 
 def uninstall(*packages: str) -> None:
     """Undo `install` for these packages, or for all: their modules leave sys.modules. What is imported keeps working.
-
-    Raises ValueError for a name that `install` does not know.
+    Raises ValueError as `install`.
     """
     for package in _known(packages or tuple(PACKAGES)):
         if package not in _FINDER.names:
@@ -132,8 +127,7 @@ def uninstall(*packages: str) -> None:
 
 def write_wheel(package: str, folder: Path, force: bool = False) -> Path:
     """Write a wheel with a package's modules, which need tilewise where it is installed; return its path.
-
-    Raises ValueError and RuntimeError as `install` does.
+    Raises ValueError and RuntimeError as `install`.
     """
     (name,) = _known((package,))
     refuse_real(name, force)

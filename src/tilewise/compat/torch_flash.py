@@ -7,9 +7,8 @@
     activate_flash_attention_impl("tilewise")
 
 From then on packed sequences run on tilewise, with their gradients, and for inference those that use `seqused_k` keys
-of their own, or of pages by `block_table`; restore_flash_attention_impl() ends it. What tilewise has no name for is
-left to the kernel that PyTorch brings: dropout, ALiBi, and calls that no back end takes. Rows that see no key
-have lse = -inf.
+of their own, or of pages by `block_table`; restore_flash_attention_impl() ends it. PyTorch's own kernel computes what
+tilewise has no name for: dropout, ALiBi, and calls that no back end takes. Rows that see no key have lse = -inf.
 """
 
 from collections.abc import Sequence
@@ -45,13 +44,8 @@ INVARIANT = 1024
 def register(name: str = "tilewise", devices: Sequence[str] = ("cuda",)) -> None:
     """Register tilewise under a name that torch.nn.attention.activate_flash_attention_impl takes.
 
-    Args:
-        name: that name.
-        devices: whose calls to take: "cuda" (also ROCm's) and "cpu".
-
-    Raises:
-        ValueError: a device is unknown.
-        RuntimeError: this PyTorch has no such registry; 2.11 and newer have it.
+    `devices`, whose calls to take, are some of "cuda" (also ROCm's) and "cpu". Raises ValueError for another one, and
+    RuntimeError where PyTorch has no such registry; 2.11 and newer have it.
     """
     taken = check_devices(devices)
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):

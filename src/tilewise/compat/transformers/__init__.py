@@ -21,9 +21,8 @@ __all__ = ["MaskView", "install", "set_precision", "uninstall"]
 def install(name: str = "tilewise") -> None:
     """Register tilewise with transformers, so that `attn_implementation=name` works in this process.
 
-    Processes that are spawned call it, too. A second call changes nothing.
-
-    Raises TypeError or ValueError for a name that cannot be used, ImportError if transformers is absent or too old.
+    Processes that are spawned call it, too. A second call changes nothing. Raises TypeError or ValueError for a name
+    that cannot be used, ImportError if transformers is absent or too old.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}; leave it out for 'tilewise'")

@@ -23,8 +23,7 @@ def set_precision(model: nn.Module, precision: str | None, leave_out: Sequence[s
         leave_out: names of modules, as `model.named_modules()` gives them, whose layers stay in 16 bits; * stands for
             any part, as in "model.layers.0.*".
 
-    Raises:
-        ValueError: the precision is not known, or a name in leave_out fits no module.
+    Raises ValueError for another precision, and for a name in leave_out that fits no module.
     """
     if precision is not None and precision not in EIGHT_BITS:
         raise ValueError(f"precision must be None, int8 or fp8, got {precision!r}; leave it out for 16 bits")
