@@ -216,7 +216,7 @@ def _elsewhere(name: str) -> ModuleSpec | None:
 
 
 def _is_package(name: str) -> bool:
-    return name == "flash_attn.cute" or any(other.startswith(f"{name}.") for other in MODULES)
+    return any(other.startswith(f"{name}.") for other in MODULES)
 
 
 def _path(module: str) -> str:

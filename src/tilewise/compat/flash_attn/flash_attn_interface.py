@@ -82,8 +82,9 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
 ) -> Result:
     """Compute attention of q (B, M, H, D) over k and v (B, N, H_k, D). The module describes arguments and results."""
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
-    return attend((q, k, v), chosen._replace(dropout=dropout_p), return_attn_probs)
+    sink = sink_of(q, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink, dropout_p)
+    return attend((q, k, v), chosen, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -100,8 +101,8 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """Call flash_attn_func with q (B, M, H, D) and with k and v from kv (B, N, 2, H_k, D)."""
     k, v = _unstack(kv)
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((q, k, v), chosen._replace(dropout=dropout_p), return_attn_probs)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None, dropout_p)
+    return attend((q, k, v), chosen, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -116,8 +117,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D)."""
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((qkv,), chosen._replace(dropout=dropout_p), return_attn_probs)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None, dropout_p)
+    return attend((qkv,), chosen, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -147,8 +148,9 @@ def flash_attn_varlen_func(
         k, v, layout = cached_parts(k, v, cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), None, block_table)
     else:
         layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink_of(q, s_aux))
-    return attend((q, k, v), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
+    sink = sink_of(q, s_aux)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sink, dropout_p, layout)
+    return attend((q, k, v), chosen, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -170,8 +172,8 @@ def flash_attn_varlen_kvpacked_func(
     """Call flash_attn_varlen_func with q (T, H, D) and with k and v from kv (T', 2, H_k, D)."""
     k, v = _unstack(kv)
     layout = Varlen(cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k))
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((q, k, v), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None, dropout_p, layout)
+    return attend((q, k, v), chosen, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -189,8 +191,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """Call flash_attn_varlen_func with q, k and v from qkv (T, 3, H, D)."""
     layout = Varlen(cu_seqlens, cu_seqlens, number(max_seqlen), number(max_seqlen))
-    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return attend((qkv,), chosen._replace(dropout=dropout_p, layout=layout), return_attn_probs)
+    chosen = options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None, dropout_p, layout)
+    return attend((qkv,), chosen, return_attn_probs)
 
 
 def flash_attn_with_kvcache(

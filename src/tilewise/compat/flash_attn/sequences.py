@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...attention.api import attention
 from ...call.dispatch import CHECK, intercepted
-from ...values.layout import PADDED, Layout, Varlen, check_offsets
+from ...values.layout import Varlen, check_offsets
 from ...values.value import Unsupported
 from .arguments import NO_DESCALES, Descales, Options, check_used, in_e4m3, quantized
 from .bert_padding import starts_of
@@ -35,8 +35,8 @@ class Sequences(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether q, k and v are padded, and all their rows count."""
-        return all([t is None for t in (self.cu_q, self.cu_k, self.used_q, self.used_k, self.table)])
+        """Whether q, k and v are padded, if there are no pages, and all their rows count."""
+        return self.cu_q is None and self.cu_k is None and self.used_q is None and self.used_k is None
 
 
 class InUse(NamedTuple):
@@ -91,13 +91,10 @@ def attend_sequences(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Seque
     return without_gradients(lambda: run(*given), *tensors) if for_inference else run(*given)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences, layout: Layout = PADDED
-) -> tuple[Tensor, Tensor]:
-    x, precision = (q, k, v), None
+def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
     if in_e4m3(q):
-        x, precision = quantized(x, at.descales), "fp8"
-    return attention(*x, **chosen._replace(layout=layout)._asdict(), precision=precision, return_lse=True)
+        return attention(*quantized((q, k, v), at.descales), **chosen._asdict(), precision="fp8", return_lse=True)
+    return attention(q, k, v, **chosen._asdict(), return_lse=True)
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequences) -> tuple[Tensor, Tensor]:
@@ -115,7 +112,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequenc
     layout = Varlen(cu_q, cu_k, max_q, max_k)
     if at.chunk > 0:
         layout = chunked(layout, at.chunk, k.shape[1] < q.shape[1] if at.padded else cu_q is not cu_k)
-    o, lse = _attend(rows, keys, values, chosen, at, layout)
+    o, lse = _attend(rows, keys, values, chosen._replace(layout=layout), at)
     return _as_given(q, at, *(o, lse) if of_q is None else of_q.unpack(o, lse))
 
 
@@ -127,8 +124,8 @@ def _attend_cached(q: Tensor, k: Tensor, v: Tensor, chosen: Options, at: Sequenc
         return attention(x, k, v, **chosen._replace(layout=layout)._asdict(), return_lse=True)
     rows, cu_q, max_q = _packed(x, at.cu_q, at.max_q)
     of_q = InUse.of("q", at.used_q, cu_q, rows.shape[0])
-    layout = replace(layout, cu_q=of_q.cu, max_q=max_q)
-    o, lse = attention(of_q.pack(rows), k, v, **chosen._replace(layout=layout)._asdict(), return_lse=True)
+    chosen = chosen._replace(layout=replace(layout, cu_q=of_q.cu, max_q=max_q))
+    o, lse = attention(of_q.pack(rows), k, v, **chosen._asdict(), return_lse=True)
     return _as_given(q, at, *of_q.unpack(o, lse))
 
 

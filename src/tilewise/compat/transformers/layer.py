@@ -11,10 +11,10 @@ from ...values.intervals import Causal, Window
 from ...values.layout import Varlen
 from ...values.masks import Full, Mask
 from ...values.score import Bias, Score, SoftCap
-from ...values.tables import Dense
 from ...values.value import Unsupported
 from ..flash_attn.arguments import sink_of
 from ..flash_attn.call import wants_gradients
+from ..sdpa import mask_and_score
 from .precision import PRECISION
 from .view import SHARDED, MaskView
 
@@ -66,8 +66,8 @@ def attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = packed = _plain(causal and M > 1, sliding_window)
     else:
-        mask, packed, N, bias = _prepared(attention_mask, M, N)
-        scores += [] if bias is None else [Bias(bias)]
+        mask, packed, N, biases = _prepared(attention_mask, M, N)
+        scores += biases
     if position_bias is not None:
         scores.append(Bias(position_bias[..., :N]))
     sharded = getattr(attention_mask, "sharded", None) or (SHARDED[-1] if SHARDED else None)
@@ -133,19 +133,20 @@ def _plain(causal: bool, window: int | None) -> Mask:
     return mask if window is None else mask & Window(window - 1, None if causal else window - 1)
 
 
-def _prepared(given: Any, M: int, N: int) -> tuple[Mask, Mask | None, int, Tensor | None]:
-    """Return the mask, the mask of packed sequences, how many keys it is for, and a bias, from what a layer got."""
+def _prepared(given: Any, M: int, N: int) -> tuple[Mask, Mask | None, int, tuple[Score, ...]]:
+    """Return the mask, the mask of packed sequences, how many keys it is for, and scores, from what a layer got."""
     if isinstance(given, MaskView) and given.shape[2] == M:
         mask, keys, packed = given.values()
         if keys <= N <= given.shape[3]:
-            return mask, packed, keys, None
+            return mask, packed, keys, ()
     if given.ndim != 4 or given.shape[3] not in (1, *range(N, given.shape[3] + 1)):
         raise ValueError(
             f"attention_mask must have shape (B, 1 or H, {M}, {N}), got {tuple(given.shape)}; "
             "use attn_implementation='eager' if the model adds keys after the mask was made"
         )
     drawn = (given.tensor() if isinstance(given, MaskView) else given)[..., :N]
-    return (Dense(drawn), None, N, None) if drawn.dtype == torch.bool else (Full(), None, N, drawn)
+    mask, scores = mask_and_score(drawn, causal=False)
+    return mask, None, N, scores
 
 
 CuSeqlens = tuple[Tensor, Tensor, Any, Any]

@@ -136,14 +136,6 @@ class SelfAttention(CrossAttention):
         return super().forward(qkv[:, :, 0], qkv[:, :, 1:], causal, key_padding_mask)
 
 
-class LinearResidual(nn.Linear):
-    """A linear layer that returns its input, too."""
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the projection, and the input itself."""
-        return super().forward(input), input
-
-
 class MHA(nn.Module):
     """Multi-head self-attention, or with cross_attn attention over x_kv, with its projections.
 
@@ -199,12 +191,11 @@ class MHA(nn.Module):
             rotary = rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base
             self.rotary_emb = RotaryEmbedding(rotary_emb_dim, *rotary, device=device)
         kv_dim = 2 * self.head_dim * self.num_heads_kv
-        projection = LinearResidual if return_residual else nn.Linear
         if cross_attn:
             self.Wq = nn.Linear(embed_dim, embed_dim, bias=qkv_proj_bias, **made)
-            self.Wkv = projection(embed_dim, kv_dim, bias=qkv_proj_bias, **made)
+            self.Wkv = nn.Linear(embed_dim, kv_dim, bias=qkv_proj_bias, **made)
         else:
-            self.Wqkv = projection(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **made)
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **made)
         if dwconv and self.num_heads_kv == num_heads:
             self.dwconv_qkv = _convolution(embed_dim + kv_dim)
         elif dwconv:
@@ -247,10 +238,9 @@ class MHA(nn.Module):
         kwargs = (of_flash if flash else of_other) | kwargs
         if self.cross_attn:
             queries = x if mixer_subset is None else x[:, mixer_subset]
-            parts = self.Wq(queries), _output(self.Wkv(x if x_kv is None else x_kv))
+            parts = self.Wq(queries), self.Wkv(x if x_kv is None else x_kv)
         else:
-            qkv = _output(self.Wqkv(x))
-            joint = self.num_heads_kv == self.num_heads
+            qkv, joint = self.Wqkv(x), self.num_heads_kv == self.num_heads
             parts = (qkv,) if joint else (qkv[..., : self.embed_dim], qkv[..., self.embed_dim :])
         out = self.out_proj(self._attend(*parts, **kwargs).flatten(-2))
         return (out, x) if self.return_residual else out
@@ -280,10 +270,6 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 def _convolution(size: int) -> nn.Conv1d:
     return nn.Conv1d(size, size, kernel_size=3, padding=2, groups=size)
-
-
-def _output(projected: Any) -> Tensor:
-    return projected[0] if isinstance(projected, tuple) else projected
 
 
 def _length(max_seqlen: int | None) -> int:
