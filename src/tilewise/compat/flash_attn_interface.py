@@ -28,7 +28,7 @@ from .flash_attn.arguments import Length, Sides, in_e4m3, number, options, refus
 from .flash_attn.cache import Angles, Cache, attend_cache
 from .flash_attn.call import Result, flash_attn_combine
 from .flash_attn.flash_attn_gpu import bwd, varlen_bwd
-from .flash_attn.layers.rotary import split_heads
+from .flash_attn.layers.rotary import check_heads, split_heads
 from .flash_attn.sequences import Sequences, attend_sequences
 
 __all__ = [
@@ -122,13 +122,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Call flash_attn_func with q, k and v from qkv (B, N, 3, H, D), or (B, N, H + 2 H_k, D) with num_heads_q."""
-    q, k, v = split_heads(qkv, num_heads_q)
     chosen = options(softmax_scale, causal, window_size, softcap, None, deterministic)
     if qkv.ndim == 5 and attention_chunk == 0 and not in_e4m3(qkv):
+        check_heads(num_heads_q, qkv.shape[-2])
         o, lse = attention_qkvpacked(qkv, **chosen._asdict(), return_lse=True)
     else:
         at = Sequences(chunk=attention_chunk, descales=(q_descale, k_descale, v_descale))
-        o, lse = attend_sequences(q, k, v, chosen, at)
+        o, lse = attend_sequences(*split_heads(qkv, num_heads_q), chosen, at)
     return (o, lse) if return_attn_probs else o
 
 

@@ -135,9 +135,8 @@ def write_wheel(package: str, folder: Path, force: bool = False) -> Path:
     stem = f"{it.distribution.replace('-', '_')}-{it.version}"
     files = {_path(module): MODULE.format(module) for module in it.modules}
     files |= {f"{stem}.dist-info/{file}": text for file, text in {**it.texts(), "WHEEL": WHEEL}.items()}
-    files[f"{stem}.dist-info/RECORD"] = "".join(
-        [f"{file},{_digest(text)},{len(text)}\n" for file, text in files.items()] + [f"{stem}.dist-info/RECORD,,\n"]
-    )
+    record = f"{stem}.dist-info/RECORD"
+    files[record] = "".join([f"{file},{_digest(text)},{len(text)}\n" for file, text in files.items()]) + f"{record},,\n"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-py3-none-any.whl"
     with TemporaryDirectory(dir=folder) as fresh:  # what a link of the wheel's name points to stays as it is

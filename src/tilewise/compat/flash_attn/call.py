@@ -108,11 +108,11 @@ def _signed_probabilities(q: Tensor, k: Tensor, lse: Tensor, chosen: Options, se
     layout, H = chosen.layout, q.shape[-2]
     sizes = layout.sizes(q.shape, k.shape, layout.longest())
     scale = q.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale
-    k = k.repeat_interleave(H // k.shape[-2], -2)
     all_heads = torch.arange(sizes.B * H, device=q.device).view(sizes.B, H, 1, 1)
     P = q.new_zeros(sizes.B, H, sizes.M, sizes.N)
+    q, k = q.to(lse.dtype), k.repeat_interleave(H // k.shape[-2], -2).to(lse.dtype)
     for entries, rows, keys in layout.groups(sizes):
-        of_q, of_k = (layout.rows_of(t.to(lse.dtype), entries, part) for t, part in ((q, rows), (k, keys)))
+        of_q, of_k = layout.rows_of(q, entries, rows), layout.rows_of(k, entries, keys)
         M, N = of_q.shape[1], of_k.shape[1]
         i, j = torch.arange(M, device=q.device)[:, None], torch.arange(N, device=q.device)[None, :]
         S = torch.einsum("bmhd,bnhd->bhmn", of_q, of_k) * scale

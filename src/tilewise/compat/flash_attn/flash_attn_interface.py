@@ -32,11 +32,10 @@ These things differ from that package:
 - The dropout pattern is tilewise's, with dropout_p rounded to a multiple of 2^-16.
 - s_aux is new: transformers passes sinks by this name where a function has it.
 
-Functions that begin with an underscore are what context parallelism builds on. They take window_size_left and
-window_size_right in place of window_size, and are not differentiable. A forward returns (out, softmax_lse, S_dmask,
-rng_state), where S_dmask is empty unless return_softmax asks for it. A backward writes dq, dk and dv where they are not
-None, and returns softmax_d, rowsum(dout * out), in softmax_lse's shape. It takes the out and softmax_lse of all keys
-where k and v are a part of them.
+Functions that begin with an underscore are for context parallelism. They are not differentiable. A forward returns
+(out, softmax_lse, S_dmask, rng_state), where S_dmask is empty without return_softmax. A backward writes dq, dk and dv
+where they are not None, and returns softmax_d, rowsum(dout * out), in softmax_lse's shape. out and softmax_lse are
+those of all keys, where k and v are a part of them.
 """
 
 from torch import Tensor
@@ -219,9 +218,9 @@ def flash_attn_with_kvcache(
     """Append k and v (B, new, H_k, D) to a cache, in place, and compute attention of q (B, M, H, D) to all its keys.
 
     k_cache and v_cache are (entries, capacity, H_k, D), or with block_table (B, width) pages (pages, P, H_k, D).
-    cache_seqlens (B,) are the lengths before the new keys, which are turned by rotary_cos and rotary_sin from there on;
-    so is q if it is causal or has a window, else all of q is turned by the position of the first new key. num_splits is
-    not read. Returns out, or (out, softmax_lse). There is no gradient.
+    cache_seqlens (B,) are the lengths before the new keys, which are rotated by rotary_cos and rotary_sin from there
+    on; so is q if it is causal or has a window, else all of q by the position of the first new key. num_splits is not
+    read. Returns out, or (out, softmax_lse). There is no gradient.
     """
     if block_table is not None:
         check_absent("with block_table", cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
@@ -245,8 +244,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, ...]:
     """Return (out, softmax_lse, S_dmask, rng_state) of q (B, M, H, D), k and v (B, N, H_k, D)."""
-    window = window_size_left, window_size_right
-    given = alibi_slopes, dropout_p, softmax_scale, causal, *window, softcap, return_softmax
+    given = alibi_slopes, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, return_softmax
     return tuple(flash_attn_gpu.fwd(q, k, v, None, *given))
 
 

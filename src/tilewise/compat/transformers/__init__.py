@@ -42,7 +42,7 @@ def uninstall(name: str = "tilewise") -> None:
     """
     layers, masks = _registries()
     if layers.get(name) is not attend:
-        ours = ", ".join(repr(known) for known, function in layers.items() if function is attend) or "none"
+        ours = ", ".join(repr(taken) for taken, function in layers.items() if function is attend) or "none"
         raise ValueError(f"name must be one that is installed ({ours}), got {name!r}; call install first")
     del layers[name], masks[name]
 

@@ -31,9 +31,9 @@ def set_precision(model: nn.Module, precision: str | None, leave_out: Sequence[s
     patterns = [leave_out] if isinstance(leave_out, str) else leave_out
     for pattern in patterns:
         if not any(fits(name, pattern) for name in names):
-            known = ", ".join([name for name in names if name.endswith(("attn", "attention"))][:3])
+            examples = ", ".join([name for name in names if name.endswith(("attn", "attention"))][:3])
             raise ValueError(
-                f"leave_out must have names of the model's modules, got {pattern!r}; write names such as {known}"
+                f"leave_out must have names of the model's modules, got {pattern!r}; write names such as {examples}"
             )
     for name, module in names.items():
         exact = precision is None or any(fits(name, pattern) for pattern in patterns)

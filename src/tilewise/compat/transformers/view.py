@@ -57,9 +57,8 @@ class MaskView:
     shape: (B, 1, M, N).
     asked: tensors of one number each, which `settle` needs. The first view of a thread that is used reads those of all
         its views together, so that a forward reads the device once at most.
-    settle: from these numbers to Values, or None if only a drawn mask can say it.
+    settle: from these numbers to Values, or None if only a drawn mask can say it; `reason` is then its warning's.
     draw: makes the tensor.
-    reason: why `settle` gives None, for the warning.
     """
 
     ndim = 4

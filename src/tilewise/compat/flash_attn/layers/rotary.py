@@ -1,6 +1,5 @@
 """Rotary position embedding with the interface of the flash_attn package, implemented by `tilewise.rotary`."""
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,11 +115,11 @@ def apply_rotary_emb_kv_(
     return kv
 
 
-def split_heads(qkv: Tensor, num_heads_q: int | None) -> list[Tensor]:
+def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of q, k and v in qkv (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q."""
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         check_heads(num_heads_q, qkv.shape[3])
-        return [qkv[:, :, part] for part in range(3)]  # views of unbind and split may not be written to
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]  # views of unbind and split may not be written to
     if qkv.ndim != 4:
         raise ValueError(
             f"qkv must have shape (B, S, 3, H, D), or (B, S, H_q + 2 H_k, D) with num_heads_q, got {tuple(qkv.shape)}; "
@@ -132,7 +131,8 @@ def split_heads(qkv: Tensor, num_heads_q: int | None) -> list[Tensor]:
             f"num_heads_q must leave an even number of the {heads} heads of qkv for k and v, got {num_heads_q}; "
             "pass the number of q's heads"
         )
-    return [qkv[:, :, first:end] for first, end in pairwise((0, num_heads_q, (heads + num_heads_q) // 2, heads))]
+    end = (heads + num_heads_q) // 2
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end], qkv[:, :, end:]
 
 
 def check_heads(num_heads_q: int | None, H: int) -> None:
