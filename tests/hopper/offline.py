@@ -17,11 +17,10 @@ import triton
 
 import tilewise as tw
 from tilewise.attention.explain import problem_on
-from tilewise.call.backend import FORWARD
+from tilewise.call.backend import against
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Grads, Saved
 from tilewise.hopper import launch, plan
-from tilewise.hopper.backend import backend
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.split_keys import launch as decode_launch
@@ -143,7 +142,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
     p = problem_on(x, recipe, longest, "sm_90")
-    assert not backend.why_not(p, FORWARD), backend.why_not(p, FORWARD)
+    assert not against("hopper", p), against("hopper", p)
     seed = meta(dtype=torch.int64) if recipe.dropout else None
     lse = meta(*((heads, batch * length) if packed else (batch, heads, q.shape[1])), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
@@ -160,7 +159,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     pl = plan.plan(p)
     if p.layout.page(p) is not None:
         return launch.forward_launches(p, pl, x, saved, counter)
-    scratch, do = launch.empty_scratch(p, pl, q.device), torch.empty_like(q)
+    scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(q)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter)
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]

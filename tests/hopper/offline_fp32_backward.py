@@ -14,11 +14,10 @@ import triton
 
 import tilewise as tw
 from tilewise.attention.explain import problem_on
-from tilewise.call.backend import FORWARD
+from tilewise.call.backend import against
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Grads, Saved
 from tilewise.call.problem import lse_shape
-from tilewise.hopper.backend import backend
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.tiles import KINDS
@@ -57,7 +56,7 @@ def launches(D: int, precision: str, call: str) -> list[Any]:
     }  # fmt: skip
     x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options(call)}.values())
     p = problem_on(x, recipe, longest, "sm_90")
-    assert not backend.why_not(p, FORWARD)
+    assert not against("hopper", p), against("hopper", p)
     lse = meta(*lse_shape(p.q.shape), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))
     scratch, counter = fp32_backward_launch.empty_scratch(p, q.device), meta(2, dtype=torch.int32)

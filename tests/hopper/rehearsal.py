@@ -17,6 +17,7 @@ from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import FULL, mixed, plan
 from tilewise.host.arguments import batch_of, device_values, odd, odd_counts, packed
+from tilewise.host.plan import Launched
 from tilewise.tile.cache import Batch
 from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part
@@ -192,13 +193,8 @@ def variant_of(p: Problem, x: Operands, lists: TileLists | None) -> Variant:
 def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
     """The tile and the counts of the launch itself."""
     device = torch.device("cpu")
-    scratch, pl = (
-        fp32_backward_launch.empty_scratch(p, device),
-        SimpleNamespace(listed=p.listed, values=None, compiled={}),
-    )
-    *_, main = fp32_backward_launch.main_launches(
-        p, pl, x, scratch, Grads(*x[:3], ()), torch.zeros(2, dtype=torch.int32)
-    )
+    scratch, counter = fp32_backward_launch.empty_scratch(p, device), torch.zeros(2, dtype=torch.int32)
+    *_, main = fp32_backward_launch.main_launches(p, Launched(), x, scratch, Grads(*x[:3], ()), counter)
     return main.constants["tile"], main.arguments[-1]
 
 

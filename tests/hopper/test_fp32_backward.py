@@ -3,8 +3,6 @@
 Gradients computed from it in fp64 are those of the operands.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from tilewise.call.operands import Grads, Saved
 from tilewise.hopper.fp32 import backward_launch as backward
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.fp32.split import attention_split_fp32
+from tilewise.host.plan import Launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULTS = {
@@ -42,10 +41,9 @@ def run(launch):
 def preparation(q, k, v, o, lse, do, dlse=None, kept=None, **options):
     """The problem, its scratch, and the launches in front of the main kernel's that fill it."""
     p, x = described(q, k, v, **options)
-    plan = SimpleNamespace(compiled={}, values=None, listed=p.listed)
     grads = Grads(*(torch.empty(t.shape, device=DEVICE) for t in (q, k, v)), (None,) * len(x.extra))
     scratch, counter = backward.empty_scratch(p, q.device, kept), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    return p, scratch, backward.launches(p, plan, x, Saved(o, lse), do, dlse, scratch, grads, counter)[:-2]
+    return p, scratch, backward.launches(p, Launched(), x, Saved(o, lse), do, dlse, scratch, grads, counter)[:-2]
 
 
 def prepared(*given, **options):

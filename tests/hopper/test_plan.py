@@ -198,9 +198,10 @@ def test_under_a_narrow_window_finish_has_processors_of_its_own():
 def test_the_exponent_or_the_first_score_takes_the_scale(scale):
     wanted = 64**-0.5 if scale is None else scale
     assert launched(256, 256, 64, scale=scale).c == pytest.approx(wanted * LOG2E.value)
-    scored = launched(256, 256, 64, scale=scale, score=[tw.SoftCap(5.0), tw.SoftCap(4.0)])
-    assert scored.values is not None
-    assert ([score.unit for score in scored.values[1]], scored.c) == ([wanted, 1.0], LOG2E.value)
+    options = {"scale": scale, "score": [tw.SoftCap(5.0), tw.SoftCap(4.0)]}
+    _, changes, _ = device_values(problem(256, 256, 64, **options), ())
+    assert [score.unit for score in changes] == [wanted, 1.0]
+    assert launched(256, 256, 64, **options).c == LOG2E.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,17 +243,15 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     counter, saved = torch.zeros(2, dtype=torch.int32), empty_saved(p, x, None)
     if dtype == torch.float32:
         pl = fp32_launch.plan(p)
-        keys, scratch = (
-            fp32_backward_launch.empty_keys(p, x.q.device),
-            fp32_backward_launch.empty_scratch(p, x.q.device),
-        )
+        keys = fp32_backward_launch.empty_keys(p, x.q.device)
+        scratch = fp32_backward_launch.empty_scratch(p, x.q.device)
         of_forward = fp32_launch.forward_launches(p, pl, x, saved, keys, counter)
         back = fp32_backward_launch.sizes_of(p).row
         of_backward = fp32_backward_launch.launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
     else:
         pl = plan(p)
         of_forward, back = forward_launches(p, pl, x, saved, counter), pl.backward
-        scratch = empty_scratch(p, pl, x.q.device)
+        scratch = empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
         of_backward = backward_launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
     assert (lists[0].B_r, lists[0].B_c) == (pl.forward.B_r, pl.forward.B_c)
     assert (lists[1].B_r, lists[1].B_c) == (back.B_r, back.B_c)

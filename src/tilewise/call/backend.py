@@ -1,11 +1,12 @@
 """Choice of a back end: the protocol, the ordered registry, and the reasons when one refuses a call."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..values.tables import TileList
@@ -61,8 +62,10 @@ class Backend(Protocol):
     """Every back end has these five members. Its package's module `backend` holds one instance, of the same name."""
 
     name: str
-    takes: frozenset[str]
-    """Which of `NEEDS` it can read."""
+
+    def takes(self, problem: Problem) -> Mapping[Any, str]:
+        """Return which of `NEEDS` it meets: each with the reason against it in such a problem, or "" for none."""
+        ...
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Return other reasons against running the problem; empty if it can. Allocate nothing, and run nothing."""
@@ -84,8 +87,13 @@ NEEDS = {
     "starts in pages": "it reads pages from their first row, not from starts",
     "index": "it reads no index of a cache",
     "invariant": "it does not sum keys in pieces, as invariant asks",
+    "8-bit keys": "it reads caches in q's type",
+    "few queries": "it does not leave out a pack's sequences of many queries",
+    torch.int8: "it multiplies no int8",
+    torch.float8_e4m3fn: "it multiplies no e4m3",
 }
-"""What values may need of a back end, and why one without it refuses a call."""
+"""What layouts and products may need of a back end, and why one that does not know of it refuses a call."""
+EVERYTHING = dict.fromkeys(NEEDS, "")
 
 
 class OldTriton(ImportError):  # noqa: N818, the name says what is installed
@@ -98,7 +106,8 @@ class Missing:
     def __init__(self, name: str, error: ImportError) -> None:
         self.name, self.error = name, error
 
-    takes = frozenset(NEEDS)
+    def takes(self, problem: Problem) -> Mapping[Any, str]:
+        return EVERYTHING
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         return [needs(self.error)]
@@ -156,8 +165,14 @@ def candidates(problem: Problem) -> tuple[str, ...]:
 def against(name: str, problem: Problem, which: Pass = FORWARD) -> list[str]:
     """Return a back end's reasons against a pass of a problem; empty if it can run it."""
     backend = load(name)
-    missing = [why for need, why in NEEDS.items() if need in problem.layout.needs - backend.takes]
-    return missing + backend.why_not(problem, which)
+    takes, needs = backend.takes(problem), problem.layout.needs | problem.products.needs
+    lacking = [takes.get(need, why) for need, why in NEEDS.items() if need in needs]
+    return [*filter(None, lacking), *problem.products.against(problem), *backend.why_not(problem, which)]
+
+
+def holding(reasons: Mapping[str, Any]) -> list[str]:
+    """Return the reasons that hold."""
+    return [why for why, holds in reasons.items() if holds]
 
 
 def refusals(problem: Problem) -> dict[str, list[str]]:

@@ -207,13 +207,17 @@ class Problem(Call):
         return not all([kind.interval for kind in self.kinds])
 
     @cached_property
+    def splits_keys(self) -> bool:
+        """Tell whether a forward may split the keys of a sequence among programs."""
+        return self.layout.splits_keys(self)
+
+    @cached_property
     def few_rows(self) -> bool:
         """Tell whether a padded batch has few queries for many keys, so that the forward splits the keys."""
         recipe = self.recipe
         left_out = recipe.dropout or recipe.out_dtype or self.listed or self.biased or self.products.codes
         return (
-            self.layout.uniform
-            and not left_out
+            not left_out
             and self.dtype.itemsize == 2
             and 0 < self.M * (self.H // self.H_k) <= 64
             and self.M <= 16

@@ -1,11 +1,13 @@
 """The CPU back end: PyTorch's fused kernel if it supports the call, else the tiled algorithm in torch."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.backend import FORWARD, NEEDS, Pass, Plan
+from ..call.backend import EVERYTHING, FORWARD, Pass, Plan
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem
 from ..quantize.codes import quantize
@@ -22,16 +24,18 @@ class Cpu:
     """It runs every call on CPU tensors. `fuse=False` always takes the tiled path, for tests and benchmarks."""
 
     name = "cpu"
-    takes = frozenset(NEEDS)
 
     def __init__(self, fuse: bool = True) -> None:
         self.fuse = fuse
+
+    def takes(self, problem: Problem) -> Mapping[Any, str]:
+        return EVERYTHING
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Check the device alone: plain fp32 is accurate enough for every precision."""
         if problem.target != "cpu":
             return [f"the tensors are on {problem.target}; it takes CPU tensors, so move them with .cpu()"]
-        return problem.products.against(problem)
+        return []
 
     def slower(self, problem: Problem, which: Pass) -> bool:
         return False

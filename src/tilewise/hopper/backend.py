@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..call.backend import FORWARD, Pass, Plan
+from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.problem import Problem, TensorSpec
 from . import launch, plan
 from .fp32 import launch as fp32_launch
@@ -19,35 +19,40 @@ class Hopper:
     """Run attention in 16-bit types and in fp32, on tensors whose rows TMA can address."""
 
     name = "hopper"
-    takes = frozenset({"packed", "cache", "pages", "index"})
+
+    def takes(self, problem: Problem) -> dict[Any, str]:
+        """Take codes and packed sequences, and in 16 bits caches; leave some of these to the portable kernels."""
+        return {
+            "packed": "", "pages": "", "index": "", torch.int8: "", torch.float8_e4m3fn: "",
+            "cache": "its fp32 kernels do not read caches" * (problem.dtype == torch.float32),
+            "8-bit keys": f"it reads caches in q's type, got {_name(problem.k.dtype)}",
+            "few queries": "it leaves sequences of few queries to the portable kernels",
+        }  # fmt: skip
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Return why these kernels cannot run a problem: its chip, type, head sizes, addresses, or an option left to
         the portable kernels."""
-        p = problem
+        p, recipe = problem, problem.recipe
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
-        against = []
-        if "cache" in p.layout.needs:
-            against += _against_cache(p)
-        if p.dtype == torch.float32:
-            against += _against_fp32(p)
-        elif p.dtype not in (torch.float16, torch.bfloat16):
-            against.append(f"it takes fp16, bf16 and fp32, not {str(p.dtype).removeprefix('torch.')}")
-        elif max(p.D, p.D_v) > 256:
-            against.append(f"it takes head sizes up to 256, got {p.D} and {p.D_v}; backend='triton' takes them to 512")
-        against += p.products.against(p)
-        if p.D % 8 or p.D_v % 8:
-            against.append(f"head sizes must be multiples of 8, got {p.D} and {p.D_v}; pad them")
-        if p.N < 2 or 0 in (p.B, p.M):
-            against.append("it needs a query and two keys")
-        for name, spec in (("q", p.q), ("k", p.k), ("v", p.v)):
-            if name not in p.products.scaled and (reason := _unaddressable(spec)):
-                against.append(f"{name} {reason}; make it contiguous")
-        against += p.origin.against()
-        if p.recipe.deterministic and p.listed:
-            against.append("it knows no order of a mask's listed tiles, so deterministic=True is refused with it")
-        return against
+        fp32, largest, sizes = p.dtype == torch.float32, max(p.D, p.D_v), f"got {p.D} and {p.D_v}"
+        page, unordered = p.layout.page(p) or 0, recipe.deterministic and p.listed
+        against = {
+            f"pages must have a multiple of 8 rows, got {page}": page % 8,
+            f"it multiplies fp32 in {' and '.join(KINDS)}, not in {recipe.precision}": fp32 and precision(p) is None,
+            f"its fp32 kernels take head sizes up to 128, {sizes}": fp32 and largest > 128,
+            "its fp32 kernels know no scores and no dropout": fp32 and (recipe.score or recipe.dropout),
+            f"it takes fp16, bf16 and fp32, not {_name(p.dtype)}": p.dtype == torch.float64,
+            f"it takes head sizes up to 256, {sizes}; backend='triton' takes them to 512": not fp32 and largest > 256,
+            f"head sizes must be multiples of 8, {sizes}; pad them": p.D % 8 or p.D_v % 8,
+            "it needs a query and two keys": p.N < 2 or 0 in (p.B, p.M),
+            "it knows no order of a mask's listed tiles, so deterministic=True is refused with it": unordered,
+        }
+        read = {"q": p.q, "k": p.k, "v": p.v}
+        for name in p.products.scaled:  # a copy is read
+            del read[name]
+        why = [f"{name} {reason}; make it contiguous" for name, spec in read.items() for reason in _unaddressable(spec)]
+        return [*holding(against), *why, *p.origin.against()]
 
     def slower(self, problem: Problem, which: Pass) -> bool:
         """Tell whether the portable kernels are faster: their backward up to SINGLE tokens and their forward at head
@@ -55,7 +60,7 @@ class Hopper:
         p, recipe = problem, problem.recipe
         if which is FORWARD and split_keys.splits(p):
             return split_keys.slower(p)
-        if which is FORWARD and (p.few_rows or ("cache" in p.layout.needs and _slower_on_cache(p))):
+        if which is FORWARD and p.splits_keys and _leaves_idle(p):
             return True
         plain = p.dtype != torch.float32 and p.layout.uniform and not (recipe.score or recipe.dropout or p.listed)
         sizes, most = ((128,), SHORTEST) if which is FORWARD else ((64, 128), SINGLE)
@@ -69,49 +74,27 @@ class Hopper:
         return (of.forward_plan if which is FORWARD else of.backward_plan)(problem)
 
 
-def _slower_on_cache(p: Problem) -> bool:
+def _leaves_idle(p: Problem) -> bool:
     """Tell whether splitting keys is faster: for few queries, and where under a quarter of the multiprocessors have a
     tile, as it takes 4 times as long on all."""
     return p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
 
 
-def _against_cache(p: Problem) -> list[str]:
-    """Return what of a cache these kernels do not read."""
-    against, page = [], p.layout.page(p)
-    if p.dtype == torch.float32:
-        against.append("its fp32 kernels do not read caches")
-    if p.k.dtype != p.dtype:
-        against.append(f"it reads caches in q's type, got {str(p.k.dtype).removeprefix('torch.')}")
-    if page and page % 8:
-        against.append(f"pages must have a multiple of 8 rows, got {page}")
-    if p.layout.most is not None:
-        against.append("it leaves sequences of few queries to the portable kernels")
-    return against
+def _unaddressable(spec: TensorSpec) -> list[str]:
+    """Return why TMA cannot read a tensor where it lies."""
+    steps = {
+        f"has a stride of {stride} entries, which is no positive multiple of 16 bytes": stride <= 0
+        or stride * spec.dtype.itemsize % 16
+        for stride in spec.stride[:-1]
+    }
+    return holding({
+        "does not start on a 16-byte boundary": not spec.aligned,
+        "has rows whose entries are not adjacent": spec.stride[-1] != 1 and spec.shape[-1] != 1, **steps,
+    })  # fmt: skip
 
 
-def _against_fp32(p: Problem) -> list[str]:
-    """Return why the fp32 kernels leave a problem to the portable ones."""
-    against = []
-    if precision(p) is None:
-        has = " and ".join(KINDS)
-        against.append(f"it multiplies fp32 in {has}, not in {p.recipe.precision}")
-    if max(p.D, p.D_v) > 128:
-        against.append(f"its fp32 kernels take head sizes up to 128, got {p.D} and {p.D_v}")
-    if p.recipe.score or p.recipe.dropout:
-        against.append("its fp32 kernels know no scores and no dropout")
-    return against
-
-
-def _unaddressable(spec: TensorSpec) -> str | None:
-    """Return why TMA cannot read a tensor where it lies, or None if it can."""
-    if not spec.aligned:
-        return "does not start on a 16-byte boundary"
-    if spec.stride[-1] != 1 and spec.shape[-1] != 1:
-        return "has rows whose entries are not adjacent"
-    for stride in spec.stride[:-1]:
-        if stride * spec.dtype.itemsize % 16 or stride <= 0:
-            return f"has a stride of {stride} entries, which is no positive multiple of 16 bytes"
-    return None
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 backend = Hopper()

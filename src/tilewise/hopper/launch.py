@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
 from ..host.plan import plan_of
-from ..host.repeat import Backward, Forward
+from ..host.repeat import Backward, repeated
 from ..host.tables import source_of_rows
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of
@@ -60,7 +61,9 @@ ADDRESSES: dict[torch.device, dict[int | None, int]] = {}
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: Tensor) -> list[Launch]:
     """Return one launch, and one before it if tiles are listed. With 8-bit products, `saved` holds the codes."""
-    variant, listing = (pl.variant, []) if pl.variant else forward_variant(p, pl, x, saved.seed)
+    parts, changes, sink = device_values(p, x.extra, scores)
+    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
+    variant = Variant(parts, changes, dropout(p, saved.seed), lists, sink)
     (q, k, v), scales = x[:3], None
     if saved.kept:
         codes = Codes(*saved.kept)
@@ -79,31 +82,21 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     return [*listing, Launch(kernels.attention_forward, pl.programs, arguments, pl.constants, pl.compiled)]
 
 
-def forward_variant(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> tuple[Variant, list[Launch]]:
-    """Return the forward's variant, and the launches that list tiles."""
-    parts, changes, sink = pl.values or device_values(p, x.extra, scores)
-    lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
-    return Variant(parts, changes, dropout(p, seed), lists, sink), listing
-
-
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends."""
-    row, where, shape = pl.backward, packed(p, x), pl.backward_shape
-    lse, key = saved.lse, unplanned(saved, do, dlse)
-    parts, changes, _ = pl.backward_values or device_values(p, x.extra, backward_scores)
-    lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
+    where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
+    parts, changes, _ = device_values(p, x.extra, backward_scores)
+    lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
-        order = scratch.dq_semaphore, where, variant, *lengths(p), p.H, shape.tiles, shape.blocks
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": pl.backward_tile.SEMAPHORE_TILES}
-        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * shape.tiles, order, constants, pl.compiled)]
+        listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
     before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
-    after = postprocess_launch(p, pl, scratch, grads.q, where)
+    after = postprocess_launch(p, pl, pl.backward_tile, scratch, grads.q, where)
     sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
     return [*listing, before, *sums, main, after, *biases]
 
@@ -133,7 +126,7 @@ def main_launch(
     row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
     wide = p.out_dtype != p.dtype  # as in `forward_launches`
     tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
-    Q, K, V, dK, dV = (Descriptor(t, seen) for t, seen in zip(tensors, pl.boxes[4:], strict=True))
+    Q, K, V, dK, dV = map(Descriptor, tensors, pl.boxes[4:])
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
     arguments = (
         Q, K, V, dO, *(vector(t, row.B_r) for t in scratch[:2]), sums_of_dq(scratch.dq), dK, dV,
@@ -144,15 +137,22 @@ def main_launch(
     return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)
 
 
-def postprocess_launch(p: Problem, pl: Plan, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
+def order_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, where: Packed | None, variant: Variant) -> Launch:
+    """Return the launch that orders the sums of dQ, in tiles of the main kernel."""
+    tiles = cdiv(p.N, tile.B_C)
+    arguments = scratch.dq_semaphore, where, variant, *lengths(p), p.H, tiles, p.query_blocks(tile.B_R)
+    constants = {name: getattr(tile, name) for name in ("B_R", "B_C", "SEMAPHORE_TILES")}
+    return Launch(attention_backward_init_semaphore, p.B * p.H * tiles, arguments, constants, pl.compiled)
+
+
+def postprocess_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
     """Return the postprocess launch, which computes dQ from its sums."""
-    row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
-    tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
+    tiles = cdiv(p.M, tile.B_R) * tile.B_R * tile.D // 4096
     arguments = (
-        scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, shape.tiles, shape.blocks,
-        pl.backward_tile.GROUP,
+        scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, cdiv(p.N, tile.B_C),
+        p.query_blocks(tile.B_R), tile.GROUP,
     )  # fmt: skip
-    constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
+    constants = {"d": p.D, "B_R": tile.B_R, "B_C": tile.B_C, "SIZE": tile.D, "launch_pdl": True}
     return Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
 
@@ -173,23 +173,25 @@ def bias_gradients(
     return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
 
 
-def empty_scratch(p: Problem, pl: Plan, device: torch.device) -> Scratch:
+def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    row = pl.backward
-    blocks, *parts = scratch_sizes(p, row, pl.backward_shape.heads)
-    logs, delta, dq, ready, done = [part and empty(part, device) for part in parts]
-    dq_semaphore = torch.full((blocks,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    sums = empty_gqa_sums(p, row, pl.backward_tile.GQA_PROGRAMS, device)
-    return Scratch(logs, delta, dq, dq_semaphore, ready, sums, done)
+    logs, delta, dq, zeroed, done = [each and empty(each, device) for each in scratch_sizes(p, tile.B_R, ready)]
+    semaphore, sums = None, empty_gqa_sums(p, tile.B_C, tile.GQA_PROGRAMS, device)
+    if p.recipe.deterministic:
+        semaphore = torch.full((query_blocks(p, tile.B_R),), -1, dtype=torch.int32, device=device)
+    return Scratch(logs, delta, dq, semaphore, zeroed, sums, done)
+
+
+def query_blocks(p: Problem, B_r: int) -> int:
+    """Return how many blocks of B_r queries a scratch has."""
+    return p.query_blocks(B_r) * p.H * p.batch
 
 
 @once
-def scratch_sizes(p: Problem, row: Any, loops: int) -> list[Any]:
-    """Return the blocks of rows, and the sizes of a scratch's logs, delta, dq, ready (or None) and done."""
-    blocks = p.query_blocks(row.B_r) * p.H * p.batch
-    sums = [size(torch.float32, blocks * row.B_r * width) for width in (1, 1, padded(p))]
-    ready = None if row.split_dkdv or not p.layout.uniform else size(torch.int32, loops)
-    return [blocks, *sums, ready, size(torch.int32, p.B * p.H)]
+def scratch_sizes(p: Problem, B_r: int, ready: int) -> list[Any]:
+    """Return the sizes of a scratch's logs, delta, dq, ready (None for 0) and done."""
+    sums = [size(torch.float32, query_blocks(p, B_r) * B_r * width) for width in (1, 1, padded(p))]
+    return [*sums, size(torch.int32, ready) if ready else None, size(torch.int32, p.B * p.H)]
 
 
 def each(scratch: Scratch) -> tuple[Any, ...]:
@@ -205,14 +207,15 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     saved = saved._replace(kept=quantized(p, x, pl.compiled))
     zeros = counter(device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept, zeros]
-    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
+    pl.replays[len(saved.kept)](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
 def forward_plan(p: Problem) -> PassPlan:
     """Return how the forward runs; short sequences of a pack are left to the portable kernels."""
     pl = plan(p)
-    return plan_of(p, pl, forward, describe_forward, ((pl.forward, False),), repeated, rest_of(p))
+    repeat = partial(repeated, counters=addresses_of(p.q.device))
+    return plan_of(p, pl, forward, describe_forward, ((pl.forward, False),), repeat, rest_of(p))
 
 
 def backward_plan(p: Problem) -> PassPlan:
@@ -242,15 +245,6 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
     return [tiles, source_of_rows(p.q.device)]
 
 
-def repeated(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Forward | None:
-    """Return what repeats a forward; None if its launches were not kept, or read codes."""
-    replay = pl.replays.get(None)
-    if replay is None or replay.kept is None or p.products.codes:
-        return None
-    of_o, of_lse, *_ = sizes(p)
-    return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), None, addresses_of(x.q.device), seed is not None)
-
-
 def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
     """Return what repeats a backward; None if its launches were not kept, or need more than new addresses."""
     alone = pl.backward_tile.GQA_PROGRAMS == 1 and not (p.recipe.deterministic or p.biased or any(p.wanted))
@@ -259,7 +253,7 @@ def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tenso
         return None
     if addressable(do) is not do or not saved.lse.is_contiguous():  # which would be copies
         return None
-    _, logs, delta, dq, ready, done = scratch_sizes(p, pl.backward, pl.backward_shape.heads)
+    logs, delta, dq, ready, done = scratch_sizes(p, pl.backward.B_r, pl.ready)
     given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
     work, counters = (logs, delta, dq, None, ready, done), addresses_of(do.device)
     return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
@@ -269,7 +263,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    grads, scratch = empty_grads(p, x), empty_scratch(p, pl, x.q.device)
+    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros]

@@ -4,31 +4,27 @@ A `loop` here is one program's loop over the query tiles that see its key tile (
 """
 
 import os
-from collections import defaultdict
+from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call.operands import Operands
 from ..call.problem import Problem, empty_parts, once
 from ..call.recipe import KINDS, hides_later_keys
-from ..host.arguments import cdiv, device_values, lengths, scale_of
+from ..host.arguments import cdiv, lengths, scale_of
 from ..host.launch import multiprocessors
-from ..host.replay import Replay
+from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
-from ..tile.ranges import Variant
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
 from ..values.score import SoftCap
 from ..values.value import OPEN
 from .backward import kernel as backward_kernel
-from .backward import scores as backward_scores
 from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, blocks_box, box, contiguous
 from .forward import kernel as kernels
-from .parts import scores
 from .tiles import SHORT, Backward, Forward, Rows, current, eight_bits_row, padded
 
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
@@ -52,13 +48,17 @@ MOST_HEADS, SHORT_LOOP = 4, 2048
 have about SHORT_LOOP queries in all."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
     """Hold everything about a launch that follows from the problem alone."""
 
     forward: Forward
     backward: Backward
     backward_tile: Any
     backward_shape: Any
+    ready: int
+    """Counts the loops of which the main kernel zeroes dQ; 0 where preprocess does: for packed sequences, and with the
+    dK/dV split, where ptxas would spill."""
     c: float
     """Turns logits into base 2, as a factor."""
     forward_c: float | None
@@ -69,16 +69,6 @@ class Plan(NamedTuple):
     shape: kernels.Shape
     constants: dict[str, Any]
     """Hold the constants of the forward."""
-    listed: bool
-    values: tuple[Any, Any, Tensor | None] | None
-    """Hold the mask's parts, the scores and the sink, if they hold no tensor."""
-    backward_values: tuple[Any, Any, Tensor | None] | None
-    """Hold the same, with the backward's scores."""
-    variant: Variant | None
-    """Holds the forward's variant if it needs no tensor: no captures, no seed, no lists."""
-    compiled: dict[Any, Any]
-    replays: defaultdict[Any, Replay]
-    """Keep the launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @once
@@ -104,34 +94,36 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
     shape = kernels.Shape(*lengths(p), p.D_v, p.H, p.H // p.H_k, heads, section, tiles)
-    values, backward_values = (None if p.extra else device_values(p, (), own) for own in (scores, backward_scores))
-    variant = Variant(*values[:2], None, None) if values and not (p.recipe.dropout or p.listed) else None
+    no_tensors = not (p.extra or p.recipe.dropout or p.listed)
     constants = {
-        "tile": forward_tile(p, row, warps)._replace(LOCATE_EARLY=variant is not None),
+        "tile": forward_tile(p, row, warps)._replace(LOCATE_EARLY=no_tensors),
         "order": assign if p.recipe.mask else assign_each, "num_warps": 4,
         "launch_pdl": not MARGIN,  # there the next launch would wait
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
+    of_backward = backward_shape(p, back, c)
+    ready: Any = 0 if back.split_dkdv or not p.layout.uniform else of_backward.heads
     return Plan(
-        row, back, backward_tile(p, back), backward_shape(p, back, c), c, None if p.biased else c, boxes,
+        row, back, backward_tile(p, back), of_backward, ready, c, None if p.biased else c, boxes,
         min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
-        p.listed, values, backward_values, variant, {}, defaultdict(Replay),
     )  # fmt: skip
 
 
 def operand_boxes(p: Problem, B_c: int, D: int) -> tuple[Box, Box, Box]:
     """Describe q, k and v to the forward's TMA, or their codes. A box of pages lies in one of them."""
-    rows, columns = (gcd(page, B_c), 64) if (page := p.layout.page(p)) else (B_c, D)
-    q = box(p.q.shape, p.q.stride, 64, D, p)
+    page, (of_q, of_k) = p.layout.page(p), blocks_of(p)
+    rows, columns = (gcd(page, B_c), 64) if page else (B_c, D)
     k, v = (box(t.shape, t.stride, rows, columns, p) for t in (p.k, p.v))
-    if p.products.codes:
-        of_q, of_k = blocks_of(p)
-        kind = torch.float8_e4m3fn if p.products.scales else torch.int8
-        q = blocks_box((p.batch, p.H, of_q * BLOCK_Q, D), (1, 1, 64, D), kind)
-        k = blocks_box((p.batch, p.H_k, of_k * BLOCK_K, D), (1, 1, B_c, D), kind)
-    if p.products.codes_of_v:
-        v = blocks_box((p.batch, p.H_k, of_k * D, BLOCK_K), (1, 1, D, B_c), torch.float8_e4m3fn)
+    exact = box(p.q.shape, p.q.stride, 64, D, p), k, v
+    coded = (
+        ((p.H, of_q * BLOCK_Q, D), (64, D)), ((p.H_k, of_k * BLOCK_K, D), (B_c, D)),
+        ((p.H_k, of_k * D, BLOCK_K), (D, B_c)),
+    )  # fmt: skip
+    q, k, v = (
+        own if kind is None else blocks_box((p.batch, *shape), (1, 1, *size), kind)
+        for own, (shape, size), kind in zip(exact, coded, p.products.code_types, strict=True)
+    )
     return q, k, v
 
 
@@ -209,11 +201,11 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
 def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Shape:
     """Return the backward's factors and counts, and how many matrices run concurrently."""
     tiles, heads = cdiv(p.N, row.B_c), heads_per_loop(p, row)
-    loops, section, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
-    if loops >= (MANY_ALIKE if same else MANY) * section and p.layout.uniform and not p.recipe.deterministic:
-        section = max(1 if same else min(2, section), section // 4)  # sums of dQ stay in the L2 cache
-    while not p.layout.uniform and p.H // heads % section:  # all from one sequence
-        section -= 1
+    loops, most, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
+    few = most
+    if loops >= (MANY_ALIKE if same else MANY) * most and not p.recipe.deterministic:
+        few = max(1 if same else min(2, most), most // 4)  # sums of dQ stay in the L2 cache
+    section = p.layout.concurrent(most, p.H // heads, few)
     return backward_kernel.Shape(
         unit, p.scale, *lengths(p), p.D, p.D_v, p.H, p.query_blocks(row.B_r), loops, section, tiles,
         p.key_blocks(row.B_c),
@@ -237,7 +229,8 @@ def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
 def under_diagonal(p: Problem, size: int) -> bool:
     """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
     corners."""
-    aligned = (p.N - p.M) % size == 0 and p.N >= p.M and p.layout.uniform
+    offset = p.layout.common(p.N - p.M)
+    aligned = offset % size == 0 and offset >= 0
     return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
 
 
@@ -299,10 +292,10 @@ def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
     return 0 if not p.recipe.deterministic else 1 if split_dkdv else 2
 
 
-def empty_gqa_sums(p: Problem, row: Any, gqa_sums: int, device: torch.device) -> GqaSums | None:
+def empty_gqa_sums(p: Problem, B_c: int, programs: int, device: torch.device) -> GqaSums | None:
     """Allocate GQA partial sums and zero their counters, or return None if one program has each key tile to itself."""
-    if gqa_sums == 1:
+    if programs == 1:
         return None
-    blocks = p.key_blocks(row.B_c) * p.H_k * p.batch
-    sums = torch.empty(blocks * 2 * row.B_c * padded(p), dtype=torch.float32, device=device)
+    blocks = p.key_blocks(B_c) * p.H_k * p.batch
+    sums = torch.empty(blocks * 2 * B_c * padded(p), dtype=torch.float32, device=device)
     return GqaSums(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.operands import Grads, Operands, Saved
-from ..call.problem import Problem
+from ..call.problem import Problem, once
 from ..tile import masks, scores
 from ..tile.cache import Batch, Scales
 from ..tile.dropout import Counters, Dropout
@@ -63,10 +63,19 @@ def scale_of(p: Problem) -> float:
 
 
 def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
-    """Return the mask's parts and the scores as kernel arguments, and the sink.
+    """Return the mask's parts and the scores as kernel arguments, and the sink; once if they hold no tensor.
 
     `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
     """
+    return _device_values(p, extra, own) if extra else _plain_values(p, own)
+
+
+@once
+def _plain_values(p: Problem, own: Any) -> tuple[Any, Any, None]:
+    return _device_values(p, (), own)
+
+
+def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any, Any, Any]:
     mask, score, sink = p.values(extra)
     parts = tuple([_mask_part(p, part) for part in mask if not isinstance(part, TileList)])
     changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])

@@ -23,9 +23,9 @@ def tile_lists(
     """Return lists of the tiles with unmasked entries, and the launch that writes them.
 
     Interval masks need no lists: there the result is (None, []). A mask that carries its lists needs no launch. This
-    function reads `listed` and `compiled` of the plan `pl`, and `B_r` and `B_c` of its tiles.
+    function reads `compiled` of the plan `pl`, and `B_r` and `B_c` of its tiles.
     """
-    if not pl.listed:
+    if not p.listed:
         return None, []
     if TILE_LIST in [name for name, *_ in p.recipe.mask]:
         made = [part for part in p.values(x.extra)[0] if isinstance(part, TileList)]
@@ -50,7 +50,7 @@ def made_for(made: Sequence[TileList], tiles: Any, by_key: bool) -> Tensor:
 def make_lists(p: Problem, pl: Any, x: Operands, kernels: Sequence[tuple[Any, bool]]) -> tuple[TileList, ...]:
     """List the mask's tiles for every (tiles, by_key) of `kernels`, each kind once, on q's device. q, k and v of x
     are not read."""
-    if not pl.listed:
+    if not p.listed:
         return ()
     parts, _, _ = device_values(p, x.extra)
     device, made = x.q.device, {}

@@ -18,6 +18,13 @@ def empty_saved(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
     return Saved(empty(of_o, x.q.device), empty(of_lse, x.q.device), seed)
 
 
+def fill_empty(saved: Saved) -> Saved:
+    """Return a forward's outputs where no row has a sequence."""
+    saved.o.zero_()
+    saved.lse.fill_(-torch.inf)
+    return saved
+
+
 @once
 def sizes(p: Problem) -> list[Any]:
     """Return the sizes of o, lse, dq, dk and dv."""

@@ -1,6 +1,8 @@
 """Plans of the GPU back ends: a launch module's functions for a problem and what follows from it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,18 @@ from ..call.problem import Problem
 from ..values.tables import TileList
 from .launch import on_device
 from .lists import make_lists
+from .replay import Replay
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Launched:
+    """What calls of a problem have launched. The plans of launch modules derive from it, and add what follows from the
+    problem alone."""
+
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    """The compiled kernels."""
+    replays: defaultdict[Any, Replay] = field(default_factory=lambda: defaultdict(Replay))
+    """The launches of forwards, by how many tensors they save, and those of backwards, by `unplanned`."""
 
 
 def never(*given: Any) -> None:

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from ..call.calls import guard
+from ..call.operands import Operands
+from ..call.problem import Problem
+from .arguments import adjacent
 from .launch import profiled
-from .outputs import EMPTY_CUDA
+from .outputs import EMPTY_CUDA, sizes
 from .replay import Replay
 
 
@@ -36,6 +39,16 @@ def launch(launches: Any) -> None:
     for start, given, again in launches:
         if start(*given):
             again()
+
+
+def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None, sums: Any = None, counters: Any = None) -> Any:
+    """Return what repeats a forward of a plan, a Forward; None if its launches were not kept, or read copies or codes.
+    `sums` and `counters` are as there."""
+    replay = pl.replays.get(0)
+    if replay is None or replay.kept is None or any([adjacent(t) is not t for t in x[:3]]):
+        return None
+    of_o, of_lse, *_ = sizes(p)
+    return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), sums, counters, seed is not None)
 
 
 class Forward:

@@ -14,11 +14,11 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import adjacent, batch_of, cdiv, device_values, rows, rows_of_lse, scale_of
+from .arguments import batch_of, cdiv, device_values, power_of_2, rows, rows_of_lse, scale_of
 from .launch import Launch, current_stream
-from .outputs import empty, empty_saved, sizes
+from .outputs import empty, empty_saved, fill_empty
 from .plan import plan_of
-from .repeat import Forward
+from .repeat import repeated
 
 COMBINED = 16
 """Partial sums that are added at a time."""
@@ -27,7 +27,7 @@ Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
 
 def plan_split(p: Problem, pl: Any, launches: Launches, describe: Callable[..., Sequence[str]]) -> Plan:
     """Return how a forward runs by kernels that split keys."""
-    return plan_of(p, pl, partial(forward, launches), describe, repeat=repeated)
+    return plan_of(p, pl, partial(forward, launches), describe, repeat=partial(repeated, sums=partial_sums(pl)))
 
 
 def forward(
@@ -36,28 +36,17 @@ def forward(
     """Compute o and lse by a plan's kernels, as new tensors or in those that are given."""
     saved = given or empty_saved(p, x, seed)
     if 0 in (p.B, p.queries):
-        saved.o.zero_()
-        saved.lse.fill_(-torch.inf)
-        return saved
+        return fill_empty(saved)
     device = x.q.device
     stream, sums = current_stream(device), empty(partial_sums(pl), device)
     tensors = *x[:3], *x.extra, saved.o, saved.lse, sums
-    pl.replay(stream, tensors, lambda: launches(p, pl, x, saved, sums))
+    pl.replays[0](stream, tensors, lambda: launches(p, pl, x, saved, sums))
     return saved
 
 
 def partial_sums(pl: Any) -> Any:
     """Return the size of what a plan's partial sums are kept in."""
     return (pl.partial,), (1,), torch.float32
-
-
-def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None) -> Forward | None:
-    """Return what repeats a forward; None if its launches were not kept, or read copies."""
-    copies = any([adjacent(t) is not t for t in x[:3]])
-    if copies or pl.replay.kept is None or 0 in (p.B, p.queries):
-        return None
-    of_o, of_lse, *_ = sizes(p)
-    return Forward(pl.replay, of_o, of_lse, (*x[:3], *x.extra), partial_sums(pl), None, False)
 
 
 def unit(p: Problem) -> float:
@@ -83,6 +72,25 @@ def numbers(p: Problem, split: Split, W: int) -> int:
     return slots * p.H_k * (p.D_v + 2)
 
 
+def split_of(
+    p: Problem, B_r: int, B_c: int, chunk: int, least: int, stages: int, precision: str, **kinds: bool
+) -> Split:
+    """Return the constants of kernels that split keys."""
+    page, line = p.layout.page(p) or 0, power_of_2(max(1, p.B))
+    return Split(p.H // p.H_k, p.D, p.D_v, page, B_r, B_c, chunk, line, least, stages, precision, **kinds)
+
+
+def describe(p: Problem, pl: Any, warps: str, look_ups: int) -> list[str]:
+    """Describe tiles, programs and sums; with pages, also the look-ups of a tile."""
+    split, W = pl.split, pl.programs
+    sums = f"at most {2 * W} partial sums" if pl.partial else "no partial sums"
+    pages = [f"pages of {split.P}, {look_ups} look-up{'s' * (look_ups > 1)} a tile"] if split.P else []
+    return [
+        f"forward splits keys, {split.B_R} rows of {split.G} heads x {split.B_C} keys, {warps}, {split.STAGES} stages",
+        f"{W} programs for each of {p.H_k} key heads", f"pieces of {split.CHUNK} keys" if split.CHUNK else sums, *pages,
+    ]  # fmt: skip
+
+
 def dividing(p: Problem, B_r: int, W: int) -> int:
     """Return W, or a slightly smaller number that divides the sequences, if one does: each program takes whole ones
     where all are equal."""
@@ -91,7 +99,7 @@ def dividing(p: Problem, B_r: int, W: int) -> int:
 
 def arguments_of(p: Problem, pl: Any, x: Operands, saved: Saved) -> tuple[Any, Any, Any]:
     """Return the outputs as rows, the batch and the variant, which both kernels take."""
-    parts, changes, sink = pl.values or device_values(p, x.extra)
+    parts, changes, sink = device_values(p, x.extra)
     outputs = rows(saved.o), rows_of_lse(saved.lse)
     return outputs, batch_of(p, x, most=p.layout.most), Variant(parts, changes, None, None, sink)
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import triton
 
-from ..call.backend import FORWARD, NEEDS, Pass, Plan
+from ..call.backend import EVERYTHING, FORWARD, Pass, Plan, holding
 from ..call.operands import Grads, Operands
 from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
 from ..host.plan import plan_of
+from ..host.repeat import repeated
 from ..host.tables import source_of_rows
 from . import launch, tiles
 from .plan import plan
@@ -22,38 +23,43 @@ class Portable:
     """It runs forward and backward of every variant, on every chip in tiles.py."""
 
     name = "triton"
-    takes = frozenset(NEEDS)
+
+    def takes(self, problem: Problem) -> dict[Any, str]:
+        """Take 8 bits on chips that have them, and keys in a cache where kernels split keys."""
+        p, old = problem, problem.target in NO_MATRIX_UNITS
+        against_cache = holding({
+            f"it splits keys for head sizes up to 256, got {p.D} and {p.D_v}": max(p.D, p.D_v) > 256,
+            f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
+        })  # fmt: skip
+        no_e4m3 = p.target not in (*WITH_FP8, "cpu")
+        return EVERYTHING | {
+            "cache": "; ".join(against_cache),
+            "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
+            torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,
+            torch.float8_e4m3fn: f"Triton multiplies no e4m3 on {p.target}; use precision='int8'" * no_e4m3,
+        }
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Check device, type and precision; return the reasons against the problem."""
-        against, sizes = _against_target(problem) + problem.products.against(problem), f"{problem.D} and {problem.D_v}"
-        if problem.products.codes:
-            against += _against_codes(problem)
-        if problem.dtype == torch.float64:
-            against.append("fp64 is for the CPU; use fp32, or move the tensors with .cpu()")
-        if problem.dtype == torch.bfloat16 and problem.target in NO_MATRIX_UNITS:
-            against.append(f"{problem.target} has no bf16; use fp16 or fp32")
-        if max(problem.D, problem.D_v) > 256 and problem.target in NO_MATRIX_UNITS:
-            against.append(f"{problem.target} has too little shared memory for head sizes above 256, got {sizes}")
-        elif _less_accurate(problem) and problem.recipe.backend != self.name:
-            against.append(
-                f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times "
-                "as much as PyTorch; pass backend='triton' to run them"
-            )
-        if "cache" in problem.layout.needs:
-            against += _against_cache(problem)
-        if problem.k.dtype.itemsize == 1 and problem.target not in (*WITH_FP8, "cpu"):
-            against.append(f"Triton converts no e4m3 on {problem.target}; convert the pages to q's type")
-        if problem.out_dtype != problem.dtype and {problem.D, problem.D_v} & {*NARROW}:
-            sizes_of_rows = " and ".join(map(str, NARROW))
-            against.append(f"it stores head sizes {sizes_of_rows} in q's type alone, got out_dtype={problem.out_dtype}")
-        if not against and problem.dtype == torch.float32 and precision(problem) is None:
-            where = problem.target + " above head size 256" * (max(problem.D, problem.D_v) > 256)
-            has = ", ".join(precisions(problem))
-            against.append(f"precision {problem.recipe.precision!r} is not available on {where}; it has {has}")
-        against += problem.origin.against()
-        if not against and problem.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(problem)) < 16:
-            kind = f"head sizes {sizes} in {str(problem.dtype).removeprefix('torch.')} on {problem.target}"
+        p, sizes, wide = problem, f"{problem.D} and {problem.D_v}", max(problem.D, problem.D_v) > 256
+        old, fp32, narrow = p.target in NO_MATRIX_UNITS, p.dtype == torch.float32, {p.D, p.D_v} & {*NARROW}
+        inexact = _less_accurate(p) and not old and p.recipe.backend != self.name
+        stored = f"it stores head sizes {' and '.join(map(str, NARROW))} in q's type alone, got out_dtype={p.out_dtype}"
+        against = _against_target(p) + holding({
+            "fp64 is for the CPU; use fp32, or move the tensors with .cpu()": p.dtype == torch.float64,
+            f"{p.target} has no bf16; use fp16 or fp32": old and p.dtype == torch.bfloat16,
+            f"{p.target} has too little shared memory for head sizes above 256, got {sizes}": old and wide,
+            f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times as much as "
+            "PyTorch; pass backend='triton' to run them": inexact,
+            stored: narrow and p.out_dtype != p.dtype,
+        })  # fmt: skip
+        if not against and fp32 and precision(p) is None:
+            where = p.target + " above head size 256" * wide
+            has = ", ".join(precisions(p))
+            against.append(f"precision {p.recipe.precision!r} is not available on {where}; it has {has}")
+        against += p.origin.against()
+        if not against and p.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(p)) < 16:
+            kind = f"head sizes {sizes} in {str(p.dtype).removeprefix('torch.')} on {p.target}"
             against.append(
                 f"its tiles for {kind} have fewer than 16 rows or columns, too few for dropout; use bf16 or fp16"
             )
@@ -70,7 +76,7 @@ class Portable:
 
 def _forward(p: Problem) -> Plan:
     pl = plan(p)
-    return plan_of(p, pl, launch.forward, _describe_forward, ((pl.forward, False),), launch.repeated)
+    return plan_of(p, pl, launch.forward, _describe_forward, ((pl.forward, False),), repeated)
 
 
 def _backward(p: Problem) -> Plan:
@@ -116,7 +122,7 @@ def _interpreted(p: Problem, plan_of: Callable[[Problem], Plan]) -> Plan:
 
 def splits(p: Problem) -> bool:
     """Tell whether the kernels that split keys run a problem's forward."""
-    return "cache" in p.layout.needs or (p.few_rows and p.target not in NO_MATRIX_UNITS)
+    return p.splits_keys and ("cache" in p.layout.needs or p.target not in NO_MATRIX_UNITS)
 
 
 def _less_accurate(p: Problem) -> bool:
@@ -125,34 +131,12 @@ def _less_accurate(p: Problem) -> bool:
 
 
 def _widened(p: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """Convert a call to fp32, as the interpreter cannot multiply bf16. 16-bit types use the path for matrix units. What
-    becomes codes keeps its type, to which rotary rounds."""
-    if p.products.scales:  # its only products are those of e4m3
-        return p, x
-    q, k, v = (t.float() for t in x[:3])
-    recipe = p.recipe._replace(out_dtype=None)
-    if not p.products.codes and p.dtype != torch.float32:
-        recipe = recipe.exact("tf32x3")
-    wide = p._replace(q=TensorSpec.of(q), k=TensorSpec.of(k), v=TensorSpec.of(v), recipe=recipe)
-    return wide, Operands(*(x[:2] if p.products.codes else (q, k)), v, x.extra)
-
-
-def _against_cache(problem: Problem) -> list[str]:
-    against = []
-    if max(problem.D, problem.D_v) > 256:
-        against.append(f"it splits keys for head sizes up to 256, got {problem.D} and {problem.D_v}")
-    if problem.out_dtype != problem.dtype:
-        against.append(f"it stores a cache's results in q's type, got out_dtype={problem.out_dtype}")
-    return against
-
-
-def _against_codes(problem: Problem) -> list[str]:
-    against = []
-    if problem.products.codes_of_v and problem.target not in (*WITH_FP8, "cpu"):
-        against.append(f"Triton multiplies no e4m3 on {problem.target}; use precision='int8'")
-    if problem.target in NO_MATRIX_UNITS:
-        against.append(f"{problem.target} multiplies no int8 in Triton; leave precision out")
-    return against
+    """Convert a call to fp32, as the interpreter cannot multiply bf16. What becomes codes keeps its type, to which
+    rotary rounds."""
+    q, k, v = (t.float() if kind is None else t for t, kind in zip(x[:3], p.products.code_types, strict=True))
+    specs = [TensorSpec.of(t)._replace(dtype=torch.float32) for t in (q, k, v)]
+    wide = p._replace(recipe=p.recipe._replace(out_dtype=None), q=specs[0], k=specs[1], v=specs[2])
+    return wide, Operands(q, k, v, x.extra)
 
 
 def _against_target(problem: Problem) -> list[str]:

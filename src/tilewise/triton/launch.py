@@ -25,8 +25,7 @@ from ..host.arguments import (
 from ..host.bias import bias_launches, renormalize_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty_grads, empty_saved, sizes
-from ..host.repeat import Forward
+from ..host.outputs import empty_grads, empty_saved, fill_empty
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
 from ..quantize.launch import quantized
@@ -45,25 +44,14 @@ DELTA_ROWS_WIDE = 16
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved = empty_saved(p, x, seed)
-    if 0 in (p.B, p.M):  # no program runs
-        saved.o.zero_()
-        saved.lse.fill_(-torch.inf)
+    if 0 in (p.B, p.M):
+        return fill_empty(saved)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
     saved = saved._replace(kept=quantized(p, x, pl.compiled))
     tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
-    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved))
+    pl.replays[len(saved.kept)](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
-
-
-def repeated(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Forward | None:
-    """Return what repeats a forward; None if its launches were not kept, or read copies or codes."""
-    replay = pl.replays.get(None)
-    copies = any([own is not t for own, t in zip(with_adjacent_rows(x), x, strict=True)])
-    if replay is None or replay.kept is None or copies or p.products.codes or 0 in (p.B, p.M):
-        return None
-    of_o, of_lse, *_ = sizes(p)
-    return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), None, None, seed is not None)
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
@@ -93,7 +81,7 @@ def empty_scratch(p: Problem, x: Operands) -> RowValues:
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
     """Yield the forward's launch; before it, one that lists tiles if the plan needs it."""
-    parts, changes, sink = pl.values or device_values(p, x.extra)
+    parts, changes, sink = device_values(p, x.extra)
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     yield from listing
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
@@ -120,20 +108,14 @@ def backward_launches(
     """Yield launches for the row values (in scratch), dK and dV, dQ, and each bias with a gradient."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
-    parts, changes, _ = pl.values or device_values(p, x.extra)
+    parts, changes, _ = device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
     arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
-    yield Launch(
-        kernels.attention_backward_delta,
-        heads * tiles,
-        arguments,
-        {"d_v": p.D_v, "B_R": delta_rows},
-        pl.compiled,
-        key,
-    )
+    sizes = {"d_v": p.D_v, "B_R": delta_rows}
+    yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]

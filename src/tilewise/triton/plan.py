@@ -1,14 +1,13 @@
 """Compute what follows from a problem alone: tiles, grid sizes, and constants of kernels."""
 
-from collections import defaultdict
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call.problem import Problem, once
-from ..host.arguments import device_values, odd, scale_of
-from ..host.replay import Replay
+from ..host.arguments import odd, scale_of
+from ..host.plan import Launched
 from ..quantize.codes import columns
 from ..tile.blocks import Tile
 from ..tile.schedule import Schedule
@@ -19,7 +18,8 @@ CACHED_KEYS = 32 << 20
 """Bytes of K and V that concurrent programs may share, so that these stay in a data-centre GPU's L2 cache."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
     """The parts of a launch that follow from the problem alone."""
 
     forward: Tiles
@@ -31,16 +31,8 @@ class Plan(NamedTuple):
     unit: float
     """Logits times this are in the backward's unit: base 2, or for fp32 natural log."""
     section: int
-    listed: bool
-    """Whether the mask is no interval, so that a kernel first lists the tiles to compute."""
     precision: str
     """How products of the precision asked for are computed."""
-    values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
-    compiled: dict[Any, Any]
-    """The compiled kernels of this problem."""
-    replays: defaultdict[Any, Replay]
-    """The launches of the forward, by None, and those of backwards, by `unplanned`."""
 
 
 @once
@@ -56,11 +48,9 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     section = max(1, CACHED_KEYS // max(1, per_head)) * group
     natural = scale_of(p)
     c = natural * LOG2E.value
-    values = None if p.extra else device_values(p, ())
     unit = natural if p.dtype == torch.float32 else c
     bias, products = bias_tiles(p, chosen.dq), precision(p) or "ieee"
-    kept: tuple[Any, ...] = {}, defaultdict(Replay)
-    return Plan(*chosen, bias, None if p.biased else c, unit, section, p.listed, products, values, *kept)
+    return Plan(*chosen, bias, None if p.biased else c, unit, section, products)
 
 
 def schedule(*counts: int) -> Schedule:
@@ -71,5 +61,4 @@ def schedule(*counts: int) -> Schedule:
 def constants(p: Problem, pl: Plan, tiles: Tiles) -> dict[str, Any]:
     """Return a kernel's constants and compiler options."""
     tile = Tile(p.H // p.H_k, columns(p), p.D_v, tiles.B_r, tiles.B_c, pl.precision)
-    cap = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages, **cap}
+    return {"tile": tile, **tiles.options(num_stages=tiles.stages)}

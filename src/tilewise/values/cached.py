@@ -86,7 +86,8 @@ class Cached(Layout):
         there = {
             "cache": True, "packed": self.cu_q is not None, "pages": self.table is not None,
             "starts in pages": self.table is not None and self.starts is not None, "index": self.index is not None,
-            "invariant": self.invariant > 0,
+            "invariant": self.invariant > 0, "8-bit keys": self.k_scale is not None,
+            "few queries": self.most is not None,
         }  # fmt: skip
         return frozenset([name for name, needed in there.items() if needed])
 
@@ -237,6 +238,15 @@ class Cached(Layout):
         page = max(1, page)
         entry = table[entry.where(inside, -1), (rows // page).where(inside, -1)]
         return entry, rows % page, (entry >= 0) & (entry < len(cache))
+
+    def look_ups(self, p: Any, size: int) -> int:
+        if self.table is None:
+            return 0
+        page = p.k.shape[1]
+        return 1 if page % size == 0 and self.starts is None else -(-size // page)
+
+    def splits_keys(self, p: Any) -> bool:
+        return True
 
     def rows_of(self, t: Tensor, entries: slice, rows: slice) -> Tensor:
         return t.flatten(0, -3)[None, rows]

@@ -41,6 +41,8 @@ class Layout(Option):
     k_scale: Any = None
     v_scale: Any = None
     invariant: int = 0
+    unbounded: bool = False
+    """Whether nothing bounds the number of queries of one sequence, but that of all."""
     most: int | None = None
     """The most queries of a sequence that is computed; None for all sequences. Nothing is written for others."""
 
@@ -62,11 +64,6 @@ class Layout(Option):
     def needs(self) -> frozenset[str]:
         """Return what a back end must be able to read, by the names of `call.backend.NEEDS`."""
         return frozenset()
-
-    @property
-    def unbounded(self) -> bool:
-        """Tell whether nothing bounds the number of queries of one sequence, but that of all."""
-        return False
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -139,6 +136,22 @@ class Layout(Option):
     def page(self, p: Any) -> int | None:
         """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
         return None
+
+    def look_ups(self, p: Any, size: int) -> int:
+        """Return how many pages are looked up for a tile of `size` keys, at most."""
+        return 0
+
+    def splits_keys(self, p: Any) -> bool:
+        """Tell whether a forward may split the keys of a sequence. Of packed ones, some may have many queries."""
+        return False
+
+    def common(self, length: int) -> int:
+        """Return a number of which a length, or a difference of two, is a multiple in all sequences."""
+        return 1
+
+    def concurrent(self, most: int, heads: int, if_equal: int) -> int:
+        """Return how many loops of a backward run at once: `most` or fewer, all of one sequence, if lengths differ."""
+        return next(count for count in range(most, 0, -1) if heads % count == 0)
 
     def resized(self, p: Any, B: int, M: int, N: int) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
         """Return the rows of q and of k, and the shapes of the layout's tensors, with other sizes."""
@@ -225,6 +238,15 @@ class Padded(Layout):
 
     def blocks(self, rows: int, B: int, size: int) -> int:
         return -(-rows // size)
+
+    def splits_keys(self, p: Any) -> bool:
+        return p.few_rows
+
+    def common(self, length: int) -> int:
+        return length
+
+    def concurrent(self, most: int, heads: int, if_equal: int) -> int:
+        return if_equal
 
     def ends(self, p: Any) -> tuple[list[int], list[int]]:
         return [b * p.M for b in range(p.B + 1)], [b * p.N for b in range(p.B + 1)]

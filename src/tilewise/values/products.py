@@ -47,6 +47,11 @@ class Products(Option):
         return self.code_types[2] is not None
 
     @property
+    def needs(self) -> frozenset[Any]:
+        """Return what a back end must be able to multiply: types of codes."""
+        return frozenset(self.code_types)
+
+    @property
     def angles(self) -> Angles | None:
         """Return the angles by which the pass in front rotates q and k, or None."""
         return None

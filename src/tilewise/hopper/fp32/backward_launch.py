@@ -14,17 +14,11 @@ from ...host.arguments import TINY, cdiv, device_values, lengths, odd, packed, r
 from ...host.launch import Launch
 from ...host.lists import tile_lists
 from ...tile.ranges import Variant
-from ..backward.deterministic import attention_backward_init_semaphore
-from ..backward.postprocess import attention_backward_postprocess
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
+from ..launch import empty_scratch as empty_row_scratch
+from ..launch import order_launch, postprocess_launch
 from ..parts.call import Scratch as RowScratch
-from ..plan import (
-    empty_gqa_sums,
-    even_section,
-    heads_per_loop,
-    processors,
-    semaphore_tiles,
-)
+from ..plan import even_section, heads_per_loop, processors, semaphore_tiles
 from ..tiles import KINDS, Kind, padded, precision
 from . import preprocess
 from .backward import Shape, Tile, attention_backward_fp32
@@ -79,41 +73,40 @@ class Scratch(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Hold the counts that follow from the problem."""
+    """Hold the tile, and the counts that follow from the problem."""
 
     row: Row
-    D: int
-    """Counts the columns of a row in scratch."""
+    tile: Tile
     kind: Kind
+    queries: int
+    """Counts the blocks of all queries in scratch."""
+    keys: int
     query_tiles: int
     """Counts a head's query tiles in scratch; for packed sequences, those of all sequences."""
     key_tiles: int
-    queries: int
-    """Counts the blocks of all queries."""
-    keys: int
-    heads: int
-    """Counts the query heads that one program loops over."""
 
 
 @once
 def sizes_of(p: Problem) -> Sizes:
     """Compute the problem's tiles, and what follows from them."""
     D, name = padded(p), precision(p) or ""  # called only where there is one
-    row = ROWS[D, name]
-    of_queries, of_keys = p.query_blocks(row.B_r), p.key_blocks(row.B_c)
-    return Sizes(
-        row, D, KINDS[name], of_queries, of_keys, p.batch * p.H * of_queries, p.batch * p.H_k * of_keys,
-        heads_per_loop(p, row),
+    row, kind = ROWS[D, name], KINDS[name]
+    of_queries, of_keys, heads = p.query_blocks(row.B_r), p.key_blocks(row.B_c), heads_per_loop(p, row)
+    tail = p.layout.common(p.N) % row.B_c
+    tile = Tile(
+        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, bool(p.recipe.mask) or tail > 0,
+        semaphore_tiles(p, split_dkdv=False), heads, p.H // p.H_k // heads, row.sync_groups,
     )  # fmt: skip
+    return Sizes(row, tile, kind, p.batch * p.H * of_queries, p.batch * p.H_k * of_keys, of_queries, of_keys)
 
 
 def empty_keys(p: Problem, device: torch.device) -> Keys:
     """Allocate K and V in pieces, unwritten."""
     sizes = sizes_of(p)
-    shape = sizes.kind.pieces, sizes.keys, sizes.row.B_c, sizes.D
+    shape = sizes.kind.pieces, sizes.keys, sizes.tile.B_C, sizes.tile.D
     k, v = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
     numbers = (torch.empty(sizes.keys, device=device) for _ in range(3))
-    return Keys(k, v, *numbers, *(torch.empty((p.B, p.H_k, sizes.D), device=device) for _ in range(2)))
+    return Keys(k, v, *numbers, *(torch.empty((p.B, p.H_k, sizes.tile.D), device=device) for _ in range(2)))
 
 
 def kept_keys(p: Problem, saved: Saved) -> Keys | None:
@@ -124,18 +117,12 @@ def kept_keys(p: Problem, saved: Saved) -> Keys | None:
 
 def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
     """Allocate scratch without writing it, except the keys kept and semaphores: these hold -1, no tile."""
-    row, D, kind, *_, queries, _, heads = sizes_of(p)
-    keys = kept or empty_keys(p, device)
-    q, do = (torch.empty((kind.pieces, queries, BLOCK, D), dtype=kind.type, device=device) for _ in range(2))
-    q_descale, do_descale, do_norm, D_top = (torch.empty(queries, device=device) for _ in range(4))
+    sizes, keys = sizes_of(p), kept or empty_keys(p, device)
+    shape = sizes.kind.pieces, sizes.queries, BLOCK, sizes.tile.D
+    q, do = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
+    q_descale, do_descale, do_norm, D_top = (torch.empty(sizes.queries, device=device) for _ in range(4))
     scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
-    rows = queries * BLOCK
-    logs, delta, dq = (torch.empty(n, device=device) for n in (rows, rows, rows * D))
-    dq_semaphore = torch.full((queries,), -1, dtype=torch.int32, device=device) if p.recipe.deterministic else None
-    done = torch.empty(p.B * p.H, dtype=torch.int32, device=device)
-    gqa_sums = empty_gqa_sums(p, row, p.H // p.H_k // heads, device)
-    row_scratch = RowScratch(logs, delta, dq, dq_semaphore, None, gqa_sums, done)
-    return Scratch(q, do, keys, scales, row_scratch, kept is not None)
+    return Scratch(q, do, keys, scales, empty_row_scratch(p, sizes.tile, 0, device), kept is not None)
 
 
 def launches(
@@ -145,34 +132,26 @@ def launches(
     """Return the launches in order: split K and V unless kept, list tiles, preprocess, the main kernel, postprocess.
     Preprocess splits Q and dO and computes row values. The main kernel computes dK, dV and sums of dQ.
 
-    Of the plan `pl`, only `compiled`, `values` and `listed` are read. do may have any strides, with adjacent entries in
-    rows.
+    Of the plan `pl`, only `compiled` is read. do may have any strides, with adjacent entries in rows.
     """
-    row, D, _, query_tiles, *_, heads = sizes_of(p)
     splits = [] if scratch.kept else [split_launch(p, pl, x, scratch.keys)]
     before = preprocess_launch(p, pl, x, saved, do, dlse, scratch, grads)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
-    tiles = cdiv(p.M, row.B_r) * row.B_r * D // 4096
-    arguments = (
-        scratch.rows.dq, rows(grads.q), scratch.rows.done, packed(p, x), p.scale, *lengths(p), p.H, tiles,
-        cdiv(p.N, row.B_c), query_tiles, heads,
-    )  # fmt: skip
-    constants = {"d": p.D, "B_R": row.B_r, "B_C": row.B_c, "SIZE": D, "launch_pdl": True}
-    after = Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
+    after = postprocess_launch(p, pl, sizes_of(p).tile, scratch.rows, grads.q, packed(p, x))
     return [*splits, *listing, before, main, after]
 
 
 def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
     """Return the launch that splits K and V. It serves the forward, whose outputs are `saved`, and a backward that
     finds no keys kept."""
-    row, D, _, _, key_tiles, _, blocks, _ = sizes_of(p)
-    tiles = cdiv(p.N, row.B_c)
+    sizes, tile = sizes_of(p), sizes_of(p).tile
+    tiles = cdiv(p.N, tile.B_C)
     operands = (
         Split(rows(x.k), keys.k, keys.k_descale, None, keys.k_centre),
         Split(rows(x.v), keys.v, keys.v_descale, keys.v_norm, keys.v_centre),
     )
-    arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, key_tiles, blocks
-    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": row.B_c, "SIZE": D, "PDL": True, "num_warps": 8}
+    arguments = operands, packed(p, x), unused(p, saved), *lengths(p), p.H_k, tiles, sizes.key_tiles, sizes.keys
+    constants = {"KEYS": True, "SIZES": (p.D, p.D_v), "ROWS": tile.B_C, "SIZE": tile.D, "PDL": True, "num_warps": 8}
     return Launch(attention_split_fp32, 2 * p.B * p.H_k * tiles, arguments, constants, pl.compiled, saved is None)
 
 
@@ -180,7 +159,7 @@ def preprocess_launch(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads
 ) -> Launch:
     """Return the preprocess launch over blocks of queries and of keys."""
-    row, D, _, query_tiles, key_tiles, queries, keys, _ = sizes_of(p)
+    _, tile, _, *blocks = sizes_of(p)
     scales, (k, v, *_, k_centre, v_centre) = scratch.scales, scratch.keys
     operands = preprocess.Operands(
         Split(rows(x.q), scratch.q, scales.q),
@@ -189,19 +168,19 @@ def preprocess_launch(
         Split(rows(do), scratch.do, scales.do, scales.do_norm),
         rows(saved.o), dlse, saved.lse,
     )  # fmt: skip
-    of_keys, of_queries = cdiv(p.N, row.B_c), cdiv(p.M, row.B_r)
+    of_keys, of_queries = cdiv(p.N, tile.B_C), cdiv(p.M, tile.B_R)
     if p.recipe.sink:  # never centred
         of_keys = 0
     arguments = (
         operands, scales.D, scratch.rows._replace(gqa_sums=None), packed(p, x), unused(p, grads=grads),
         max(p.scale, TINY), *lengths(p), p.H, p.H // p.H_k, p.B, of_keys, of_queries,
-        Blocks(*map(odd, (queries, keys, query_tiles, key_tiles))),
+        Blocks(*map(odd, blocks)),
     )  # fmt: skip
     # with a gradient of lse, or with a sink, dQ is no sum of differences of keys
     centred = dlse is None and not p.recipe.sink
     constants = {
-        "tile": preprocess.Tile(p.D, p.D_v, row.B_c, D, centred), "PDL": True,
-        "num_warps": D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
+        "tile": preprocess.Tile(p.D, p.D_v, tile.B_C, tile.D, centred), "PDL": True,
+        "num_warps": tile.D // 8, "maxnreg": 64,  # no more, so that 32 warps wait for memory at once
     }  # fmt: skip
     programs = p.B * (2 * p.H * of_queries + p.H_k * of_keys)
     key, kernel = unplanned(saved, do, dlse), preprocess.attention_backward_preprocess_fp32
@@ -210,28 +189,23 @@ def preprocess_launch(
 
 def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Grads, counter: Tensor) -> list[Launch]:
     """Return the main kernel's launch, and before it one that lists tiles or orders the sums of dQ, if needed."""
-    row, D, kind, query_tiles, key_tiles, *_, per_program = sizes_of(p)
-    where, (M, N) = packed(p, x), lengths(p)
-    parts, _, _ = pl.values or device_values(p, x.extra)
-    lists, listing = tile_lists(p, pl, row, parts, x, by_key=True)
+    sizes, tile = sizes_of(p), sizes_of(p).tile
+    where, (parts, _, _) = packed(p, x), device_values(p, x.extra)
+    lists, listing = tile_lists(p, pl, sizes.row, parts, x, by_key=True)
     variant = Variant(parts, (), None, lists)
-    tiles, heads = cdiv(p.N, row.B_c), p.B * p.H // per_program
-    masked_loop = bool(p.recipe.mask) or not p.layout.uniform or p.N % row.B_c > 0
-    tile = Tile(
-        row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, masked_loop,
-        semaphore_tiles(p, split_dkdv=False), per_program, p.H // p.H_k // per_program, row.sync_groups,
-    )  # fmt: skip
+    tiles, heads = cdiv(p.N, tile.B_C), p.B * p.H // tile.GROUP
     if p.recipe.deterministic:
-        order = scratch.rows.dq_semaphore, where, variant, M, N, p.H, tiles, query_tiles
-        constants = {"B_R": row.B_r, "B_C": row.B_c, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
-        listing = [Launch(attention_backward_init_semaphore, p.B * p.H * tiles, order, constants, pl.compiled)]
+        listing = [order_launch(p, pl, tile, scratch.rows, where, variant)]
     concurrent = processors(p.q.device) // tiles
     few = p.layout.uniform and not (p.recipe.mask or p.recipe.deterministic)  # dQ's sums then stay in the L2 cache
     section = even_section(heads, max(1, concurrent // 2 if few else 2 * concurrent))
-    shape = Shape(max(p.scale, TINY), p.scale, M, N, p.D, p.D_v, p.H, query_tiles, key_tiles, heads, section, tiles)
+    shape = Shape(
+        max(p.scale, TINY), p.scale, *lengths(p), p.D, p.D_v, p.H, sizes.query_tiles, sizes.key_tiles, heads,
+        section, tiles,
+    )  # fmt: skip
     arguments = (
         *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
-        *(vector(t, row.B_r) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
+        *(vector(t, tile.B_R) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
         rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}

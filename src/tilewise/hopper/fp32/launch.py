@@ -1,8 +1,8 @@
 """Launch the fp32 kernels on Hopper: split operands into 16-bit pieces, then run attention on the pieces."""
 
-from collections import defaultdict
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from ...host.arguments import (
 from ...host.launch import Launch, current_stream
 from ...host.lists import tile_lists
 from ...host.outputs import empty_grads, empty_saved
-from ...host.plan import plan_of
-from ...host.replay import Replay
+from ...host.plan import Launched, plan_of
 from ...host.tables import source_of_rows
 from ...merge.sink import with_sink
 from ...tile.ranges import Variant
@@ -48,7 +47,8 @@ KEPT_KEYS = 8192
 costs almost nothing, and memory is what is short."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
     """Hold everything about a launch that follows from the problem alone."""
 
     forward: Fp32Forward
@@ -62,11 +62,6 @@ class Plan(NamedTuple):
     constants: dict[str, Any]
     keeps: bool
     """Says whether pieces of K and V are kept for the backward."""
-    listed: bool
-    values: tuple[Any, Any, Tensor | None] | None
-    compiled: dict[Any, Any]
-    replays: defaultdict[Any, Replay]
-    """Keep the launches of the forward, by None, and those of backwards, by `unplanned` and whether keys are kept."""
 
 
 @once
@@ -78,8 +73,7 @@ def plan(p: Problem) -> Plan:
 def planned(p: Problem, row: Fp32Forward) -> Plan:
     """Compute the same from any table row."""
     sizes, group = gradients.sizes_of(p), p.H // p.H_k
-    kind, D = sizes.kind, sizes.D
-    in_block = sizes.row.B_c  # keys
+    kind, D, in_block = sizes.kind, sizes.tile.D, sizes.tile.B_C
     tiles, heads = cdiv(p.M, row.B_r), p.B * p.H
     of_keys = CACHED_KEYS // (p.N * 2 * D * 2 * kind.pieces) * group
     least = max(SECTION, of_keys, 4 * processors(p.q.device) // tiles)  # or programs would idle in the tail
@@ -93,14 +87,14 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
         {"tile": tile, "order": assign if p.recipe.mask else assign_each, "num_warps": 4, "launch_pdl": True},
-        keeps(p), p.listed, None if p.extra else device_values(p, ()), {}, defaultdict(Replay),
+        keeps(p),
     )  # fmt: skip
 
 
 def keeps(p: Problem) -> bool:
     """Return whether keeping pieces of K and V for the backward is worth the memory."""
     sizes = gradients.sizes_of(p)
-    size = 2 * sizes.kind.pieces * sizes.keys * sizes.row.B_c * sizes.D * 2
+    size = 2 * sizes.kind.pieces * sizes.keys * sizes.tile.B_C * sizes.tile.D * 2
     return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
 
 
@@ -115,7 +109,7 @@ def forward_launches(
 ) -> list[Launch]:
     """Return the launches: list tiles if needed, split K and V into pieces, then attention, which begins while these
     are made."""
-    parts, _, sink = pl.values or device_values(p, x.extra)
+    parts, _, sink = device_values(p, x.extra)
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     scales = (keys.k_descale, keys.v_descale) if pl.kind.type == torch.float16 else (None, None)
     B_c = pl.forward.B_c
@@ -146,7 +140,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
-    pl.replays[None](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
+    pl.replays[0](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
     return saved._replace(kept=keys) if pl.keeps else saved
 
 

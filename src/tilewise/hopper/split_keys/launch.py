@@ -1,7 +1,7 @@
 """Launch the kernels that split keys on Hopper, for few rows of queries."""
 
+from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -9,9 +9,9 @@ from ...call.backend import Plan as PassPlan
 from ...call.operands import Operands, Saved
 from ...call.problem import Problem, once
 from ...host import split as host_split
-from ...host.arguments import adjacent, device_values, power_of_2, rows
+from ...host.arguments import adjacent, rows
 from ...host.launch import Launch, multiprocessors
-from ...host.replay import Replay
+from ...host.plan import Launched
 from ...host.tables import source_of_rows
 from ...tile.line import Split
 from ..descriptors import Box, Descriptor, box
@@ -31,7 +31,8 @@ LONG, LOADED = 1024, 2048
 """Keys of a sequence, and of a program, from which on these kernels are faster than the portable ones."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
     """The parts of a launch that follow from the problem alone, named as the portable kernel's."""
 
     split: Split
@@ -39,15 +40,12 @@ class Plan(NamedTuple):
     partial: int
     boxes: tuple[Box, Box]
     """Describe k and v to TMA, in boxes of 64 columns."""
-    values: tuple[Any, Any, Tensor | None] | None
-    compiled: dict[Any, Any]
-    replay: Replay
 
 
 def splits(p: Problem) -> bool:
     """Tell whether these kernels can run a problem that `why_not` does not refuse."""
-    few = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
-    return few and not p.layout.unbounded and (p.few_rows or ("cache" in p.layout.needs and p.out_dtype == p.dtype))
+    small = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
+    return small and p.splits_keys and not p.layout.unbounded and p.out_dtype == p.dtype
 
 
 def slower(p: Problem) -> bool:
@@ -64,16 +62,10 @@ def programs_of(p: Problem) -> int:
 @once
 def plan(p: Problem) -> Plan:
     """Plan a problem: one program a multiprocessor."""
-    G, D = p.H // p.H_k, padded(p)
-    page = p.layout.page(p) or 0
-    B_C = 8192 // D
-    W = host_split.dividing(p, ROWS, programs_of(p))
-    split = Split(
-        G, p.D, p.D_v, page, ROWS, B_C, 0, power_of_2(p.B), B_C, STAGES, "ieee", HOPPER=True, EARLY=True
-    )  # fmt: skip
-    k, v = (box(t.shape, t.stride, gcd(page, B_C), 64, p) for t in (p.k, p.v))
-    values = None if p.extra else device_values(p, ())
-    return Plan(split, W, host_split.numbers(p, split, W), (k, v), values, {}, Replay())
+    W, B_C = host_split.dividing(p, ROWS, programs_of(p)), 8192 // padded(p)
+    split = host_split.split_of(p, ROWS, B_C, 0, B_C, STAGES, "ieee", HOPPER=True, EARLY=True)
+    k, v = (box(t.shape, t.stride, gcd(split.P, B_C), 64, p) for t in (p.k, p.v))
+    return Plan(split, W, host_split.numbers(p, split, W), (k, v))
 
 
 def plan_of(p: Problem) -> PassPlan:
@@ -84,9 +76,9 @@ def plan_of(p: Problem) -> PassPlan:
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
-    K, V = (Descriptor(t, seen) for t, seen in zip(x[1:3], pl.boxes, strict=True))
     arguments = (
-        rows(adjacent(x.q)), K, V, *outputs, partial, batch, variant, host_split.unit(p), p.H_k, pl.programs,
+        rows(adjacent(x.q)), *map(Descriptor, x[1:3], pl.boxes), *outputs, partial, batch, variant, host_split.unit(p),
+        p.H_k, pl.programs,
     )  # fmt: skip
     constants = {"split": pl.split, "D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
@@ -95,10 +87,5 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
 
 def describe(p: Problem, pl: Plan) -> tuple[str, ...]:
     """Describe what runs a problem."""
-    split, W, *_ = pl
-    sums = f"at most {2 * W} partial sums" if pl.partial else "no partial sums"
-    looked = split.B_C // pl.boxes[0].block_shape[2]
-    pages = (f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile",) if split.P else ()
-    tile = f"{ROWS} rows of {split.G} heads x {split.B_C} keys, 4 warps and one that loads, {STAGES} stages"
-    programs = f"{W} programs for each of {p.H_k} key heads"
-    return f"forward splits keys, {tile}", programs, sums, *pages, source_of_rows(p.q.device)
+    looked = pl.split.B_C // pl.boxes[0].block_shape[2]
+    return (*host_split.describe(p, pl, "4 warps and one that loads", looked), source_of_rows(p.q.device))

@@ -1,6 +1,7 @@
 """Launches of the kernels that split keys: arguments follow from shapes, not from what lengths hold."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +10,9 @@ from ...call.backend import Plan as PassPlan
 from ...call.operands import Operands, Saved
 from ...call.problem import Problem, once
 from ...host import split as host_split
-from ...host.arguments import adjacent, cdiv, device_values, power_of_2, rows, scales_of
+from ...host.arguments import adjacent, rows, scales_of
 from ...host.launch import Launch, multiprocessors
-from ...host.replay import Replay
+from ...host.plan import Launched
 from ...tile.line import Split
 from ..tiles import HOPPER, Tiles, decode_tiles, precision
 from .kernel import attention_decode
@@ -23,7 +24,8 @@ FAST_MEMORY = 4e12
 programs share a multiprocessor."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
     """The parts of a launch that follow from the problem alone."""
 
     tiles: Tiles
@@ -34,10 +36,6 @@ class Plan(NamedTuple):
     """Logits times c are in base 2."""
     partial: int
     """Numbers of all partial sums; 0 if there are none."""
-    values: tuple[Any, Any, Tensor | None] | None
-    """The mask's parts and the scores as kernel arguments; None if the call has extra tensors."""
-    compiled: dict[Any, Any]
-    replay: Replay
 
 
 @once
@@ -49,7 +47,7 @@ def plan(p: Problem) -> Plan:
 
 def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     """Plan a problem with the given row, and W programs for each key head."""
-    chunk, G, page = p.layout.invariant, p.H // p.H_k, p.layout.page(p) or 0
+    page = p.layout.page(p)
     stages = tiles.stages if page else (tiles.stages + 1) // 2
     decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
     ahead = decodes and not page  # with pages it is slower
@@ -57,12 +55,11 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
         slow, shared = bandwidth(p.q.device) < FAST_MEMORY, W * p.H_k > multiprocessors(p.q.device)
         # with pages, look-ups take stages of their own
         stages -= slow + shared if ahead else 2 * (slow or shared)
-    split = Split(
-        G, p.D, p.D_v, page, tiles.B_r, tiles.B_c, chunk, power_of_2(max(1, p.B)), max(least, tiles.B_c),
-        stages, precision(p) or "ieee", p.target in HOPPER, paired(p), ahead,
+    split = host_split.split_of(
+        p, tiles.B_r, tiles.B_c, p.layout.invariant, max(least, tiles.B_c), stages, precision(p) or "ieee",
+        HOPPER=p.target in HOPPER, PAIRS=paired(p), AHEAD=ahead,
     )  # fmt: skip
-    values = None if p.extra else device_values(p, ())
-    return Plan(tiles, split, W, host_split.unit(p), host_split.numbers(p, split, W), values, {}, Replay())
+    return Plan(tiles, split, W, host_split.unit(p), host_split.numbers(p, split, W))
 
 
 def paired(p: Problem) -> bool:
@@ -76,11 +73,12 @@ def programs(p: Problem, tiles: Tiles) -> int:
     waits: with 8-bit keys, pieces of a fixed size, several look-ups a tile, or several tiles of rows a program."""
     if p.target == "cpu":
         return 3
-    chunk, count = p.layout.invariant, multiprocessors(p.q.device)
+    chunk, page, look_ups = p.layout.invariant, p.layout.page(p), p.layout.look_ups(p, tiles.B_c)
+    count = multiprocessors(p.q.device)
     W, tiles_of_rows = max(1, count // p.H_k), host_split.row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
-    many = tiles_of_rows >= (1 if p.layout.page(p) else 8) * W
-    if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups(p, tiles) > 1:
+    many = tiles_of_rows >= (1 if page else 8) * W
+    if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups > 1:
         W = max(1, 2 * count // p.H_k)
     return host_split.dividing(p, tiles.B_r, W)
 
@@ -90,13 +88,6 @@ def bandwidth(device: torch.device) -> float:
     found: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     clock = getattr(found, "memory_clock_rate", None)  # kHz, of two bits a line; older PyTorch does not know it
     return float("inf") if clock is None else clock * 1e3 * 2 * found.memory_bus_width / 8
-
-
-def look_ups(p: Problem, tiles: Tiles) -> int:
-    """Return how many pages are looked up for a tile of keys."""
-    if not (page := p.layout.page(p)):
-        return 0
-    return 1 if page % tiles.B_c == 0 and p.layout.starts is None else cdiv(tiles.B_c, page)
 
 
 def plan_of(p: Problem) -> PassPlan:
@@ -109,23 +100,12 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
     outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
     inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
     arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
-    cap = {} if pl.tiles.registers is None else {"maxnreg": pl.tiles.registers}
     pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
-    constants = {"num_warps": pl.tiles.warps, **cap, "split": pl.split, **pdl}
+    constants = {**pl.tiles.options(), "split": pl.split, **pdl}
     decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
     return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
 
 
-def describe(p: Problem, pl: Plan) -> tuple[str, ...]:
+def describe(p: Problem, pl: Plan) -> list[str]:
     """Describe what runs a problem."""
-    tiles, split, W, _, partial, *_ = pl
-    sums = f"at most {2 * W} partial sums" if partial else "no partial sums"
-    parts = [
-        f"forward splits keys, {tiles.B_r} rows of {split.G} heads x {tiles.B_c} keys, {tiles.warps} warps, "
-        f"{split.STAGES} stages",
-        f"{W} programs for each of {p.H_k} key heads",
-        f"pieces of {split.CHUNK} keys" if split.CHUNK else sums,
-    ]
-    if looked := look_ups(p, tiles):
-        parts.append(f"pages of {split.P}, {looked} look-up{'s' * (looked > 1)} a tile")
-    return tuple(parts)
+    return host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c))
