@@ -1,8 +1,8 @@
 """The CPU back end: PyTorch's fused kernel if it supports the call, else the tiled algorithm in torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,32 @@ from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem
 from ..quantize.codes import quantize
 from ..quantize.dequantize import multiplied, shift_of
-from . import cached, fused, tiled
+from . import cached, fused, sequences, tiled
 from .precision import exact_products
-from .sequences import choose_tiles
 
-WAYS = {cached.fused: cached.why_not_fused, fused.forward: fused.why_not}
-"""The ways to PyTorch's kernel, and what speaks against each."""
+
+class Way(NamedTuple):
+    """How forwards of a layout are computed."""
+
+    fused: Callable[[Problem, Operands], Saved]
+    """Calls PyTorch's kernel."""
+    why_not: Callable[[Problem], list[str]]
+    """Says what the call needs that it lacks."""
+    description: str
+    tiles: Any
+    """Is the module with the sequences of the tiled algorithm, and with what they multiply and are called."""
+
+
+ROWS = Way(fused.forward, fused.why_not, "PyTorch's fused CPU kernel", sequences)
+CACHE = Way(
+    cached.fused, cached.why_not_fused,
+    "PyTorch's fused CPU kernel, keys from a cache, one sequence at a time", cached,
+)  # fmt: skip
+
+
+def way_of(p: Problem) -> Way:
+    """Return how a problem's forward is computed."""
+    return CACHE if "cache" in p.layout.needs else ROWS
 
 
 class Cpu:
@@ -43,43 +63,35 @@ class Cpu:
     def plan(self, problem: Problem, which: Pass) -> Plan:
         """Return how a pass runs: by PyTorch's kernel, or by the tiled algorithm."""
         run, describe = (self.forward, self._forward_path) if which is FORWARD else (self.backward, self._backward_path)
-        return Plan(partial(run, problem), lambda: tuple(describe(problem)))
+        return Plan(partial(run, problem), lambda: (describe(problem),))
 
-    def _forward_path(self, p: Problem) -> list[str]:
-        heads, rows, columns = choose_tiles(p)
-        if p.layout.page(p) is not None:
-            if self.fuse and not cached.why_not_fused(p):
-                return ["PyTorch's fused CPU kernel, keys from a cache, one sequence at a time"]
-            width = cached.FEW_COLUMNS if cached.few_rows(p) else columns
-            return [f"tiled torch, keys from a cache, one sequence and {width} keys at a time"]
-        if self.fuse and not fused.why_not(p):
-            return ["PyTorch's fused CPU kernel"]
-        return [f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"]
+    def _forward_path(self, p: Problem) -> str:
+        way = way_of(p)
+        return f"tiled torch, {way.tiles.describe(p)}" if not self.fuse or way.why_not(p) else way.description
 
-    def _backward_path(self, p: Problem) -> list[str]:
-        forward, (heads, rows, columns) = self._forward_path(p), choose_tiles(p)
+    def _backward_path(self, p: Problem) -> str:
+        forward, tiles = self._forward_path(p), f"tiled torch, {ROWS.tiles.describe(p)}"
         fuses = self.fuse and not fused.why_not_backward(p)
-        tiles = f"tiled torch, {rows} queries x {columns} keys, {heads} key heads at a time"
-        return forward if fuses or forward == [tiles] else [f"backward: {tiles}"]
+        return forward if fuses or forward == tiles else f"backward: {tiles}"
 
     def forward(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         """Compute o and lse."""
         if p.products.codes:
             return self._forward_quantized(p, x, seed)
-        # of few rows, products wait for memory, and rounding all keys to bf16 again would take longer than they do
-        with exact_products(torch.float32 if cached.few_rows(p) else p.dtype):
-            of = next((of for of, why_not in WAYS.items() if not why_not(p)), None)
-            if self.fuse and of is not None:
-                saved = of(p, x)
+        way = way_of(p)
+        with exact_products(way.tiles.product_type(p)):
+            if self.fuse and not way.why_not(p):
+                saved = way.fused(p, x)
                 if not fused.doubtful(saved):
                     return saved
-            return tiled.forward(p, x, seed)
+            return tiled.forward(p, x, seed, way.tiles.sequences(p, x))
 
     def _forward_quantized(self, p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         """Multiply what the codes stand for. fp32 sums of int8 products are exact."""
         codes = quantize(p, x)
+        seen = multiplied(p, x, codes)
         with exact_products(torch.float32):
-            saved = tiled.forward(p, multiplied(p, x, codes), seed)
+            saved = tiled.forward(p, seen, seed, ROWS.tiles.sequences(p, seen))
         blind, shift = saved.lse.isneginf(), shift_of(p, x, codes)
         return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), kept=codes.present())
 

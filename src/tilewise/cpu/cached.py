@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.backend import holding
 from ..call.operands import Operands, Saved
 from ..call.problem import Problem
 from ..values.layout import Layout
@@ -62,7 +63,7 @@ class Rows(NamedTuple):
         return rows[lo - page * P : hi - page * P]
 
 
-def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
+def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     """Yield the sequences one by one; where the cache's layout is invariant, each query by itself.
 
     Then a query's tiles depend on nothing but the keys that it sees. Positions of queries are those in q's rows.
@@ -70,25 +71,23 @@ def cached_sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     masks, scores, _ = p.values(x.extra)
     q = x.q.reshape(-1, p.H, p.D)
     layout = p.recipe.layout_of(x.extra)
-    invariant = layout.invariant > 0
-    width = FEW_COLUMNS if few_rows(p) else COLUMNS
+    width = columns(p)
     buffers = _buffers(p, x.k, width), _buffers(p, x.v, width)
     for b, rows, entry, start, N in _places(p, x):
         own = [m.at(b) for m in masks], [c.at(b) for c in scores]
         M = rows.stop - rows.start
-        pieces = [slice(i, i + 1) for i in range(M)] if invariant else [slice(0, M)] * (M > 0)
-        for piece in pieces:
-            shift = N - M + piece.start
-            first, last = _seen(own[0], shift, N - M + piece.stop - 1, N)
-            length = last if invariant else N
+        count = max(1, layout.at_once(M))
+        heads = max(1, choose_tiles(p, (count, COLUMNS))[0] * COLUMNS // width)
+        for i in range(0, M, count):
+            shift = N - M + i
+            first, last = _seen(own[0], shift, shift + count - 1, N)
             keys, values = (
-                Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, length, t.shape[-1]), scale)
+                Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, last, t.shape[-1]), scale)
                 for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, layout, b), strict=True)
             )
-            where = slice(rows.start + piece.start, rows.start + piece.stop)
-            heads = max(1, choose_tiles(p, (1, COLUMNS) if invariant else (M, N))[0] * COLUMNS // width)
+            where = slice(rows.start + i, rows.start + i + count)
             queries = heads_first(q[None, where], compute_type(p))
-            yield Sequence(slice(b, b + 1), queries, keys, values, *own, where, slice(0, length), heads, shift, width)
+            yield Sequence(slice(b, b + 1), queries, keys, values, *own, where, slice(0, last), heads, shift, width)
 
 
 def fused(p: Problem, x: Operands) -> Saved:
@@ -117,8 +116,7 @@ def fused(p: Problem, x: Operands) -> Saved:
 
 def why_not_fused(p: Problem) -> list[str]:
     """Return what a call with a cache needs that `fused` lacks."""
-    against = {
-        "keys without a cache": "cache" not in p.layout.needs,
+    return holding({
         "several queries": p.layout.unbounded or p.M != 1 or p.B == 0,
         "a mask that is no interval": p.listed,
         "pieces of keys": p.layout.invariant > 0,
@@ -127,16 +125,24 @@ def why_not_fused(p: Problem) -> list[str]:
         "another head size for v": p.D_v != p.D,
         "too many keys to gather at once": p.layout.table is not None and p.N > MOST_COLUMNS,
         "entries that are not adjacent": any([spec.stride[-1] != 1 for spec in (p.q, p.k, p.v)]),
-    }
-    return [what for what, lacking in against.items() if lacking]
+    })  # fmt: skip
 
 
-def few_rows(p: Problem) -> bool:
-    """Tell whether the rows of a key head are so few that reading the keys takes longer than the products.
+def columns(p: Problem) -> int:
+    """Return how many keys a tile has: more where reading them takes longer than the products of so few rows."""
+    rows = p.layout.at_once(p.M) * (p.H // p.H_k)
+    return FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
 
-    Where the layout is invariant, one query at a time is computed.
-    """
-    return "cache" in p.layout.needs and (p.layout.invariant > 0 or p.M * (p.H // p.H_k) <= FEW_ROWS)
+
+def product_type(p: Problem) -> torch.dtype:
+    """Return the type whose products are exact. Those of few rows wait for memory, and rounding all keys to bf16 again
+    would take longer than they do."""
+    return torch.float32 if columns(p) == FEW_COLUMNS else p.dtype
+
+
+def describe(p: Problem) -> str:
+    """Describe the tiles of a forward."""
+    return f"keys from a cache, one sequence and {columns(p)} keys at a time"
 
 
 def _buffers(p: Problem, t: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..call.backend import holding
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts
 from .sequences import compute_type
@@ -14,8 +15,8 @@ def why_not(p: Problem) -> list[str]:
     """Return what the call needs that PyTorch's kernel lacks; empty if the kernel can run it."""
     r = p.recipe
     causal = r.mask == (("Causal",),) and p.M in (1, p.N)
-    against = {
-        "packed sequences or a cache": not p.layout.uniform,
+    return holding({
+        "packed sequences": not p.layout.uniform,
         "products in 8 bits": p.products.codes,
         "this mask": bool(r.mask) and not causal,
         "scores": bool(r.score),
@@ -26,8 +27,7 @@ def why_not(p: Problem) -> list[str]:
         "no queries or keys": 0 in (p.B, p.M, p.N),
         # its bf16 is as slow as fp32; our tiles, with exact bf16 products, are twice as fast
         "bf16 at the speed of bf16": p.dtype == torch.bfloat16,
-    }
-    return [what for what, lacking in against.items() if lacking]
+    })  # fmt: skip
 
 
 def why_not_backward(p: Problem) -> list[str]:

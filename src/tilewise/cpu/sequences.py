@@ -80,6 +80,17 @@ def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tupl
         first = last
 
 
+def describe(p: Problem) -> str:
+    """Describe the tiles of a pass."""
+    heads, rows, columns = choose_tiles(p)
+    return f"{rows} queries x {columns} keys, {heads} key heads at a time"
+
+
+def product_type(p: Problem) -> torch.dtype:
+    """Return the type whose products are exact."""
+    return p.dtype
+
+
 def heads_serially(s: Sequence) -> Iterator[slice]:
     """Yield the slice of key heads of each round."""
     for h in range(0, s.k.shape[0], s.heads):

@@ -5,7 +5,7 @@ once, with the query heads of a group stacked into rows: q (heads, G * rows, D),
 entries of one length that fit one tile are computed together, their heads treated as more heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ..merge.sink import sink_gradient
 from ..quantize.dequantize import probabilities
 from ..values.dropout import philox
 from ..values.score import Bias, Score
-from .cached import cached_sequences
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, count_of, heads_first, heads_serially, sequences
 
 LOG2E = 1.4426950408889634
@@ -40,7 +39,8 @@ class Tile(NamedTuple):
     keep: Tensor | None
 
 
-def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
+def forward(p: Problem, x: Operands, seed: Tensor | None, own: Iterable[Sequence]) -> Saved:
+    """Compute o and lse of a call's `own` sequences."""
     kind = compute_type(p)
     o = x.q.new_empty(*x.q.shape[:-1], p.D_v, dtype=p.out_dtype)
     lse = x.q.new_empty(lse_shape(x.q.shape), dtype=kind)
@@ -49,7 +49,7 @@ def forward(p: Problem, x: Operands, seed: Tensor | None) -> Saved:
         _unowned(lse.T, cu_q).fill_(-torch.inf)
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
-    for s in (sequences if p.layout.page(p) is None else cached_sequences)(p, x):
+    for s in own:
         for h_k in heads_serially(s):
             for i0 in range(0, s.q.shape[1], B_r):
                 _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)

@@ -239,6 +239,9 @@ class Cached(Layout):
         entry = table[entry.where(inside, -1), (rows // page).where(inside, -1)]
         return entry, rows % page, (entry >= 0) & (entry < len(cache))
 
+    def at_once(self, M: int) -> int:
+        return 1 if self.invariant else M
+
     def look_ups(self, p: Any, size: int) -> int:
         if self.table is None:
             return 0

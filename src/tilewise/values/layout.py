@@ -137,6 +137,10 @@ class Layout(Option):
         """Return the rows of a page, or 0 of a contiguous cache; None where keys are in no cache."""
         return None
 
+    def at_once(self, M: int) -> int:
+        """Return how many of a sequence's M queries to compute together."""
+        return M
+
     def look_ups(self, p: Any, size: int) -> int:
         """Return how many pages are looked up for a tile of `size` keys, at most."""
         return 0
