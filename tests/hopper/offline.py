@@ -16,9 +16,7 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.attention.explain import problem_on
 from tilewise.call.backend import against
-from tilewise.call.check import check_arguments
 from tilewise.call.operands import Grads, Saved
 from tilewise.hopper import launch, plan
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
@@ -26,7 +24,7 @@ from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.split_keys import launch as decode_launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import meta, read_hopper, use_target
+from offline import described, meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
 DTYPES = torch.bfloat16, torch.float32
@@ -50,80 +48,46 @@ CALLS = {
 
 def calls() -> dict[str, dict[str, Any]]:
     """Options of one call per kind of kernel."""
-    ends = meta(B + 1, dtype=torch.int32)
+    ints, ends = meta(B, dtype=torch.int32), meta(B + 1, dtype=torch.int32)
+    numbers, packed = meta(H, dtype=torch.float32), tw.Varlen(ends, ends, S, S)
+    causal, narrow, placed = {"mask": tw.Causal()}, tw.Causal() & tw.Window(300, 0), tw.Origin(64, 128)
+    scores = {"score": [tw.SoftCap(50.0), tw.Alibi(numbers)], "sink": numbers}
+
+    def pages(page: int, **more: Any) -> dict[str, Any]:
+        table = meta(B, S // page, dtype=torch.int32)
+        return causal | {"H_k": 1, "page": page, "layout": tw.Cached(ints, table, **more)}
+
     return {
         "full": {},
         "single": {"S": 64},
         "short": {"S": 128},
-        "short causal": {"mask": tw.Causal(), "S": 128},
-        "causal": {"mask": tw.Causal()},
-        "long causal": {"mask": tw.Causal(), "S": 8192},
-        "varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S)},
-        "ordered": {"mask": tw.Causal(), "deterministic": True},
-        "grouped": {"mask": tw.Causal(), "H_k": 1},
+        "short causal": causal | {"S": 128},
+        "causal": causal,
+        "long causal": causal | {"S": 8192},
+        "varlen": causal | {"layout": packed},
+        "ordered": causal | {"deterministic": True},
+        "grouped": causal | {"H_k": 1},
         "listed": {"mask": tw.Dense(meta(S, S, dtype=torch.bool))},
-        "fp16x3": {"mask": tw.Causal(), "precision": "fp16x3"},
-        "bf16x6": {"mask": tw.Causal(), "precision": "bf16x6"},
-        "fp16x3 varlen": {"precision": "fp16x3", "layout": tw.Varlen(ends, ends, S, S)},
-        **{
-            f"pages of {page}": {
-                "mask": tw.Causal(),
-                "H_k": 1,
-                "page": page,
-                "layout": tw.Cached(
-                    meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32), cu_q=ends, max_q=S
-                ),
-            }
-            for page in (8, 16, 128)
-        },
+        "fp16x3": causal | {"precision": "fp16x3"},
+        "bf16x6": causal | {"precision": "bf16x6"},
+        "fp16x3 varlen": {"precision": "fp16x3", "layout": packed},
+        **{f"pages of {page}": pages(page, cu_q=ends, max_q=S) for page in (8, 16, 128)},
         "decode": {"queries": 1, "H_k": 1},
-        **{
-            f"decode pages of {page}": {
-                "mask": tw.Causal(),
-                "queries": 4,
-                "H_k": 1,
-                "page": page,
-                "layout": tw.Cached(meta(B, dtype=torch.int32), meta(B, S // page, dtype=torch.int32)),
-            }
-            for page in (16, 128)
-        },
-        "decode scored": {
-            "mask": tw.Causal() & tw.Window(300, 0),
-            "queries": 2,
-            "H_k": 2,
-            "page": S,
-            "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
-            "sink": meta(H, dtype=torch.float32),
-            "layout": tw.Cached(
-                meta(B, dtype=torch.int32), starts=meta(B, dtype=torch.int32), index=meta(B, dtype=torch.int32)
-            ),
-        },
-        "cache, window": {
-            "mask": tw.Causal() & tw.Window(300, 0),
-            "H_k": 1,
-            "page": S,
-            "layout": tw.Cached(meta(B, dtype=torch.int32)),
-        },
-        "wide": {"mask": tw.Causal(), "out_dtype": torch.float32},
-        "wide varlen": {"mask": tw.Causal(), "layout": tw.Varlen(ends, ends, S, S), "out_dtype": torch.float32},
+        **{f"decode pages of {page}": pages(page) | {"queries": 4} for page in (16, 128)},
+        "decode scored": scores
+        | {"mask": narrow, "queries": 2, "H_k": 2, "page": S, "layout": tw.Cached(ints, starts=ints, index=ints)},
+        "cache, window": {"mask": narrow, "H_k": 1, "page": S, "layout": tw.Cached(ints)},
+        "wide": causal | {"out_dtype": torch.float32},
+        "wide varlen": causal | {"layout": packed, "out_dtype": torch.float32},
         "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
-        "scored placed": {
-            "mask": tw.Causal(),
-            "score": tw.Alibi(meta(H, dtype=torch.float32)),
-            "origin": tw.Origin(64, 128),
-        },
-        "prefix placed": {"mask": tw.Prefix(meta(B, dtype=torch.int32)), "origin": tw.Origin(64, 128)},
-        "biased": {"mask": tw.Causal(), "score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
-        "scored": {"mask": tw.Causal(), "score": tw.Alibi(meta(H, dtype=torch.float32))},
-        "bounded": {"mask": tw.Causal(), "score": tw.SoftCap(50.0)},
-        "dropout": {"mask": tw.Causal(), "dropout": 0.1},
-        "placed dropout": {"mask": tw.Causal(), "dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
-        "combined": {
-            "mask": tw.Causal(),
-            "score": [tw.SoftCap(50.0), tw.Alibi(meta(H, dtype=torch.float32))],
-            "sink": meta(H, dtype=torch.float32),
-            "dropout": 0.1,
-        },
+        "scored placed": causal | {"score": tw.Alibi(numbers), "origin": placed},
+        "prefix placed": {"mask": tw.Prefix(ints), "origin": placed},
+        "biased": causal | {"score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
+        "scored": causal | {"score": tw.Alibi(numbers)},
+        "bounded": causal | {"score": tw.SoftCap(50.0)},
+        "dropout": causal | {"dropout": 0.1},
+        "placed dropout": causal | {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
+        "combined": causal | scores | {"dropout": 0.1},
         **({"streaming": {"mask": tw.Streaming(4, 300)}} if hasattr(tw, "Streaming") else {}),
     }
 
@@ -136,14 +100,9 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     shape, page = (batch * length,) if packed else (batch, length), options.pop("page", None)
     q = meta(*shape[:-1], options.pop("queries", shape[-1]), heads, D, dtype=dtype)
     k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
-    defaults = {
-        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": "hopper", "out_dtype": None, "origin": None,
-    }  # fmt: skip
-    x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options}.values())
-    p = problem_on(x, recipe, longest, "sm_90")
+    p, x = described("sm_90", q, k, k, **{"backend": "hopper", **options})
     assert not against("hopper", p), against("hopper", p)
-    seed = meta(dtype=torch.int64) if recipe.dropout else None
+    seed = meta(dtype=torch.int64) if p.recipe.dropout else None
     lse = meta(*((heads, batch * length) if packed else (batch, heads, q.shape[1])), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))

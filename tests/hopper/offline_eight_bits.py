@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.attention.explain import problem_on
-from tilewise.call.check import check_arguments
 from tilewise.call.operands import Saved
 from tilewise.call.problem import lse_shape
 from tilewise.hopper import launch, plan
 from tilewise.quantize.codes import empty_codes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import innermost_loops, meta, read_hopper, sass, use_target
+from offline import described, innermost_loops, meta, read_hopper, sass, use_target
 
 B, S, H = 2, 1024, 16
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
@@ -47,12 +45,7 @@ def launch_of(D: int, precision: str | None, options: dict[str, Any], of_e4m3: b
     shape = (B * S,) if "layout" in options else (B, S)
     o = meta(*shape, H, D, dtype=torch.bfloat16)
     q = tw.Quantized(meta(*shape, H, D, dtype=torch.float8_e4m3fn), meta(H, dtype=torch.float32)) if of_e4m3 else o
-    defaults = {
-        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
-        "precision": precision, "deterministic": False, "backend": "hopper",
-    }  # fmt: skip
-    x, recipe, longest = check_arguments(q, q, q, *{**defaults, **options}.values())
-    p = problem_on(x, recipe, longest, "sm_90")
+    p, x = described("sm_90", q, q, q, **{"precision": precision, "backend": "hopper", **options})
     lse = meta(*lse_shape(p.q.shape), dtype=torch.float32)
     saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
     if precision:

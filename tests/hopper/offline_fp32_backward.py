@@ -13,9 +13,7 @@ import torch
 import triton
 
 import tilewise as tw
-from tilewise.attention.explain import problem_on
 from tilewise.call.backend import against
-from tilewise.call.check import check_arguments
 from tilewise.call.operands import Grads, Saved
 from tilewise.call.problem import lse_shape
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
@@ -23,7 +21,7 @@ from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.tiles import KINDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import meta, read_hopper, use_target
+from offline import described, meta, read_hopper, use_target
 
 B, S, H = 2, 1024, 4
 CALLS = {
@@ -50,12 +48,7 @@ def launches(D: int, precision: str, call: str) -> list[Any]:
     """The backward's launches of a call with meta tensors."""
     rows = (B * S,) if call == "varlen" else (B, S)
     q, k = (meta(*rows, heads, D, dtype=torch.float32) for heads in (H, H // 2 if call in GROUPED else H))
-    defaults = {
-        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None,
-        "precision": precision, "deterministic": False, "backend": "hopper",
-    }  # fmt: skip
-    x, recipe, longest = check_arguments(q, k, k, *{**defaults, **options(call)}.values())
-    p = problem_on(x, recipe, longest, "sm_90")
+    p, x = described("sm_90", q, k, k, **{"precision": precision, "backend": "hopper", **options(call)})
     assert not against("hopper", p), against("hopper", p)
     lse = meta(*lse_shape(p.q.shape), dtype=torch.float32)
     saved, grads = Saved(torch.empty_like(q), lse), Grads(q, k, k, (None,) * len(x.extra))
@@ -72,9 +65,8 @@ def main() -> Iterator[dict[str, Any]]:
             for call in calls:
                 made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
                 compiled = made["attention_backward_fp32"].compile()
-                yield {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"} | read_hopper(
-                    compiled
-                )
+                row = {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"}
+                yield row | read_hopper(compiled)
 
 
 if __name__ == "__main__":

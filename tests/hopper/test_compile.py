@@ -7,12 +7,10 @@ products one after the other that were meant to run side by side.
 
 import json
 import os
-import subprocess
-import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
+from scripts import NEWEST, RELEASES, folder_of, lines
 
 HERE = Path(__file__).parent
 RECORD = HERE / "spills.json"
@@ -28,20 +26,15 @@ MEANT = {
 """How kernels move memory by TMA: loads, stores, additions. The gradient of a bias comes from a Triton kernel."""
 SIDE_BY_SIDE = 1024
 """Bytes within which all barriers of a kernel lie, if each has separate memory; tiles are larger."""
-RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
-"""The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
-
-
-def offline(folder, script="offline.py"):
-    """What a script prints with the Triton of a folder, or with the installed one."""
-    path = [*filter(None, [folder]), str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0",
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+EVERY = {64, 128, 256}
+SCRIPTS = {
+    "hopper/offline.py": {
+        "attention_forward": EVERY, "attention_backward": EVERY, "attention_backward_dbias": EVERY,
+        "attention_decode": {64, 128}, "attention_forward_fp32": {64, 128},
+    },
+    "hopper/offline_fp32_backward.py": {"attention_backward_fp32": {64, 128}},
+}  # fmt: skip
+"""The scripts that compile, with the head sizes of each kernel."""
 
 
 def name(row):
@@ -79,48 +72,21 @@ def faults(row, record):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_kernel_compiles_well(release):
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    rows = offline(os.environ[variable] if variable else None)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_kernel_compiles_well(script, release):
+    rows = lines(script, folder=folder_of(release))
     record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
-    every = {64, 128, 256}
-    for kernel, sizes in {
-        "attention_forward": every,
-        "attention_backward": every,
-        "attention_backward_dbias": every,
-        "attention_decode": {64, 128},
-        "attention_forward_fp32": {64, 128},
-    }.items():
-        assert {row["D"] for row in rows if row["kernel"] == kernel} == sizes
-    wrong = {name(row): found for row in rows if (found := faults(row, record))}
-    assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_fp32_backward_compiles_well(release):
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    rows = offline(os.environ[variable] if variable else None, "offline_fp32_backward.py")
-    record = json.loads(RECORD.read_text()).get(rows[0]["triton"], {})
-    assert {(row["D"], row["call"].split()[0]) for row in rows} == set(product((64, 128), ("fp16x3", "bf16x6")))
+    sizes = {kernel: {row["D"] for row in rows if row["kernel"] == kernel} for kernel in SCRIPTS[script]}
+    assert sizes == SCRIPTS[script]
     wrong = {name(row): found for row in rows if (found := faults(row, record))}
     assert not wrong, "\n".join(f"{kernel}: {'; '.join(found)}" for kernel, found in wrong.items())
 
 
 def test_a_barrier_among_tiles_is_a_fault():
     row = {
-        "kernel": "attention_backward",
-        "D": 128,
-        "call": "x",
-        "shared": 1,
-        "matrix": ["HGMMA"],
-        "tma": MEANT["attention_backward"],
-    }
-    row |= {"alone": True, "spills": 0, "waits": [0]}
+        "kernel": "attention_backward", "D": 128, "call": "x", "shared": 1, "matrix": ["HGMMA"],
+        "tma": MEANT["attention_backward"], "alone": True, "spills": 0, "waits": [0],
+    }  # fmt: skip
     record = {"attention_backward 128 x": {"spills": 0, "waits": 0}}
     assert faults(row | {"barriers": [206464, 206472]}, record) == []
     for barriers in ([32768, 206464], []):
@@ -130,8 +96,8 @@ def test_a_barrier_among_tiles_is_a_fault():
 def measure():
     """Writes the record, for every Triton there is."""
     record = {}
-    for folder in (None, *filter(None, [os.environ.get("TILEWISE_TRITON_NEWEST")])):
-        rows = [*offline(folder), *offline(folder, "offline_fp32_backward.py")]
+    for folder in (None, *filter(None, [os.environ.get(NEWEST)])):
+        rows = [row for script in SCRIPTS for row in lines(script, folder=folder)]
         record[rows[0]["triton"]] = {name(row): counts(row) for row in rows}
         print(rows[0]["triton"], *(f"{name(row)}: {counts(row)}" for row in rows), sep="\n  ", flush=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

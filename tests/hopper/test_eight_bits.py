@@ -1,7 +1,8 @@
 """Hopper's 8-bit forward compiles without a GPU, and its inner loop stays short."""
 
 import pytest
-from hopper.test_compile import SHARED, offline
+from hopper.test_compile import SHARED
+from scripts import lines
 
 MOST = {
     (64, "int8"): 475,
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.compile
 
 @pytest.fixture(scope="module")
 def rows():
-    return offline(None, "offline_eight_bits.py")
+    return lines("hopper/offline_eight_bits.py")
 
 
 def test_the_inner_loop_is_short(rows):

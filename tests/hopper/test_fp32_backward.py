@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.attention.api import with_defaults
 from tilewise.attention.reference import attention, gradients
 from tilewise.call.check import check_arguments, describe
 from tilewise.call.operands import Grads, Saved
@@ -16,10 +17,6 @@ from tilewise.hopper.fp32.split import attention_split_fp32
 from tilewise.host.plan import Launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DEFAULTS = {
-    "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-    "deterministic": False, "backend": None,
-}  # fmt: skip
 PRECISIONS = ("fp16x3", "bf16x6")
 
 
@@ -29,8 +26,10 @@ def randn(*shape):
 
 def described(q, k, v, **options):
     """The problem and its operands."""
-    x, recipe, longest = check_arguments(q, k, v, *{**DEFAULTS, **options}.values())
-    return describe(x, recipe, longest), x
+    given = with_defaults("attention", options)
+    del given["seed"], given["return_lse"]
+    x, *rest = check_arguments(q, k, v, **given)
+    return describe(x, *rest), x
 
 
 def run(launch):

@@ -1,11 +1,10 @@
 """How racecheck's reports are read and judged, and that the control is right: needs no GPU, nor racecheck."""
 
-import os
 import re
 
 import pytest
 from hopper import racecheck
-from hopper.test_compile import RELEASES, offline
+from scripts import RELEASES, folder_of, lines
 
 
 def line(file, text):
@@ -142,10 +141,7 @@ def test_output_that_is_not_understood_is_no_silence(said):
 def test_the_control_is_right(release):
     """In PTX a wait stands before every access that an arrival follows, and a barrier of the role's warps between the
     two, as it does between a store and a load of the same role."""
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    rows = offline(os.environ[variable] if variable else None, "offline_control.py")
+    rows = lines("hopper/offline_control.py", folder=folder_of(release))
     found = {row["kernel"]: row["events"] for row in rows}
     assert set(found) == {racecheck.CONTROL, racecheck.BROKEN}
     for kernel, before in ((racecheck.CONTROL, {"wait"}), (racecheck.BROKEN, {"load", "arrive", "together"})):

@@ -1,10 +1,8 @@
 """A process's first training step: other sizes compile nothing, and later processes start with what it found."""
 
 import inspect
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+from scripts import ROOT, lines
 
 pytest.importorskip("triton")
 from triton import __version__, knobs
@@ -21,8 +20,6 @@ from tilewise.call import shortcuts
 from tilewise.call.backend import load
 from tilewise.call.shortcuts import know_triton, quick_sources, source_lines
 
-SCRIPT = Path(__file__).with_name("first.py")
-ROOT = Path(__file__).parents[2]
 PASSES = {
     "forward": ["attention_forward"],
     "backward": ["attention_backward_preprocess", "attention_backward", "attention_backward_postprocess"],
@@ -40,14 +37,8 @@ KERNEL = re.compile(
 
 def first(*arguments: str, cache: Path | None = None) -> list[dict]:
     """What first.py prints in a process of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    environment |= {"TRITON_CACHE_DIR": str(cache)} if cache else {}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = {"TRITON_CACHE_DIR": str(cache)} if cache else {}
+    return lines("host/first.py", *arguments, OMP_NUM_THREADS="1", **found)
 
 
 @pytest.mark.compile
@@ -87,8 +78,8 @@ def test_every_kernel_is_built_for_counts_of_1_and_without_keys():
 def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tmp_path):
     """All of it but the GPU: Triton's loader and launchers meet a driver that does nothing."""
     begun, again = (first("step", "2048", "777", cache=tmp_path) for _ in range(2))
-    for lines, outcome, other in ((begun, "compiled", "found"), (again, "found", "compiled")):
-        steps = [line for line in lines if "length" in line]
+    for printed, outcome, other in ((begun, "compiled", "found"), (again, "found", "compiled")):
+        steps = [line for line in printed if "length" in line]
         assert [(line["length"], line["part"]) for line in steps] == [(n, p) for n in (2048, 777) for p in PASSES]
         for line in steps:
             kernels = PASSES[line["part"]]

@@ -1,9 +1,8 @@
 """Tier 3 for the ablations: every changed kernel compiles for sm_90, and differs in what it changes."""
 
-from pathlib import Path
-
 import pytest
-from hopper.test_compile import SHARED, offline
+from hopper.test_compile import SHARED
+from scripts import lines
 
 from studies.ablation.changes import CHANGES
 
@@ -13,10 +12,7 @@ pytestmark = pytest.mark.compile
 @pytest.fixture(scope="module")
 def compiled():
     """What became of every kernel, by change, head size and mask."""
-    return {
-        (row["change"], row["D"], row["causal"]): row
-        for row in offline(None, Path(__file__).parent / "offline_ablation.py")
-    }
+    return {(row["change"], row["D"], row["causal"]): row for row in lines("studies/offline_ablation.py")}
 
 
 def pairs(compiled, name):

@@ -9,13 +9,12 @@ import sys
 from itertools import chain
 
 import torch
+from offline import described, registers_and_spills, use_target
 
 import tilewise as tw
-from tilewise.call.check import check_arguments, describe_fake
 from tilewise.call.operands import Saved
 from tilewise.triton.split_keys import launch as decode_launch
 from tilewise.triton.tiles import WITH_FP8
-from tilewise.warm.cross_compile import use_target
 
 CASES = {
     "D128 page 64": {},
@@ -47,10 +46,8 @@ def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtyp
     if eight:
         cache = tw.Quantized(cache.to(torch.float8_e4m3fn), empty(H_k, kind=torch.float32))
     layout = tw.Cached(empty(B, kind=torch.int32), table, invariant=invariant)
-    x, recipe, longest = check_arguments(
-        empty(B, M, H, D), cache, cache, mask or tw.Causal(), score, None, None, 0.0, layout, None, False, None
-    )
-    p = describe_fake(x, recipe, longest)._replace(target=target, matmul="highest" if dtype == torch.float32 else None)
+    options = {"mask": mask or tw.Causal(), "score": score, "layout": layout}
+    p, x = described(target, empty(B, M, H, D), cache, cache, **options)
     saved = Saved(empty(B, M, H, D), empty(B, H, M, kind=torch.float32))
     pl = decode_launch.plan(p)
     return decode_launch.launches(p, pl, x, saved, empty(pl.partial, kind=torch.float32))
@@ -58,20 +55,15 @@ def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtyp
 
 def measure(compiled):
     """Registers, spills and bytes of shared memory, how K and V are loaded, and what orders kernels."""
-    found = {"registers": 0, "spills": 0, "shared": compiled.metadata.shared}
+    registers, spills = registers_and_spills(compiled)
+    found = {"registers": registers, "spills": spills, "shared": compiled.metadata.shared}
     if "ptx" in compiled.asm:
-        from studies.accumulation.compiled import resources
-
-        found["registers"], found["spills"] = resources(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
         found["copies"] = len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*0x10", ptx))
         found["waits"] = sorted({int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)})
         found["order"] = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     else:
-        text = compiled.asm["amdgcn"]
-        found["spills"] = sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))
-        found["registers"] = max(map(int, re.findall(r"\.vgpr_count:\s*(\d+)", text)))
-        found["copies"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", text))
+        found["copies"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", compiled.asm["amdgcn"]))
         found["waits"] = []
     return found
 

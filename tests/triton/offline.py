@@ -24,8 +24,11 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
+from tilewise.attention.api import with_defaults
 from tilewise.attention.explain import problem_on
 from tilewise.call.check import check_arguments
+from tilewise.call.operands import Operands
+from tilewise.call.problem import Problem
 from tilewise.triton import launch
 from tilewise.triton.plan import plan
 from tilewise.triton.tiles import SPECIAL
@@ -35,16 +38,19 @@ MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
 
 
+def described(target: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Problem, Operands]:
+    """The problem of a call on a chip, and its operands."""
+    given = with_defaults("attention", options)
+    del given["seed"], given["return_lse"]
+    x, *rest = check_arguments(q, k, v, **given)
+    return problem_on(x, *rest, target), x
+
+
 def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **options: Any) -> list[launch.Launch]:
     """Every launch of forward and backward of a call with meta tensors; `wanted` asks for biases' gradients."""
-    defaults = {
-        "mask": tw.Full(), "score": (), "scale": None, "sink": None, "dropout": 0.0, "layout": None, "precision": None,
-        "deterministic": False, "backend": None, "out_dtype": None, "origin": None,
-    }  # fmt: skip
-    x, recipe, longest = check_arguments(q, k, v, *{**defaults, **options}.values())
-    p = problem_on(x, recipe, longest, target)
+    p, x = described(target, q, k, v, **options)
     p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim == 4 for t in x.extra))
-    seed = torch.empty((), dtype=torch.int64, device="meta") if recipe.dropout else None
+    seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o, dtype=q.dtype), torch.empty_like(saved.lse)
@@ -84,16 +90,12 @@ def calls(target: str) -> Iterator[Call]:
     types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
+    of_bias = ("attention_backward_renormalize", "attention_backward_dbias")
     for D in (64, 128):
         yield Call("plain", half, D, (*MAIN_KERNELS, "attention_backward_delta"))
     yield Call("plain", torch.float32, 64, MAIN_KERNELS)
     yield Call("combined", half, 64 if old else 128, MAIN_KERNELS)
-    yield Call(
-        "listed",
-        half,
-        64 if old else 128,
-        ("attention_list_tiles", "attention_backward_renormalize", "attention_backward_dbias"),
-    )
+    yield Call("listed", half, 64 if old else 128, ("attention_list_tiles", *of_bias))
     if target in ("sm_86", "sm_120"):  # with little shared memory
         yield Call("biased", half, 128, ("attention_backward_dbias",))
     if target in MAIN:
@@ -103,7 +105,6 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("combined", half, 64, MAIN_KERNELS)
         yield Call("plain", torch.float32, 128, MAIN_KERNELS)
         yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_dbias"))
-    of_bias = ("attention_backward_renormalize", "attention_backward_dbias")
     for dtype in (half, torch.float32) if target not in ("sm_70", "sm_75", "sm_86") else ():
         yield Call("plain", dtype, 512, (*MAIN_KERNELS, "attention_backward_delta"))
         yield Call("biased", dtype, 512, of_bias)
@@ -130,11 +131,9 @@ def launches_of(target: str, call: Call) -> list[launch.Launch]:
     if combined:
         lengths, slopes = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
         options = {
-            "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths),
-            "score": [tw.SoftCap(50.0), tw.Alibi(slopes)],
-            "sink": meta(H, dtype=torch.float32),
-            "dropout": 0.1,
-        }
+            "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths), "dropout": 0.1,
+            "score": [tw.SoftCap(50.0), tw.Alibi(slopes)], "sink": meta(H, dtype=torch.float32),
+        }  # fmt: skip
     elif call.variant in PARTS:
         options |= of_part(call.variant, B, S, H)
     elif call.variant in SPECIAL:
@@ -227,6 +226,17 @@ def read(kernel: Any) -> Compiled:
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     conflicts = 0 if found else right_factors_by_rows(kernel.asm["ttgir"])
     return Compiled(kernel.metadata.shared, found, len(loops), spills, int(registers.group(1)), columns, conflicts)
+
+
+def registers_and_spills(kernel: Any) -> tuple[int, int]:
+    """A kernel's registers, and the bytes or registers that it spills."""
+    if "cubin" in kernel.asm:
+        from studies.accumulation.compiled import resources
+
+        return resources(kernel.asm["cubin"])
+    counts = (re.findall(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"]) for name in ("vgpr_count", "vgpr_spill_count"))
+    registers, spills = (max(map(int, found)) for found in counts)
+    return registers, spills
 
 
 def right_factors_by_rows(text: str) -> int:

@@ -10,12 +10,11 @@ import sys
 from itertools import product
 
 import torch
+from offline import described, registers_and_spills, use_target
 
 import tilewise as tw
-from tilewise.call.check import check_arguments, describe_fake
 from tilewise.quantize.codes import empty_codes
 from tilewise.quantize.launch import quantize_launches
-from tilewise.warm.cross_compile import use_target
 
 
 def launches(target, D, precision, pairs):
@@ -25,8 +24,7 @@ def launches(target, D, precision, pairs):
     )
     if pairs:
         precision = tw.EightBits(precision, cos=angles, sin=angles, interleaved=pairs == "neighbours")
-    x, recipe, longest = check_arguments(q, q, q, tw.Full(), (), None, None, 0.0, None, precision, False, None)
-    p = describe_fake(x, recipe, longest)._replace(target=target)
+    p, x = described(target, q, q, q, precision=precision)
     return quantize_launches(p, x, empty_codes(p, q.device), {})
 
 
@@ -35,16 +33,8 @@ def measure(compiled):
     text = compiled.asm["ptx"] if "ptx" in compiled.asm else compiled.asm["amdgcn"]
     loads = re.findall(r"(?:ld\.global|global_load|buffer_load)\S*", text)
     wide = [load for load in loads if re.search(r"v4|dwordx4|v2\.b64", load)]
-    found = {"loads": len(loads), "narrow": len(loads) - len(wide)}
-    if "ptx" in compiled.asm:
-        from studies.accumulation.compiled import resources
-
-        found["registers"], found["spills"] = resources(compiled.asm["cubin"])
-    else:
-        found["registers"], found["spills"] = (
-            max(map(int, re.findall(rf"\.{name}:\s*(\d+)", text))) for name in ("vgpr_count", "vgpr_spill_count")
-        )
-    return found
+    registers, spills = registers_and_spills(compiled)
+    return {"loads": len(loads), "narrow": len(loads) - len(wide), "registers": registers, "spills": spills}
 
 
 if __name__ == "__main__":

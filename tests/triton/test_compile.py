@@ -7,7 +7,6 @@ is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from functools import cache
@@ -15,6 +14,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from scripts import NEWEST, RELEASES, folder_of, lines
 
 HERE = Path(__file__).parent
 RECORD = HERE / "spills.json"
@@ -41,45 +41,23 @@ MATRIX = {
 BEST = {"sm_90": {"HGMMA"}, "sm_100": {"UTCHMMA"}}
 """Those that it must use for 16-bit types and head sizes up to 128."""
 FREE_OF_SPILLS = tuple(target for target in KIBIBYTES if target not in ("sm_70", "sm_75"))
-RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
-"""The installed Triton, and the variable that says where the newest lies (`pip install --target`)."""
-NEWEST = ("sm_80", "sm_90", "sm_100", "gfx942")
+WITH_BOTH = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that are compiled for with both: a Triton takes a minute of each."""
+NO_PRODUCTS = ("attention_backward_delta", "attention_list_tiles")
 KERNELS = {
-    "attention_forward",
-    "attention_backward_dkdv",
-    "attention_backward_dq",
-    "attention_backward_delta",
-    "attention_list_tiles",
-    "attention_backward_renormalize",
-    "attention_backward_dbias",
-}
-
-
-def folder_of(release):
-    """Where that Triton lies, or None for the installed one."""
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    return os.environ[variable] if variable else None
+    "attention_forward", "attention_backward_dkdv", "attention_backward_dq", "attention_backward_renormalize",
+    "attention_backward_dbias", *NO_PRODUCTS,
+}  # fmt: skip
 
 
 @cache
 def offline(folder, *arguments):
-    """The lines that offline.py prints in a separate process."""
-    path = [folder] if folder else []
-    path += [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """The lines that offline.py prints, which may read what is compiled by the installed Triton's tool."""
     installed = Path(find_spec("triton").origin).parent
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0",
-        "TILEWISE_CUOBJDUMP": str(installed / "backends" / "nvidia" / "bin" / "cuobjdump"),
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "offline.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert lines
-    return lines
+    tool = str(installed / "backends" / "nvidia" / "bin" / "cuobjdump")
+    found = lines("triton/offline.py", *arguments, folder=folder, TILEWISE_CUOBJDUMP=tool)
+    assert found
+    return found
 
 
 def name(row):
@@ -103,7 +81,7 @@ def faults(target, row, record):
         found.append(f"{row['shared']} bytes of shared memory, the chip has {limit}")
     if row["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
         found.append(f"{row['tensor_memory']} columns of tensor memory, the chip has {TENSOR_MEMORY_COLUMNS}")
-    if row["kernel"] in ("attention_backward_delta", "attention_list_tiles"):
+    if row["kernel"] in NO_PRODUCTS:
         if row["matrix"]:
             found.append(f"uses {row['matrix']}, but multiplies no matrices")
         return found
@@ -115,9 +93,8 @@ def faults(target, row, record):
         found.append(f"uses the matrix instructions {row['matrix']}; meant are {sorted(meant)}")
     if row["dtype"] == "float32" and not meant and row["conflicts"]:
         found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
-    loops = (
-        1 if row["kernel"] in ("attention_backward_dbias", "attention_backward_renormalize") else 2
-    )  # with and without a mask
+    # with and without a mask
+    loops = 1 if row["kernel"] in ("attention_backward_dbias", "attention_backward_renormalize") else 2
     if row["loops"] != loops:
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")
     allowed = 0 if is_strict(target, row) else record.get(name(row))
@@ -130,7 +107,7 @@ def faults(target, row, record):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("target", "release"), [(t, r) for t in MATRIX for r in RELEASES if r == "oldest" or t in NEWEST]
+    ("target", "release"), [(t, r) for t in MATRIX for r in RELEASES if r == "oldest" or t in WITH_BOTH]
 )
 def test_every_kernel_compiles_well(target, release):
     rows = offline(folder_of(release), "compile", target)
@@ -205,16 +182,12 @@ def test_every_loop_that_multiplies_is_found():
 def measure(targets):
     """Writes the spills of these targets into the record, for every Triton there is."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    folders = [None, *filter(None, [os.environ.get("TILEWISE_TRITON_NEWEST")])]
+    folders = [None, *filter(None, [os.environ.get(NEWEST)])]
     for folder in folders:
         for target in targets:
             rows = offline(folder, "compile", target)
-            kept = {name(row): row["spills"] for row in rows if "spills" in row and not is_strict(target, row)}
-            kept = {
-                key: spills
-                for key, spills in kept.items()
-                if key.split()[0] not in ("attention_backward_delta", "attention_list_tiles")
-            }
+            read = [row for row in rows if "spills" in row and row["kernel"] not in NO_PRODUCTS]
+            kept = {name(row): row["spills"] for row in read if not is_strict(target, row)}
             record.setdefault(rows[0]["triton"], {})[target] = dict(sorted(kept.items()))
             found = [f"{key}: {spills}" for key, spills in kept.items() if spills]
             print(rows[0]["triton"], target, *found, sep="\n  ", flush=True)

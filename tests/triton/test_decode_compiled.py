@@ -1,15 +1,9 @@
 """The kernels that split keys compile for chips that are not here: no spills, and 16-byte copies in flight."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import lines
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory of a block."""
 
@@ -19,12 +13,7 @@ pytestmark = pytest.mark.compile
 
 @pytest.fixture(scope="module", params=SHARED)
 def compiled(request):
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    script = [sys.executable, str(ROOT / "tests/triton/decode_compiled.py"), request.param]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return request.param, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return request.param, lines("triton/decode_compiled.py", request.param)
 
 
 def test_every_row_fits_without_spills(compiled):

@@ -1,16 +1,11 @@
 """Every kernel's Triton IR and options, without a GPU: no address is computed from a 32-bit product that can pass 2^31,
 and products and sums may fuse."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+from scripts import lines
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.compile
 
 ALLOWED = {
@@ -88,14 +83,7 @@ KERNELS = {
 @cache
 def rows():
     """What products.py prints, under a Triton that fuses nothing unless it is asked to."""
-    path = [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0",
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "products.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = lines("triton/products.py", TRITON_DEFAULT_FP_FUSION="0")
     assert {row["kernel"] for row in found} == KERNELS
     return found
 

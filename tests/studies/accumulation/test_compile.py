@@ -1,21 +1,9 @@
 """Tier 3 for the experiment: matrix instructions really sum in what was asked for."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import folder_of, lines
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
-
-
-RELEASES = {"oldest": None, "newest": "TILEWISE_TRITON_NEWEST"}
-"""The installed Triton, and the variable that says where the newest lies."""
-
-
 pytestmark = pytest.mark.compile
 
 
@@ -23,16 +11,7 @@ pytestmark = pytest.mark.compile
 def compiled(request):
     """What became of every combination."""
     target, release = request.param.split()
-    variable = RELEASES[release]
-    if variable and not os.environ.get(variable):
-        pytest.skip(f"{variable} does not say where the newest Triton lies")
-    folder = [os.environ[variable]] if variable else []
-    path = [*folder, str(HERE.parents[2] / "src"), str(HERE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(HERE / "offline.py"), target]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = lines("studies/accumulation/offline.py", target, folder=folder_of(release))
     assert len(rows) == 4
     return rows
 
