@@ -36,8 +36,8 @@ def _no_lists(x: Operands) -> tuple[TileList, ...]:
     return ()
 
 
-def _never(*given: Any) -> None:
-    return None
+def never(*given: Any) -> None:
+    """Return None: nothing repeats a call."""
 
 
 class Plan(NamedTuple):
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     """Says which kernels run with which tiles, in a few phrases; those that both passes have come last."""
     lists: Callable[[Operands], tuple[TileList, ...]] = _no_lists
     """Lists the mask's tiles on q's device, where the kernels read lists; k and v may be on the meta device."""
-    repeat: Callable[..., Any] = _never
+    repeat: Callable[..., Any] = never
     """Takes what `run` took, and returns what repeats its launches by addresses alone, or None (host/repeat.py)."""
     rest: Problem | None = None
     """What the plan leaves: the same call for other sequences, whose plan writes into the same results."""

@@ -17,22 +17,15 @@ from .precision import exact_products
 
 
 class Way(NamedTuple):
-    """How forwards of a layout are computed."""
+    """How forwards of a layout are computed: by PyTorch's kernel, unless `why_not` says what a call needs that it
+    lacks, or in `tiles`, a module that gives sequences."""
 
     fused: Callable[[Problem, Operands], Saved]
-    """Calls PyTorch's kernel."""
     why_not: Callable[[Problem], list[str]]
-    """Says what the call needs that it lacks."""
-    description: str
     tiles: Any
-    """Is the module with the sequences of the tiled algorithm, and with what they multiply and are called."""
 
 
-ROWS = Way(fused.forward, fused.why_not, "PyTorch's fused CPU kernel", sequences)
-CACHE = Way(
-    cached.fused, cached.why_not_fused,
-    "PyTorch's fused CPU kernel, keys from a cache, one sequence at a time", cached,
-)  # fmt: skip
+ROWS, CACHE = Way(fused.forward, fused.why_not, sequences), Way(cached.fused, cached.why_not_fused, cached)
 
 
 def way_of(p: Problem) -> Way:
@@ -67,10 +60,10 @@ class Cpu:
 
     def _forward_path(self, p: Problem) -> str:
         way = way_of(p)
-        return f"tiled torch, {way.tiles.describe(p)}" if not self.fuse or way.why_not(p) else way.description
+        return f"tiled torch, {way.tiles.describe(p)}" if not self.fuse or way.why_not(p) else way.tiles.FUSED
 
     def _backward_path(self, p: Problem) -> str:
-        forward, tiles = self._forward_path(p), f"tiled torch, {ROWS.tiles.describe(p)}"
+        forward, tiles = self._forward_path(p), f"tiled torch, {sequences.describe(p)}"
         fuses = self.fuse and not fused.why_not_backward(p)
         return forward if fuses or forward == tiles else f"backward: {tiles}"
 
@@ -91,7 +84,7 @@ class Cpu:
         codes = quantize(p, x)
         seen = multiplied(p, x, codes)
         with exact_products(torch.float32):
-            saved = tiled.forward(p, seen, seed, ROWS.tiles.sequences(p, seen))
+            saved = tiled.forward(p, seen, seed, sequences.sequences(p, seen))
         blind, shift = saved.lse.isneginf(), shift_of(p, x, codes)
         return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), kept=codes.present())
 

@@ -13,6 +13,7 @@ from ..values.layout import Layout
 from ..values.masks import Mask
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, heads_first
 
+FUSED = "PyTorch's fused CPU kernel, keys from a cache, one sequence at a time"
 FEW_ROWS = 64
 FEW_COLUMNS = 1024
 """Keys of a tile with at most FEW_ROWS queries of a key head."""

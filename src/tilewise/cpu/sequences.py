@@ -12,6 +12,7 @@ from ..call.problem import Problem
 from ..values.masks import Mask
 from ..values.score import Score
 
+FUSED = "PyTorch's fused CPU kernel"
 COLUMNS = 256
 BUDGET = 1 << 19
 """Entries of one S tile: 2 MB of fp32, about the size of the cores' L2 caches."""

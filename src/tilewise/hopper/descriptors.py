@@ -64,7 +64,8 @@ def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p:
 
 def blocks_box(shape: Sequence[int], block: tuple[int, ...], dtype: torch.dtype) -> Box:
     """Describe a contiguous tensor as of this shape, in boxes of `block`."""
-    return Box([*shape], [*contiguous(shape)], [*block], layout_of(block, dtype))
+    strides = torch.empty(shape, device="meta").stride()
+    return Box([*shape], [*strides], [*block], layout_of(block, dtype))
 
 
 @lru_cache(64)
@@ -81,12 +82,3 @@ def addressable(t: Tensor) -> Tensor:
 @lru_cache(4096)
 def _steps_fit(steps: tuple[int, ...], itemsize: int) -> bool:
     return steps[-1] == 1 and 0 not in steps and all(step * itemsize % 16 == 0 for step in steps[:-1])
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

@@ -70,8 +70,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *map(odd, blocks_of(p)))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
-    where = packed(p, x)
-    cache = None if p.layout.page(p) is None else batch_of(p, x, least=FULL if mixed(p) else None)
+    where, page = packed(p, x), pl.constants["tile"].PAGE
+    cache = None if page is None else batch_of(p, x, least=FULL if mixed(p) else None)
     wide = p.out_dtype != p.dtype  # its descriptor then gives the type of products alone
     of_rows = rows(saved.o) if wide or where is not None else None
     arguments = (
@@ -141,7 +141,7 @@ def order_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, where: Packed
     """Return the launch that orders the sums of dQ, in tiles of the main kernel."""
     tiles = cdiv(p.N, tile.B_C)
     arguments = scratch.dq_semaphore, where, variant, *lengths(p), p.H, tiles, p.query_blocks(tile.B_R)
-    constants = {name: getattr(tile, name) for name in ("B_R", "B_C", "SEMAPHORE_TILES")}
+    constants = {"B_R": tile.B_R, "B_C": tile.B_C, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
     return Launch(attention_backward_init_semaphore, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
 
@@ -282,10 +282,10 @@ def counter(device: torch.device, stream: int | None) -> Tensor:
     """Return two zeros that a launch leaves as zeros: one pair per stream, and a separate pair per captured launch."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    if (known := COUNTERS.get((device, stream))) is None:
-        known = COUNTERS.setdefault((device, stream), new_counter(device))
-        addresses_of(device)[stream] = known.data_ptr()
-    return known
+    if (zeros := COUNTERS.get((device, stream))) is None:
+        zeros = COUNTERS.setdefault((device, stream), new_counter(device))
+        addresses_of(device)[stream] = zeros.data_ptr()
+    return zeros
 
 
 def addresses_of(device: torch.device) -> dict[int | None, int]:

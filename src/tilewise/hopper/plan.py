@@ -15,6 +15,7 @@ from ..call.problem import Problem, empty_parts, once
 from ..call.recipe import KINDS, hides_later_keys
 from ..host.arguments import cdiv, lengths, scale_of
 from ..host.launch import multiprocessors
+from ..host.outputs import sizes
 from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.schedule import assign, assign_each
@@ -23,7 +24,7 @@ from ..values.score import SoftCap
 from ..values.value import OPEN
 from .backward import kernel as backward_kernel
 from .backward.gqa_reduce import GqaSums
-from .descriptors import Box, blocks_box, box, contiguous
+from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
 from .tiles import SHORT, Backward, Forward, Rows, current, eight_bits_row, padded
 
@@ -84,9 +85,9 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     if warps:  # the dropout warps replace a warpgroup, and take registers from the others
         row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
     c = scale_of(p) * LOG2E.value
-    D, o = padded(p), (*p.q.shape[:-1], p.D_v)
+    D, (o, strides_of_o, _) = padded(p), sizes(p)[0]
     boxes = (
-        *operand_boxes(p, row.B_c, D), box(o, contiguous(o), 64, D, p),
+        *operand_boxes(p, row.B_c, D), box(o, strides_of_o, 64, D, p),
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
         box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
@@ -202,10 +203,10 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
     """Return the backward's factors and counts, and how many matrices run concurrently."""
     tiles, heads = cdiv(p.N, row.B_c), heads_per_loop(p, row)
     loops, most, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
-    few = most
+    cached = most
     if loops >= (MANY_ALIKE if same else MANY) * most and not p.recipe.deterministic:
-        few = max(1 if same else min(2, most), most // 4)  # sums of dQ stay in the L2 cache
-    section = p.layout.concurrent(most, p.H // heads, few)
+        cached = max(1 if same else min(2, most), most // 4)  # sums of dQ stay in the L2 cache
+    section = p.layout.concurrent(most, p.H // heads, cached)
     return backward_kernel.Shape(
         unit, p.scale, *lengths(p), p.D, p.D_v, p.H, p.query_blocks(row.B_r), loops, section, tiles,
         p.key_blocks(row.B_c),

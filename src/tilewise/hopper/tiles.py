@@ -161,7 +161,8 @@ def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("hopper", TABLES, p.q.device)
     rows = Rows(**{name: tables[name][key] for name, key in keys(p).items()})
-    return rows._replace(forward=eight_bits_row(p).row) if p.products.codes else rows
+    coded = EIGHT_BITS.get((padded(p), p.products.name))
+    return rows._replace(forward=coded.row) if coded else rows
 
 
 def eight_bits_row(p: Problem) -> EightBits:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..call.backend import Plan
+from ..call.backend import Plan, never
 from ..call.operands import Operands
 from ..call.problem import Problem
 from ..values.tables import TileList
@@ -24,10 +24,6 @@ class Launched:
     """The compiled kernels."""
     replays: defaultdict[Any, Replay] = field(default_factory=lambda: defaultdict(Replay))
     """The launches of forwards, by how many tensors they save, and those of backwards, by `unplanned`."""
-
-
-def never(*given: Any) -> None:
-    """Return None: nothing repeats a call."""
 
 
 def plan_of(

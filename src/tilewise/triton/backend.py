@@ -76,20 +76,20 @@ class Portable:
 
 def _forward(p: Problem) -> Plan:
     pl = plan(p)
-    return plan_of(p, pl, launch.forward, _describe_forward, ((pl.forward, False),), repeated)
+
+    def describe(p: Problem, pl: Any) -> list[str]:
+        return [_tiles("forward", pl.forward), *_common(p)]
+
+    return plan_of(p, pl, launch.forward, describe, ((pl.forward, False),), repeated)
 
 
 def _backward(p: Problem) -> Plan:
     pl = plan(p)
-    return plan_of(p, pl, launch.backward, _describe_backward, ((pl.dkdv, True), (pl.dq, False)))
 
+    def describe(p: Problem, pl: Any) -> list[str]:
+        return [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq), *_common(p)]
 
-def _describe_forward(p: Problem, pl: Any) -> list[str]:
-    return [_tiles("forward", pl.forward), *_common(p)]
-
-
-def _describe_backward(p: Problem, pl: Any) -> list[str]:
-    return [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq), *_common(p)]
+    return plan_of(p, pl, launch.backward, describe, ((pl.dkdv, True), (pl.dq, False)))
 
 
 def _tiles(name: str, t: tiles.Tiles) -> str:

@@ -119,24 +119,20 @@ def backward_launches(
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
-    of_dkdv, of_dq = constants(p, pl, pl.dkdv), constants(p, pl, pl.dq)
-    yield from renormalize_launches(
-        p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, of_dq, pl, key
-    )  # fmt: skip
+    before = p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, constants(p, pl, pl.dq), pl, key
+    yield from renormalize_launches(*before)
 
-    lists, listing = tile_lists(p, pl, pl.dkdv, parts, x, by_key=True)
-    yield from listing
-    tiles, heads = cdiv(p.N, pl.dkdv.B_c), p.B * p.H_k
-    counts = (M, N, p.H_k, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(grads.k), rows(grads.v), where, variant._replace(lists=lists), factors, *counts)
-    yield Launch(kernels.attention_backward_dkdv, heads * tiles, arguments, of_dkdv, pl.compiled, key)
-
-    lists, listing = tile_lists(p, pl, pl.dq, parts, x, by_key=False)
-    yield from listing
-    tiles, heads = cdiv(p.M, pl.dq.B_r), p.B * p.H
-    counts = (M, N, p.H, schedule(tiles, heads, pl.section))
-    arguments = (*given, rows(grads.q), where, variant._replace(lists=lists), factors, *counts)
-    yield Launch(kernels.attention_backward_dq, heads * tiles, arguments, of_dq, pl.compiled, key)
+    for kernel, row, by_key, count, H, results in (
+        (kernels.attention_backward_dkdv, pl.dkdv, True, cdiv(p.N, pl.dkdv.B_c), p.H_k, grads[1:3]),
+        (kernels.attention_backward_dq, pl.dq, False, cdiv(p.M, pl.dq.B_r), p.H, grads[:1]),
+    ):
+        lists, listing = tile_lists(p, pl, row, parts, x, by_key)
+        yield from listing
+        arguments = (
+            *given, *map(rows, results), where, variant._replace(lists=lists), factors, M, N, H,
+            schedule(count, p.B * H, pl.section),
+        )  # fmt: skip
+        yield Launch(kernel, p.B * H * count, arguments, constants(p, pl, row), pl.compiled, key)
 
     of_bias = constants(p, pl, pl.bias)
     yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)

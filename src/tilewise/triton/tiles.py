@@ -318,9 +318,7 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
 def decode_tiles(p: Problem) -> Tiles:
     """Return the tile of the kernel that splits keys. Where results are invariant, its rows are one number for all."""
     sizes = (4,) if p.dtype == torch.float32 else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
-    invariant = p.layout.invariant > 0
-    few = p.M * (p.H // p.H_k) <= 16 and not invariant
-    rows = (16, 64) if few else (64, 16)
+    rows = (16, 64) if p.M * (p.H // p.H_k) <= 16 and not p.layout.invariant else (64, 16)
     for size, count, n, kind in product((128, 256), rows, sizes, chips(p.target)):
         if max(p.D, p.D_v) <= size and (kind, n, size, count) in DECODE:
             return DECODE[kind, n, size, count]

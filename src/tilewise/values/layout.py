@@ -154,7 +154,7 @@ class Layout(Option):
         return 1
 
     def concurrent(self, most: int, heads: int, if_equal: int) -> int:
-        """Return how many loops of a backward run at once: `most` or fewer, all of one sequence, if lengths differ."""
+        """Return how many loops of a backward run at once; if lengths differ, at most `most`, all of one sequence."""
         return next(count for count in range(most, 0, -1) if heads % count == 0)
 
     def resized(self, p: Any, B: int, M: int, N: int) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
@@ -173,8 +173,8 @@ class Layout(Option):
 
     def groups(self, p: Any) -> Iterator[tuple[slice, slice, slice]]:
         """Yield batch entries of one length, and their rows of q and of k."""
-        for b, (rows, keys) in enumerate(zip(*map(_cut, self.ends(p)), strict=True)):
-            yield slice(b, b + 1), rows, keys
+        for b, (rows, keys) in enumerate(zip(*map(pairwise, self.ends(p)), strict=True)):
+            yield slice(b, b + 1), slice(*rows), slice(*keys)
 
     def rows_of(self, t: Tensor, entries: slice, rows: slice) -> Tensor:
         """Return a view (entries, length, heads, size) of some batch entries of one length."""
@@ -414,7 +414,3 @@ def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
 
 def _longest(cu: Tensor) -> int:
     return int(cu.diff().max().clamp(min=0).item()) if cu.shape[0] > 1 else 0
-
-
-def _cut(ends: list[int]) -> list[slice]:
-    return [slice(first, last) for first, last in pairwise(ends)]

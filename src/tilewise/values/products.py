@@ -167,9 +167,8 @@ class Codes(Products):
         return problem._replace(recipe=problem.recipe.exact())
 
     def coded(self, packed: bool) -> int:
-        if packed:  # of int8 it also reads v
-            return int(self.codes_of_v)
-        return 3 if self.codes_of_v else 2
+        count = 3 - self.code_types.count(None)
+        return count // 3 if packed else count  # of int8 it also reads v
 
 
 @dataclass(frozen=True, eq=False)

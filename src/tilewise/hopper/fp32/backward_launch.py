@@ -197,14 +197,15 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     if p.recipe.deterministic:
         listing = [order_launch(p, pl, tile, scratch.rows, where, variant)]
     concurrent = processors(p.q.device) // tiles
-    few = p.layout.uniform and not (p.recipe.mask or p.recipe.deterministic)  # dQ's sums then stay in the L2 cache
-    section = even_section(heads, max(1, concurrent // 2 if few else 2 * concurrent))
+    alike = p.layout.uniform and not (p.recipe.mask or p.recipe.deterministic)
+    # where tiles are alike, sums of dQ stay in the L2 cache
+    section = even_section(heads, max(1, concurrent // 2 if alike else 2 * concurrent))
     shape = Shape(
         max(p.scale, TINY), p.scale, *lengths(p), p.D, p.D_v, p.H, sizes.query_tiles, sizes.key_tiles, heads,
         section, tiles,
     )  # fmt: skip
     arguments = (
-        *(boxes(t) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
+        *(boxes(t, 1, 64) for t in (scratch.q, scratch.keys.k, scratch.keys.v, scratch.do)),
         *(vector(t, tile.B_R) for t in scratch.rows[:2]), scratch.scales, sums_of_dq(scratch.rows.dq),
         rows(grads.k), rows(grads.v), scratch.rows, counter, where, variant, shape,
     )  # fmt: skip
@@ -213,7 +214,7 @@ def main_launches(p: Problem, pl: Any, x: Operands, scratch: Scratch, grads: Gra
     return [*listing, Launch(attention_backward_fp32, programs, arguments, constants, pl.compiled)]
 
 
-def boxes(t: Tensor) -> Descriptor:
-    """Describe pieces to TMA, (piece, row, column), in boxes of 64 rows of one piece."""
+def boxes(t: Tensor, pieces: int, size: int) -> Descriptor:
+    """Describe pieces to TMA, (piece, row, column), in boxes of `size` rows of one piece, or of two."""
     count, blocks, rows, columns = t.shape
-    return Descriptor(t, blocks_box((count, blocks * rows, columns), (1, 64, columns), t.dtype))
+    return Descriptor(t, blocks_box((count, blocks * rows, columns), (pieces, size, columns), t.dtype))

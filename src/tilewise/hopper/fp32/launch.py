@@ -113,7 +113,8 @@ def forward_launches(
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     scales = (keys.k_descale, keys.v_descale) if pl.kind.type == torch.float16 else (None, None)
     B_c = pl.forward.B_c
-    k, k_pair, v = boxes(keys.k, B_c), pairs(keys.k, B_c) if pl.forward.paired else None, boxes(keys.v, B_c)
+    k_pair = gradients.boxes(keys.k, 2, B_c) if pl.forward.paired else None
+    k, v = boxes(keys.k, B_c), boxes(keys.v, B_c)
     arguments = (
         Descriptor(x.q, pl.q), k, k_pair, v, *scales, rows(saved.o), saved.lse, counter,
         packed(p, x), Variant(parts, (), None, lists, sink), pl.c, odd_counts(pl.shape),
@@ -126,12 +127,6 @@ def boxes(pieces: Tensor, B_c: int) -> Descriptor:
     """Describe pieces to TMA, row after row, in boxes of a tile."""
     size = pieces.shape[-1]
     return Descriptor(pieces, blocks_box((pieces.numel() // size, size), (B_c, size), pieces.dtype))
-
-
-def pairs(pieces: Tensor, B_c: int) -> Descriptor:
-    """Describe pieces to TMA in boxes of a tile in two pieces, the second below the first."""
-    count, blocks, rows, size = pieces.shape
-    return Descriptor(pieces, blocks_box((count, blocks * rows, size), (2, B_c, size), pieces.dtype))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
