@@ -1,6 +1,7 @@
 """Launch kernels that split keys: what both GPU back ends share, results, workspace and the kernel that combines."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,23 @@ from ..tile.softmax import LOG2E
 from .arguments import batch_of, cdiv, device_values, power_of_2, rows, rows_of_lse, scale_of
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved, fill_empty
-from .plan import plan_of
+from .plan import Launched, plan_of
 from .repeat import repeated
 
 COMBINED = 16
 """Partial sums that are added at a time."""
 Launches = Callable[[Problem, Any, Operands, Saved, Tensor], list[Launch]]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPlan(Launched):
+    """What follows from the problem alone; a machine adds its tiles, or boxes."""
+
+    split: Split
+    programs: int
+    """The programs of each key head."""
+    partial: int
+    """Numbers of all partial sums; 0 if there are none."""
 
 
 def plan_split(p: Problem, pl: Any, launches: Launches, describe: Callable[..., Sequence[str]]) -> Plan:
@@ -49,11 +61,6 @@ def partial_sums(pl: Any) -> Any:
     return (pl.partial,), (1,), torch.float32
 
 
-def unit(p: Problem) -> float:
-    """Return the factor that turns logits into base 2."""
-    return scale_of(p) * LOG2E.value
-
-
 def row_tiles(p: Problem, B_r: int) -> int:
     """Return how many tiles of rows a key head has, at most."""
     return p.B * cdiv(p.M * (p.H // p.H_k), B_r)
@@ -72,12 +79,13 @@ def numbers(p: Problem, split: Split, W: int) -> int:
     return slots * p.H_k * (p.D_v + 2)
 
 
-def split_of(
-    p: Problem, B_r: int, B_c: int, chunk: int, least: int, stages: int, precision: str, **kinds: bool
-) -> Split:
-    """Return the constants of kernels that split keys."""
+def planned(
+    p: Problem, W: int, B_r: int, B_c: int, chunk: int, least: int, stages: int, precision: str, **kinds: bool
+) -> tuple[Split, int, int]:
+    """Return the fields of a SplitPlan with W programs; the others are those of Split."""
     page, line = p.layout.page(p) or 0, power_of_2(max(1, p.B))
-    return Split(p.H // p.H_k, p.D, p.D_v, page, B_r, B_c, chunk, line, least, stages, precision, **kinds)
+    split = Split(p.H // p.H_k, p.D, p.D_v, page, B_r, B_c, chunk, line, least, stages, precision, **kinds)
+    return split, W, numbers(p, split, W)
 
 
 def describe(p: Problem, pl: Any, warps: str, look_ups: int) -> list[str]:
@@ -97,18 +105,26 @@ def dividing(p: Problem, B_r: int, W: int) -> int:
     return next((w for w in range(W, W - W // 8, -1) if row_tiles(p, B_r) == p.B and p.B % w == 0), W)
 
 
-def arguments_of(p: Problem, pl: Any, x: Operands, saved: Saved) -> tuple[Any, Any, Any]:
-    """Return the outputs as rows, the batch and the variant, which both kernels take."""
+def launches_of(
+    p: Problem, pl: SplitPlan, x: Operands, saved: Saved, partial: Tensor, kernel: Any, inputs: Sequence[Any],
+    scales: Sequence[Any], constants: dict[str, Any],
+) -> list[Launch]:  # fmt: skip
+    """Return the launch of a kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does.
+
+    `inputs`: q, k and v as the kernel takes them. `scales`: what it takes before the factor on the logits, if anything.
+    """
     parts, changes, sink = device_values(p, x.extra)
-    outputs = rows(saved.o), rows_of_lse(saved.lse)
-    return outputs, batch_of(p, x, most=p.layout.most), Variant(parts, changes, None, None, sink)
+    variant = Variant(parts, changes, None, None, sink)
+    both = rows(saved.o), rows_of_lse(saved.lse), partial, batch_of(p, x, most=p.layout.most), variant
+    arguments = (*inputs, *both, *scales, scale_of(p) * LOG2E.value, p.H_k, pl.programs)
+    found = [Launch(kernel, pl.programs * p.H_k, arguments, {"split": pl.split, **constants}, pl.compiled)]
+    if pl.partial:
+        constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), "split": pl.split, **pdl(pl.split)}
+        arguments = (*both, p.H_k, pl.programs)
+        found.append(Launch(attention_combine, p.queries * p.H, arguments, constants, pl.compiled))
+    return found
 
 
-def combine(p: Problem, pl: Any, outputs: Any, partial: Tensor, batch: Any, variant: Variant) -> list[Launch]:
-    """Return the launch that adds up partial sums, if there are any."""
-    if not pl.partial:
-        return []
-    arguments = (*outputs, partial, batch, variant, p.H_k, pl.programs)
-    pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
-    constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), "split": pl.split, **pdl}
-    return [Launch(attention_combine, p.queries * p.H, arguments, constants, pl.compiled)]
+def pdl(split: Split) -> dict[str, bool]:
+    """Return the option by which a kernel may begin while the one before ends, if the chip knows it."""
+    return {"launch_pdl": True} if split.HOPPER else {}

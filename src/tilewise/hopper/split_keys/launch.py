@@ -11,9 +11,7 @@ from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, rows
 from ...host.launch import Launch, multiprocessors
-from ...host.plan import Launched
 from ...host.tables import source_of_rows
-from ...tile.line import Split
 from ..descriptors import Box, Descriptor, box
 from ..plan import width
 from ..tiles import padded
@@ -32,12 +30,9 @@ LONG, LOADED = 1024, 2048
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Launched):
-    """The parts of a launch that follow from the problem alone, named as the portable kernel's."""
+class Plan(host_split.SplitPlan):
+    """What follows from the problem alone."""
 
-    split: Split
-    programs: int
-    partial: int
     boxes: tuple[Box, Box]
     """Describe k and v to TMA, in boxes of 64 columns."""
 
@@ -62,10 +57,10 @@ def programs_of(p: Problem) -> int:
 @once
 def plan(p: Problem) -> Plan:
     """Plan a problem: one program a multiprocessor."""
-    W, B_C = host_split.dividing(p, ROWS, programs_of(p)), 8192 // padded(p)
-    split = host_split.split_of(p, ROWS, B_C, 0, B_C, STAGES, "ieee", HOPPER=True, EARLY=True)
-    k, v = (box(t.shape, t.stride, gcd(split.P, B_C), 64, p) for t in (p.k, p.v))
-    return Plan(split, W, host_split.numbers(p, split, W), (k, v))
+    W, B_C, page = host_split.dividing(p, ROWS, programs_of(p)), 8192 // padded(p), p.layout.page(p) or 0
+    fields = host_split.planned(p, W, ROWS, B_C, 0, B_C, STAGES, "ieee", HOPPER=True, EARLY=True)
+    k, v = (box(t.shape, t.stride, gcd(page, B_C), 64, p) for t in (p.k, p.v))
+    return Plan(*fields, (k, v))
 
 
 def plan_of(p: Problem) -> PassPlan:
@@ -75,14 +70,9 @@ def plan_of(p: Problem) -> PassPlan:
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
-    outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
-    arguments = (
-        rows(adjacent(x.q)), *map(Descriptor, x[1:3], pl.boxes), *outputs, partial, batch, variant, host_split.unit(p),
-        p.H_k, pl.programs,
-    )  # fmt: skip
-    constants = {"split": pl.split, "D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
-    decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
-    return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
+    inputs = rows(adjacent(x.q)), *map(Descriptor, x[1:3], pl.boxes)
+    constants = {"D": padded(p), "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
+    return host_split.launches_of(p, pl, x, saved, partial, attention_decode, inputs, (), constants)
 
 
 def describe(p: Problem, pl: Plan) -> tuple[str, ...]:

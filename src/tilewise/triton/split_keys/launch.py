@@ -12,8 +12,6 @@ from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, rows, scales_of
 from ...host.launch import Launch, multiprocessors
-from ...host.plan import Launched
-from ...tile.line import Split
 from ..tiles import HOPPER, Tiles, decode_tiles, precision
 from .kernel import attention_decode
 
@@ -25,17 +23,10 @@ programs share a multiprocessor."""
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Launched):
-    """The parts of a launch that follow from the problem alone."""
+class Plan(host_split.SplitPlan):
+    """What follows from the problem alone."""
 
     tiles: Tiles
-    split: Split
-    programs: int
-    """The programs of each key head."""
-    c: float
-    """Logits times c are in base 2."""
-    partial: int
-    """Numbers of all partial sums; 0 if there are none."""
 
 
 @once
@@ -55,11 +46,11 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
         slow, shared = bandwidth(p.q.device) < FAST_MEMORY, W * p.H_k > multiprocessors(p.q.device)
         # with pages, look-ups take stages of their own
         stages -= slow + shared if ahead else 2 * (slow or shared)
-    split = host_split.split_of(
-        p, tiles.B_r, tiles.B_c, p.layout.invariant, max(least, tiles.B_c), stages, precision(p) or "ieee",
+    fields = host_split.planned(
+        p, W, tiles.B_r, tiles.B_c, p.layout.invariant, max(least, tiles.B_c), stages, precision(p) or "ieee",
         HOPPER=p.target in HOPPER, PAIRS=paired(p), AHEAD=ahead,
     )  # fmt: skip
-    return Plan(tiles, split, W, host_split.unit(p), host_split.numbers(p, split, W))
+    return Plan(*fields, tiles)
 
 
 def paired(p: Problem) -> bool:
@@ -97,13 +88,9 @@ def plan_of(p: Problem) -> PassPlan:
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
-    outputs, batch, variant = host_split.arguments_of(p, pl, x, saved)
     inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
-    arguments = (*inputs, *outputs, partial, batch, variant, scales, pl.c, p.H_k, pl.programs)
-    pdl = {"launch_pdl": True} if pl.split.HOPPER else {}
-    constants = {**pl.tiles.options(), "split": pl.split, **pdl}
-    decode = Launch(attention_decode, pl.programs * p.H_k, arguments, constants, pl.compiled)
-    return [decode, *host_split.combine(p, pl, outputs, partial, batch, variant)]
+    constants = {**pl.tiles.options(), **host_split.pdl(pl.split)}
+    return host_split.launches_of(p, pl, x, saved, partial, attention_decode, inputs, (scales,), constants)
 
 
 def describe(p: Problem, pl: Plan) -> list[str]:
