@@ -43,17 +43,8 @@ GLUON = SimpleNamespace(
 def in_numpy():
     """The functions of dropout_bits.py, with numpy in Gluon's place."""
     names: dict = {"gl": GLUON, "min": min, "range": range, "len": len}
-    for name in (
-        "in_whole",
-        "philox",
-        "add",
-        "dropout_words",
-        "words_by_query",
-        "words_by_key",
-        "keep_bits",
-        "at_least",
-    ):
-        names[name] = FunctionType(getattr(dropout_bits, name).fn.__code__, names)
+    used = "in_whole philox add dropout_words words_by_query words_by_key keep_bits at_least"
+    names |= {name: FunctionType(getattr(dropout_bits, name).fn.__code__, names) for name in used.split()}
     return SimpleNamespace(**names)
 
 

@@ -238,16 +238,16 @@ def test_pieces_of_another_precision_are_split_again():
     q, k = randn(1, 70, 2, 64), randn(1, 150, 1, 64)
     kept = kept_by_forward(q, k, k, precision="fp16x3")
     saved = Saved(q, randn(1, 2, 70), None, kept)
-    assert backward.kept_keys(described(q, k, k, precision="fp16x3")[0], saved) == kept
-    assert backward.kept_keys(described(q, k, k, precision="bf16x6")[0], saved) is None
-    assert backward.kept_keys(described(q, k, k, precision="fp16x3")[0], saved._replace(kept=())) is None
+    assert backward.saved_keys(described(q, k, k, precision="fp16x3")[0], saved) == kept
+    assert backward.saved_keys(described(q, k, k, precision="bf16x6")[0], saved) is None
+    assert backward.saved_keys(described(q, k, k, precision="fp16x3")[0], saved._replace(kept=())) is None
 
 
 @pytest.mark.parametrize(("batch", "length", "kept"), [(2, 8192, True), (2, 8193, False), (400, 8192, False)])
 def test_what_is_kept_takes_little_memory(batch, length, kept):
     q = torch.empty(batch, length, 16, 64, device="meta")
     p, _ = described(q, q, q, precision="fp16x3")
-    assert fp32_launch.plan(p).keeps is kept
+    assert fp32_launch.plan(p).saves is kept
 
 
 @pytest.mark.parametrize("listed", [False, True])

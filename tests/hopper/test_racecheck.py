@@ -26,33 +26,22 @@ def said_of(*pairs, first="Write", other="Read"):
     return "".join(["========= COMPUTE-SANITIZER\nran all\n", *reports, summary])
 
 
-TILE_ID = ("attention_forward", line("parts/queue.py", ".store(gl.full"), line("parts/queue.py", ".load("))
-WAITED = ("attention_forward", line("parts/queue.py", ".store(gl.full"), line("parts/channel.py", "mbarrier.wait"))
-FETCHED = ("attention_backward", *[line("parts/queue.py", "gl.num_programs(0) + gl.atomic_add")] * 2)
-SPLIT_DKDV = (
-    "attention_backward",
-    line("backward/split256.py", "shared.p.memory.store"),
-    line("backward/split256.py", "shared.p.memory.load"),
-)
-ROLES = (
-    "attention_backward",
-    line("backward/kernel.py", "def attention_backward("),
-    line("backward/kernel.py", "gl.warp_specialize("),
-)
-IN_IF = (
-    "attention_forward",
-    line("forward/kernel.py", "    if DROPOUT_WARPS:"),
-    line("forward/kernel.py", "def attention_forward("),
-)
-LOST = (
-    "attention_backward",
-    line("backward/gradients.py", "stage(shared.ds.memory"),
-    line("backward/gradients.py", "shared.logs, y).load"),
-)
-WARP = ("control", line("control.py", "number.store("), line("control.py", "number.load("))
-GROUP = ("control", line("control.py", "row.store("), line("control.py", "row.load("))
-DRAW = ("control", *[line("control.py", "gl.atomic_add")] * 2)
-START = ("control", line("control.py", "def send_dq("), line("control.py", "gl.warp_specialize("))
+def pair(kernel, file, *texts):
+    """A kernel, and two places of a file."""
+    return kernel, *(line(file, text) for text in texts)
+
+
+TILE_ID = pair("attention_forward", "parts/queue.py", ".store(gl.full", ".load(")
+WAITED = (*TILE_ID[:2], line("parts/channel.py", "mbarrier.wait"))
+FETCHED = pair("attention_backward", "parts/queue.py", *["gl.num_programs(0) + gl.atomic_add"] * 2)
+SPLIT_DKDV = pair("attention_backward", "backward/split256.py", "shared.p.memory.store", "shared.p.memory.load")
+ROLES = pair("attention_backward", "backward/kernel.py", "def attention_backward(", "gl.warp_specialize(")
+IN_IF = pair("attention_forward", "forward/kernel.py", "    if DROPOUT_WARPS:", "def attention_forward(")
+LOST = pair("attention_backward", "backward/gradients.py", "stage(shared.ds.memory", "shared.logs, y).load")
+WARP = pair("control", "control.py", "number.store(", "number.load(")
+GROUP = pair("control", "control.py", "row.store(", "row.load(")
+DRAW = pair("control", "control.py", *["gl.atomic_add"] * 2)
+START = pair("control", "control.py", "def send_dq(", "gl.warp_specialize(")
 KINDS = {
     racecheck.FROM_A_WARP: (WARP, TILE_ID, WAITED),
     racecheck.FROM_A_GROUP: (GROUP, SPLIT_DKDV),

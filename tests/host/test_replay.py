@@ -90,12 +90,8 @@ def launched(monkeypatch):
 def plain(alibi=False, backend=None):
     q, k, v = (torch.randn(1, n, h, 128, dtype=BF16) for n, h in ((1, 32), (1024, 8), (1024, 8)))
     score = (tw.Alibi(torch.rand(32)),) if alibi else ()
-    return lambda: tw.attention(q, k, v, score=score, backend=backend), (
-        q,
-        k,
-        v,
-        *(t for s in score for t in s.tensors),
-    )
+    tensors = q, k, v, *(t for s in score for t in s.tensors)
+    return lambda: tw.attention(q, k, v, score=score, backend=backend), tensors
 
 
 def cached(B=3, backend=None):
@@ -187,17 +183,11 @@ for way, pass_ in (("", forward), (" backward", backward)):
     fp32 = [name for name in OPTIONS if name not in ("bias", "dropout")]
     CALLS |= {f"fp32 {name}{way}": partial(pass_, name, dtype=torch.float32, backend="hopper") for name in fp32}
 CALLS |= {"hopper lse backward": partial(backward, "causal", of_lse=True)}
-LAUNCHES = {"plain": 2, "alibi": 2, "cached": 2, "pack": 3, "append": 1, "merge": 1, "merge packed": 1}
-LAUNCHES |= {
-    "hopper": 1,
-    "portable": 1,
-    "fp32": 2,
-    "fp32 backward": 4,
-    "fp32 deterministic backward": 5,
-    "hopper backward": 3,
-}
-LAUNCHES |= {"hopper bias backward": 4, "hopper deterministic backward": 4, "portable backward": 3}
-LAUNCHES |= {"portable bias backward": 4}
+LAUNCHES = {
+    "plain": 2, "alibi": 2, "cached": 2, "pack": 3, "append": 1, "merge": 1, "merge packed": 1, "hopper": 1,
+    "portable": 1, "fp32": 2, "fp32 backward": 4, "fp32 deterministic backward": 5, "hopper backward": 3,
+    "hopper bias backward": 4, "hopper deterministic backward": 4, "portable backward": 3, "portable bias backward": 4,
+}  # fmt: skip
 """How many there are, by the whole name of a call or its first and last words."""
 
 

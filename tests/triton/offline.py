@@ -125,41 +125,35 @@ def calls(target: str) -> Iterator[Call]:
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
     """The launches of a call that are to be compiled."""
     B, S, H = 2, 1024, 4
-    combined = call.variant == "combined"
-    q, k = meta(B, S, H, call.D, dtype=call.dtype), meta(B, S, H // 2 if combined else H, call.D, dtype=call.dtype)
-    options: dict[str, Any] = {"mask": tw.Full() if call.variant == "full" else tw.Causal()}
-    if combined:
-        lengths, slopes = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
-        options = {
-            "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths), "dropout": 0.1,
-            "score": [tw.SoftCap(50.0), tw.Alibi(slopes)], "sink": meta(H, dtype=torch.float32),
-        }  # fmt: skip
-    elif call.variant in PARTS:
-        options |= of_part(call.variant, B, S, H)
-    elif call.variant in SPECIAL:
-        options |= {"precision": call.variant, "backend": "triton"}
-    elif call.variant in ("listed", "biased"):
-        options |= {"score": tw.Bias(meta(1, H, S, S, dtype=call.dtype)), "wanted": True}
-        if call.variant == "listed":
-            options["mask"] = tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()
-    elif call.variant == "strides of 1":  # which Triton makes constants: D_v = 1 of one head, and one bias for all
-        q = k = meta(B, S, 1, call.D, dtype=call.dtype)
-        options |= {"score": tw.Bias(meta(1, 1, 1, 1, dtype=call.dtype)), "wanted": True}
+    heads = {"combined": (H, H // 2), "strides of 1": (1, 1)}.get(call.variant, (H, H))
+    q, k = (meta(B, S, n, call.D, dtype=call.dtype) for n in heads)
     v = meta(B, S, 1, 1, dtype=call.dtype) if call.variant == "strides of 1" else k
+    options = {"mask": tw.Causal(), **options_of(call, B, S, H)}
     named = {one.kernel.fn.__name__: one for one in launches(target, q, k, v, **options)}
     return [named[name] for name in call.kernels]
 
 
-def of_part(variant: str, B: int, S: int, H: int) -> dict[str, Any]:
-    """Options of a call of `PARTS`, beside those of a plain one."""
-    if variant == "wide":
-        return {"out_dtype": torch.float32}
-    if variant == "spans":
-        return {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))}
-    if variant == "placed dropout":
-        return {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)}
-    slopes, lengths = meta(H, dtype=torch.float32), meta(B, dtype=torch.int32)
-    return {"mask": tw.Prefix(lengths), "score": tw.Alibi(slopes), "origin": tw.Origin(64, 128)}
+def options_of(call: Call, B: int, S: int, H: int) -> dict[str, Any]:
+    """Options of a variant, beside those of a plain one."""
+    lengths, numbers = meta(B, dtype=torch.int32), meta(H, dtype=torch.float32)
+    biased = {"score": tw.Bias(meta(1, H, S, S, dtype=call.dtype)), "wanted": True}
+    return {
+        "plain": {},
+        "full": {"mask": tw.Full()},
+        "combined": {
+            "mask": tw.Causal() & tw.Window(255, 0) & tw.Padding(lengths), "dropout": 0.1,
+            "score": [tw.SoftCap(50.0), tw.Alibi(numbers)], "sink": numbers,
+        },
+        "wide": {"out_dtype": torch.float32},
+        "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
+        "placed": {"mask": tw.Prefix(lengths), "score": tw.Alibi(numbers), "origin": tw.Origin(64, 128)},
+        "placed dropout": {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
+        "biased": biased,
+        "listed": biased | {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()},
+        # strides that Triton makes constants: D_v = 1 of one head, and one bias for all
+        "strides of 1": biased | {"score": tw.Bias(meta(1, 1, 1, 1, dtype=call.dtype))},
+        **{name: {"precision": name, "backend": "triton"} for name in SPECIAL},
+    }[call.variant]  # fmt: skip
 
 
 def compile_all(target: str) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Launch the fp32 backward on Hopper: preprocess, the main kernel, and postprocess, which converts sums into dQ.
 
-The forward also uses the pieces of K and V defined here: it makes and keeps them.
+The forward also uses the pieces of K and V defined here: it makes and saves them.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class Scratch(NamedTuple):
     keys: Keys
     scales: Scales
     rows: RowScratch
-    kept: bool
+    from_forward: bool
     """Says whether the keys are the forward's."""
 
 
@@ -109,32 +109,32 @@ def empty_keys(p: Problem, device: torch.device) -> Keys:
     return Keys(k, v, *numbers, *(torch.empty((p.B, p.H_k, sizes.tile.D), device=device) for _ in range(2)))
 
 
-def kept_keys(p: Problem, saved: Saved) -> Keys | None:
-    """Return the keys that the forward kept, unless torch's setting has asked for another precision since."""
+def saved_keys(p: Problem, saved: Saved) -> Keys | None:
+    """Return the keys that the forward saved, unless torch's setting has asked for another precision since."""
     fits = saved.kept and saved.kept[0].dtype == sizes_of(p).kind.type
     return Keys(*saved.kept) if fits else None
 
 
-def empty_scratch(p: Problem, device: torch.device, kept: Keys | None = None) -> Scratch:
-    """Allocate scratch without writing it, except the keys kept and semaphores: these hold -1, no tile."""
-    sizes, keys = sizes_of(p), kept or empty_keys(p, device)
+def empty_scratch(p: Problem, device: torch.device, given: Keys | None = None) -> Scratch:
+    """Allocate scratch without writing it, except the keys given and semaphores: these hold -1, no tile."""
+    sizes, keys = sizes_of(p), given or empty_keys(p, device)
     shape = sizes.kind.pieces, sizes.queries, BLOCK, sizes.tile.D
     q, do = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
     q_descale, do_descale, do_norm, D_top = (torch.empty(sizes.queries, device=device) for _ in range(4))
     scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
-    return Scratch(q, do, keys, scales, empty_row_scratch(p, sizes.tile, 0, device), kept is not None)
+    return Scratch(q, do, keys, scales, empty_row_scratch(p, sizes.tile, 0, device), given is not None)
 
 
 def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches in order: split K and V unless kept, list tiles, preprocess, the main kernel, postprocess.
+    """Return the launches in order: split K and V unless saved, list tiles, preprocess, the main kernel, postprocess.
     Preprocess splits Q and dO and computes row values. The main kernel computes dK, dV and sums of dQ.
 
     Of the plan `pl`, only `compiled` is read. do may have any strides, with adjacent entries in rows.
     """
-    splits = [] if scratch.kept else [split_launch(p, pl, x, scratch.keys)]
+    splits = [] if scratch.from_forward else [split_launch(p, pl, x, scratch.keys)]
     before = preprocess_launch(p, pl, x, saved, do, dlse, scratch, grads)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     after = postprocess_launch(p, pl, sizes_of(p).tile, scratch.rows, grads.q, packed(p, x))
@@ -143,7 +143,7 @@ def launches(
 
 def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:
     """Return the launch that splits K and V. It serves the forward, whose outputs are `saved`, and a backward that
-    finds no keys kept."""
+    finds no keys saved."""
     sizes, tile = sizes_of(p), sizes_of(p).tile
     tiles = cdiv(p.N, tile.B_C)
     operands = (

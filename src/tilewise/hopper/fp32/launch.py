@@ -39,11 +39,11 @@ from . import forward as kernels
 
 CACHED_KEYS = 32 << 20
 """Let matrices that run concurrently share at most this many bytes of K and V, which stay in the L2 cache."""
-KEPT_SHARE = 256
-"""Keep pieces of K and V for the backward only if they take at most this part of the GPU's memory. A model has tens of
-layers, and all keep theirs at once."""
-KEPT_KEYS = 8192
-"""Keep them only up to this many keys. Products grow with the square of the length, so that beyond it splitting again
+SAVED_SHARE = 256
+"""Save pieces of K and V for the backward only if they take at most this part of the GPU's memory. A model has tens of
+layers, and all save theirs at once."""
+SAVED_KEYS = 8192
+"""Save them only up to this many keys. Products grow with the square of the length, so that beyond it splitting again
 costs almost nothing, and memory is what is short."""
 
 
@@ -60,8 +60,8 @@ class Plan(Launched):
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
-    keeps: bool
-    """Says whether pieces of K and V are kept for the backward."""
+    saves: bool
+    """Says whether pieces of K and V are saved for the backward."""
 
 
 @once
@@ -87,15 +87,15 @@ def planned(p: Problem, row: Fp32Forward) -> Plan:
         row, kind, max(p.scale, TINY) * LOG2E.value, box(p.q.shape, p.q.stride, 64, D, p),
         min(heads * tiles, processors(p.q.device)), shape,
         {"tile": tile, "order": assign if p.recipe.mask else assign_each, "num_warps": 4, "launch_pdl": True},
-        keeps(p),
+        saves(p),
     )  # fmt: skip
 
 
-def keeps(p: Problem) -> bool:
-    """Return whether keeping pieces of K and V for the backward is worth the memory."""
+def saves(p: Problem) -> bool:
+    """Return whether saving pieces of K and V for the backward is worth the memory."""
     sizes = gradients.sizes_of(p)
     size = 2 * sizes.kind.pieces * sizes.keys * sizes.tile.B_C * sizes.tile.D * 2
-    return p.N <= KEPT_KEYS and size * KEPT_SHARE <= memory(p.q.device)
+    return p.N <= SAVED_KEYS and size * SAVED_SHARE <= memory(p.q.device)
 
 
 @lru_cache(64)
@@ -130,13 +130,13 @@ def boxes(pieces: Tensor, B_c: int) -> Descriptor:
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
-    """Compute o, lse and pieces of K and V, and keep the pieces if the plan says so."""
+    """Compute o, lse and pieces of K and V, and save the pieces if the plan says so."""
     saved = empty_saved(p, x, seed)
     keys, stream = gradients.empty_keys(p, x.q.device), current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
     pl.replays[0](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
-    return saved._replace(kept=keys) if pl.keeps else saved
+    return saved._replace(kept=keys) if pl.saves else saved
 
 
 def forward_plan(p: Problem) -> PassPlan:
@@ -164,11 +164,11 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.kept_keys(p, saved))
+    grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.saved_keys(p, saved))
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
-    replay = pl.replays[unplanned(saved, do, dlse), scratch.kept]
+    replay = pl.replays[unplanned(saved, do, dlse), scratch.from_forward]
     replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))
