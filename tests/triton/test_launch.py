@@ -40,39 +40,18 @@ def given(monkeypatch):
     return seen
 
 
-def heads_first(B, S, H, D):
-    return torch.randn(B, H, S, D).transpose(1, 2)
-
-
-def packed_part(part):
-    return lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, part]
-
-
-def longer_rows(B, S, H, D):
-    return torch.randn(B, S, H, D + 24)[..., 8 : D + 8]
-
-
-def one_head_for_all(B, S, H, D):
-    return torch.randn(B, S, 1, D).expand(B, S, H, D)
-
-
-def every_other_row(B, S, H, D):
-    return torch.randn(B, 2 * S, H, D)[:, ::2]
-
-
-def entries_apart(B, S, H, D):
-    return torch.randn(B, S, D, H).transpose(2, 3)
-
-
-def one_number(B, S, H, D):
-    return torch.randn(()).expand(B, S, H, D)
-
-
 VIEWS = {
-    "heads first": heads_first, "packed q": packed_part(0), "packed v": packed_part(2), "longer rows": longer_rows,
-    "one head for all": one_head_for_all, "every other row": every_other_row,
-}  # fmt: skip
-COPIED = {"entries apart": entries_apart, "one number": one_number}
+    "heads first": lambda B, S, H, D: torch.randn(B, H, S, D).transpose(1, 2),
+    "packed q": lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 0],
+    "packed v": lambda B, S, H, D: torch.randn(B, S, 3, H, D)[:, :, 2],
+    "longer rows": lambda B, S, H, D: torch.randn(B, S, H, D + 24)[..., 8 : D + 8],
+    "one head for all": lambda B, S, H, D: torch.randn(B, S, 1, D).expand(B, S, H, D),
+    "every other row": lambda B, S, H, D: torch.randn(B, 2 * S, H, D)[:, ::2],
+}
+COPIED = {
+    "entries apart": lambda B, S, H, D: torch.randn(B, S, D, H).transpose(2, 3),
+    "one number": lambda B, S, H, D: torch.randn(()).expand(B, S, H, D),
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -215,14 +194,17 @@ def test_a_sequence_ends_where_the_layout_says():
     assert out.tolist() == [[0, 3, 0, 2], [3, 5, 3, 2]]
 
 
+def described(q, k, v, layout):
+    """The problem of a causal call, and its operands."""
+    x, *rest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, "triton")
+    return problem_on(x, *rest, "cpu"), x
+
+
 def test_a_longest_length_that_is_too_short_cuts_sequences_off():
     """As on a GPU, where nobody reads cu_seqlens: the rest of a sequence is nobody's; gradients are those of this."""
     cu, cut = torch.tensor([0, 3, 17], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
     q, k, v, do = (torch.randn(20, 2, 16) for _ in range(4))
-    x, recipe, longest = check_arguments(
-        q, k, v, tw.Causal(), (), None, None, 0.0, tw.Varlen(cu, cu, 5, 5), None, False, "triton"
-    )
-    p = problem_on(x, recipe, longest, "cpu")
+    p, x = described(q, k, v, tw.Varlen(cu, cu, 5, 5))
     pl = plan(p)
     saved = launch.forward(p, pl, x, None)
     found = saved.o, saved.lse.T, *launch.backward(p, pl, x, saved, do, torch.zeros_like(saved.lse))[:3]
@@ -246,9 +228,7 @@ def test_wrong_cu_seqlens_touch_nothing_outside(wrong):
     total, H, D = 20, 2, 16
     cu = torch.tensor(WRONG[wrong], dtype=torch.int32)
     (q, _), (k, _), (v, _), (do, _) = (guarded((total, H, D), torch.randn(total, H, D)) for _ in range(4))
-    layout = tw.Varlen(cu, cu, 20, 20)
-    x, recipe, longest = check_arguments(q, k, v, tw.Causal(), (), None, None, 0.0, layout, None, False, "triton")
-    p = problem_on(x, recipe, longest, "cpu")
+    p, x = described(q, k, v, tw.Varlen(cu, cu, 20, 20))
     o, around_o = guarded((total, H, D), torch.zeros(total, H, D))
     lse, around_lse = guarded((1, H, total), torch.zeros(1, H, total))
     scratch = launch.empty_scratch(p, x).logs.shape

@@ -81,7 +81,7 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
         heads = max(1, choose_tiles(p, (count, COLUMNS))[0] * COLUMNS // width)
         for i in range(0, M, count):
             shift = N - M + i
-            first, last = _seen(own[0], shift, shift + count - 1, N)
+            first, last = _visible(own[0], shift, shift + count - 1, N)
             keys, values = (
                 Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, last, t.shape[-1]), scale)
                 for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, layout, b), strict=True)
@@ -100,7 +100,7 @@ def fused(p: Problem, x: Operands) -> Saved:
     width = max((N for *_, N in places), default=0)
     buffers = [_gathered(p, t, width) for t in (x.k, x.v)]
     for b, _, entry, start, N in places:
-        first, last = _seen([m.at(b) for m in masks], N - 1, N - 1, N)
+        first, last = _visible([m.at(b) for m in masks], N - 1, N - 1, N)
         if first == last:
             o[b], lse[b] = 0.0, -torch.inf
             continue
@@ -180,7 +180,7 @@ def _entry(p: Problem, x: Operands, t: Tensor, entry: int) -> tuple[Tensor, Tens
     return (t[entry], None) if table is None else (t, table[entry])
 
 
-def _seen(masks: list[Mask], first: int, last: int, N: int) -> tuple[int, int]:
+def _visible(masks: list[Mask], first: int, last: int, N: int) -> tuple[int, int]:
     """Return the first key that any of the rows first..last sees, and the one after the last."""
     lo, hi = 0, N
     for mask in masks:
