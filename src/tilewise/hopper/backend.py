@@ -81,16 +81,14 @@ def _leaves_idle(p: Problem) -> bool:
 
 
 def _unaddressable(spec: TensorSpec) -> list[str]:
-    """Return why TMA cannot read a tensor where it lies."""
-    steps = {
-        f"has a stride of {stride} entries, which is no positive multiple of 16 bytes": stride <= 0
-        or stride * spec.dtype.itemsize % 16
-        for stride in spec.stride[:-1]
-    }
-    return holding({
+    """Return the first reason why TMA cannot read a tensor where it lies, if there is one."""
+    odd = [stride for stride in spec.stride[:-1] if stride <= 0 or stride * spec.dtype.itemsize % 16]
+    reasons = {
         "does not start on a 16-byte boundary": not spec.aligned,
-        "has rows whose entries are not adjacent": spec.stride[-1] != 1 and spec.shape[-1] != 1, **steps,
-    })  # fmt: skip
+        "has rows whose entries are not adjacent": spec.stride[-1] != 1 and spec.shape[-1] != 1,
+        f"has a stride of {next(iter(odd), 0)} entries, which is no positive multiple of 16 bytes": odd,
+    }
+    return holding(reasons)[:1]
 
 
 def _name(dtype: torch.dtype) -> str:
