@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from .value import Option, Unsupported, check_strided, integer
+from .value import Option, Unsupported, check_offsets, check_strided, integer
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,6 @@ class Layout(Option):
     """Whether nothing bounds the number of queries of one sequence, but that of all."""
     most: int | None = None
     """The most queries of a sequence that is computed; None for all sequences. Nothing is written for others."""
-
     uniform: ClassVar[bool] = False
     """Whether all batch entries have M queries and N keys."""
 
@@ -395,21 +394,6 @@ def check_ranks(shapes: Mapping[str, tuple[int, ...]], rank: int, allowed: str) 
         if len(shape) != rank:
             hint = "pass layout=Varlen(...) for packed sequences" if len(shape) == 3 else "reshape it"
             raise ValueError(f"{name} must have shape {allowed}, got {tuple(shape)}; {hint}")
-
-
-def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
-    """Raise ValueError unless `cu` cuts `total` rows, or some of them, into sequences of at most `longest` rows."""
-    steps = cu.diff()
-    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
-        raise ValueError(
-            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
-            "write the cumulative sum of the lengths"
-        )
-    if steps.numel() and int(steps.max()) > longest:
-        raise ValueError(
-            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
-            "pass that, or None to have it read"
-        )
 
 
 def _longest(cu: Tensor) -> int:

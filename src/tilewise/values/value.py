@@ -277,3 +277,18 @@ def check_strided(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor without strides, such as a sparse one."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} must be a strided tensor, got layout {tensor.layout}; convert it with .to_dense()")
+
+
+def check_offsets(name: str, cu: Tensor, total: int, longest: int) -> None:
+    """Raise ValueError unless `cu` cuts `total` rows, or some of them, into sequences of at most `longest` rows."""
+    steps = cu.diff()
+    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((steps < 0).any()):
+        raise ValueError(
+            f"Varlen: {name} must start at 0, never decrease and end at {total} rows or before, got {cu.tolist()}; "
+            "write the cumulative sum of the lengths"
+        )
+    if steps.numel() and int(steps.max()) > longest:
+        raise ValueError(
+            f"Varlen: max_{name[-1]} must be at least the longest length in {name}, {int(steps.max())}, got {longest}; "
+            "pass that, or None to have it read"
+        )
