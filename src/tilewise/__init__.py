@@ -14,7 +14,8 @@ from .values.intervals import Causal, Padding, Prefix, Spans, Window
 from .values.layout import Varlen
 from .values.masks import Full, Mask
 from .values.origin import Origin
-from .values.products import EightBits, Quantized
+from .values.products import EightBits
+from .values.quantized import Quantized
 from .values.score import Alibi, Bias, Score, SoftCap
 from .values.tables import Dense, Documents
 from .values.value import Unsupported

@@ -12,7 +12,7 @@ from ..call.check import describe
 from ..call.dispatch import CHECK, OPERATORS
 from ..call.problem import Problem
 from ..values.cached import Cached
-from ..values.products import Quantized, unwrap_cache
+from ..values.quantized import Quantized, unwrap_cache
 from .check import check_append, reading
 from .in_torch import Append
 from .op import write

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..call.check import check_pair, refuse_operands
 from ..call.dispatch import CHECK, intercepted
-from ..values.products import Quantized
+from ..values.quantized import Quantized, without_scale
 from ..values.value import INTEGER_TYPES, check_type
 
 
@@ -19,7 +19,7 @@ def copy_pages_(k: Tensor | Quantized, v: Tensor | Quantized, source: Tensor, ta
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
     """
-    k, v = (t.x if isinstance(t, Quantized) else t for t in (k, v))
+    k, v = without_scale(k), without_scale(v)
     refuse_operands(k=k, v=v)
     check_pair(k.shape, v.shape)
     for name, t in (("source", source), ("target", target)):

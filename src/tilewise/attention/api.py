@@ -19,7 +19,8 @@ from ..values.dropout import Dropout
 from ..values.layout import PADDED, Layout
 from ..values.masks import Full, Mask
 from ..values.origin import Origin
-from ..values.products import EightBits, Quantized, refuse_backward
+from ..values.products import EightBits
+from ..values.quantized import Quantized, refuse_backward
 from ..values.score import Score
 from . import flops  # noqa: F401, which registers the operators and their formulas
 from .eager import attend, attend_backward, attend_plain, learn

@@ -13,7 +13,7 @@ from ..call.options import Everything, spell_out
 from ..call.problem import Problem, matmul_setting, target_of
 from ..call.recipe import Recipe
 from ..quantize.codes import empty_codes
-from ..values.products import Quantized
+from ..values.quantized import Quantized, describe_conversion
 from .api import SIGNATURE, with_defaults
 
 SLOWER, LATER = "measured slower here", "{} is asked first"
@@ -91,7 +91,7 @@ def explain(
         other, second = select(of_backward, BACKWARD).name, planned(of_backward, BACKWARD).describe()
     if one == other:  # what holds for both passes comes last
         first = second = *(phrase for phrase in first if phrase not in second), *second
-    tiles = *first, *approximate(problem), *converted(q, x)
+    tiles = *first, *approximate(problem), *describe_conversion(q, x[:3])
     return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend)
 
 
@@ -105,13 +105,6 @@ def approximate(p: Problem) -> list[str]:
         return []
     count = sum(t.nbytes for t in empty_codes(p, torch.device("meta")).present())
     return [*said, f"{count} bytes of codes and scales"]
-
-
-def converted(q: Tensor | Quantized, x: Operands) -> list[str]:
-    """Say that q, k and v of e4m3 were converted; nothing for other calls."""
-    if not isinstance(q, Quantized) or x.q.dtype.itemsize == 1:
-        return []
-    return [f"q, k and v are converted to bf16 first, {sum(t.numel() * t.itemsize for t in x[:3])} bytes"]
 
 
 def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: str | None) -> Problem:

@@ -13,7 +13,8 @@ from ..values.dropout import Dropout
 from ..values.layout import Layout
 from ..values.masks import Mask
 from ..values.origin import Origin
-from ..values.products import EightBits, Quantized, unwrap
+from ..values.products import EightBits
+from ..values.quantized import Quantized, unwrap
 from ..values.score import Score
 from ..values.tables import TileList
 from ..values.value import FLOATING_TYPES, OPEN, Value, number_in

@@ -13,7 +13,8 @@ from ..values import intervals, masks, score, tables
 from ..values.cached import Cached
 from ..values.layout import PADDED, Layout, Padded, Varlen
 from ..values.origin import Origin
-from ..values.products import EXACT, EightBits, Exact, Products, Quantized, Scaled, products_of
+from ..values.products import EXACT, EightBits, Exact, Products, Scaled, products_of
+from ..values.quantized import Quantized
 from ..values.value import Value
 
 KINDS: dict[str, type[Value]] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...values.intervals import Causal, Window
 from ...values.layout import PADDED, Layout
 from ...values.masks import Full, Mask
-from ...values.products import Quantized
+from ...values.quantized import Quantized
 from ...values.score import Alibi, Score, SoftCap
 from ...values.value import INTEGER_TYPES, Unsupported
 

@@ -11,7 +11,7 @@ from ...rotary.api import rotary
 from ...values.cached import Cached
 from ...values.layout import PADDED, Layout, Varlen
 from ...values.masks import Full
-from ...values.products import Quantized
+from ...values.quantized import Quantized
 from ...values.value import Unsupported
 from .arguments import NO_DESCALES, Descales, Options, check_absent, check_used, in_e4m3, quantized, together
 
