@@ -387,10 +387,10 @@ def keeping(monkeypatch):
     forward, backward = cpu.forward, cpu.backward
 
     def forward_that_keeps(problem, x, seed):
-        return forward(problem, x, seed)._replace(kept=(x.k + 1.0, torch.arange(3)))
+        return forward(problem, x, seed)._replace(extra=(x.k + 1.0, torch.arange(3)))
 
     def backward_that_looks(problem, x, saved, do, dlse):
-        found.append((saved.kept, x.k))
+        found.append((saved.extra, x.k))
         return backward(problem, x, saved, do, dlse)
 
     monkeypatch.setattr(cpu, "forward", forward_that_keeps)

@@ -141,7 +141,7 @@ def _in_eight_bits(precision: str) -> Peer:
                 p = describe(x, recipe, (0, 0))
                 made[at] = p, x, quantized(p, x, {})
             p, x, codes = made[at]
-            saved, where = empty_saved(p, x, None)._replace(kept=codes), x.q.device
+            saved, where = empty_saved(p, x, None)._replace(extra=codes), x.q.device
             stream = current_stream(where)
             for one in launch.forward_launches(p, plan(p), x, saved, launch.counter(where, stream)):
                 one.run(stream)

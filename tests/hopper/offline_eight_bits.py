@@ -49,7 +49,7 @@ def launch_of(D: int, precision: str | None, options: dict[str, Any], of_e4m3: b
     lse = meta(*lse_shape(p.q.shape), dtype=torch.float32)
     saved, counter = Saved(torch.empty_like(o), lse), meta(2, dtype=torch.int32)
     if precision:
-        saved = saved._replace(kept=empty_codes(p, o.device).present())
+        saved = saved._replace(extra=empty_codes(p, o.device).present())
     return launch.forward_launches(p, plan.plan(p), x, saved, counter)[-1]
 
 

@@ -240,7 +240,7 @@ def test_pieces_of_another_precision_are_split_again():
     saved = Saved(q, randn(1, 2, 70), None, kept)
     assert backward.saved_keys(described(q, k, k, precision="fp16x3")[0], saved) == kept
     assert backward.saved_keys(described(q, k, k, precision="bf16x6")[0], saved) is None
-    assert backward.saved_keys(described(q, k, k, precision="fp16x3")[0], saved._replace(kept=())) is None
+    assert backward.saved_keys(described(q, k, k, precision="fp16x3")[0], saved._replace(extra=())) is None
 
 
 @pytest.mark.parametrize(("batch", "length", "kept"), [(2, 8192, True), (2, 8193, False), (400, 8192, False)])

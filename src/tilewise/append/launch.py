@@ -30,7 +30,7 @@ def what_varies(call: Append, y: Tensor | None) -> tuple[Any, list[Tensor]]:
 def repeated(call: Append, y: Tensor | None) -> repeat.Append | None:
     """Return what repeats the launch of a call that has run; None if none was saved."""
     _, replay = replays_of(*what_varies(call, y))
-    if replay.kept is None:
+    if replay.launches is None:
         return None
     return repeat.Append(replay, call.tensors, None if y is None else size(y.dtype, *y.shape))
 

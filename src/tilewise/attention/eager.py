@@ -123,12 +123,12 @@ class _Eager(ReverseMode):
 
     @staticmethod
     def forward(ctx: Any, call: Call, seed: Tensor | None, both: bool, *tensors: Tensor) -> Any:
-        o, lse, _, kept = run_forward(tensors, seed, call)
+        o, lse, _, extra = run_forward(tensors, seed, call)
         ctx.call, own = call, () if seed is None else (seed,)
         if call.forward is not None:  # whose like held no tensors of inference mode
             ctx.save_for_backward(*tensors, o, lse, *own)
         else:
-            save(ctx, *(_needed(call.recipe, tensors) if kept else tensors), o, lse, *own, *kept)
+            save(ctx, *(_needed(call.recipe, tensors) if extra else tensors), o, lse, *own, *extra)
         if not both:
             return o
         ctx.set_materialize_grads(False)
@@ -149,7 +149,7 @@ def _differentiated(given: Any, call: Call, needed: Any, do: Tensor | None, dlse
     """Return the gradients of an eager call, by its back end, or by a function that transforms can see."""
     count = len(needed) - 3
     tensors, (o, lse, *rest) = given[:count], given[count:]
-    seed, kept = (rest[0], rest[1:]) if call.recipe.dropout else (None, rest)
+    seed, extra = (rest[0], rest[1:]) if call.recipe.dropout else (None, rest)
     if do is None and dlse is None:
         return (None,) * len(needed)
     wanted = tuple(needed[6:])
@@ -157,9 +157,9 @@ def _differentiated(given: Any, call: Call, needed: Any, do: Tensor | None, dlse
     if torch.is_grad_enabled() or transformed():  # create_graph=True, or torch.func transforms the gradient
         grads = _Gradient.apply(of_gradients, do, dlse, o, lse, seed, *tensors)
         return None, None, None, *spread(grads, call.recipe.packed, wanted)
-    saved = Saved(o, lse, seed, tuple(kept))
+    saved = Saved(o, lse, seed, tuple(extra))
     grads = run_backward(tensors, saved, do, dlse, of_gradients)
-    if call.backward is None and do is not None and dlse is None and not (kept or any(wanted) or CHECK):
+    if call.backward is None and do is not None and dlse is None and not (extra or any(wanted) or CHECK):
         call.backward = _repeated(tensors, saved, do, of_gradients)
     return None, None, None, *grads
 

@@ -83,14 +83,14 @@ def _backward_quantized(
     The logits of K without its mean have lse less `shift_of`, and rows of dS that sum to dlse: dQ lacks dlse * mean.
     Where the pre-pass rotated q and k, dq and dk are rotated back.
     """
-    codes = Codes(*saved.kept) if saved.kept else quantize.codes_of(p, x)
+    codes = Codes(*saved.extra) if saved.extra else quantize.codes_of(p, x)
     seen = quantize.dequantized(p, x, codes)
     if p.recipe.packed:
         q, k, v = torch.stack(seen[:3], -3).unbind(-3)
         seen = Operands(q, k, v, x.extra)
     shift = quantize.shift_of(p, x, codes)
     lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
-    own = saved._replace(lse=lse, kept=())
+    own = saved._replace(lse=lse, extra=())
     grads = planned(problem_of(seen, call[0].exact(), *call[1:]), BACKWARD).run(seen, own, do, dlse)
     if dlse is not None and smooths(p):
         missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale

@@ -17,13 +17,13 @@ class Operands(NamedTuple):
 class Saved(NamedTuple):
     """The results of a forward: o (B, M, H, D_v) and lse (B, H, M), packed (T, H, D_v) and (H, T), and dropout's seed.
 
-    `kept` holds tensors that the back end saved for its backward, which must also work without them.
+    `extra` holds tensors that the back end saved for its backward, which must also work without them.
     """
 
     o: Tensor
     lse: Tensor
     seed: Tensor | None = None
-    kept: tuple[Tensor, ...] = ()
+    extra: tuple[Tensor, ...] = ()
 
 
 class Grads(NamedTuple):

@@ -76,7 +76,7 @@ class Problem(Call):
         """Leave what is computed once out of a pickle, as another process hashes text to other numbers."""
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
+    def computed(self) -> dict[Any, Any]:
         """Return what `once` has computed of the problem."""
         return {}
 
@@ -253,9 +253,9 @@ def once(make: F) -> F:
     @wraps(make)
     def found(p: Problem, *args: Any) -> Any:
         at = make, *args
-        if at not in p.kept:
-            p.kept[at] = make(p, *args)
-        return p.kept[at]
+        if at not in p.computed:
+            p.computed[at] = make(p, *args)
+        return p.computed[at]
 
     return found  # type: ignore[return-value]
 

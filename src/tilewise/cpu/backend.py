@@ -86,7 +86,7 @@ class Cpu:
         with exact_products(torch.float32):
             saved = tiled.forward(p, seen, seed, sequences.sequences(p, seen))
         blind, shift = saved.lse.isneginf(), shift_of(p, x, codes)
-        return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), kept=codes.present())
+        return saved._replace(lse=torch.where(blind, saved.lse, saved.lse + shift), extra=codes.present())
 
     def backward(self, p: Problem, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
         """Compute dq, dk, dv, and the gradients that extras need."""

@@ -65,8 +65,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
     lists, listing = tile_lists(p, pl, pl.forward, parts, x, by_key=False)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists, sink)
     (q, k, v), scales = x[:3], None
-    if saved.kept:
-        codes = Codes(*saved.kept)
+    if saved.extra:
+        codes = Codes(*saved.extra)
         q, k, v = codes.q, codes.k, v if codes.v is None else codes.v
         scales = Scales(codes.q_descale, codes.q_shift, codes.k_descale, codes.v_descale, *map(odd, blocks_of(p)))
     of_q, of_k, of_v, of_o, *_ = pl.boxes
@@ -204,10 +204,10 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     """Compute o and lse."""
     saved, device = empty_saved(p, x, seed), x.q.device
     stream = current_stream(device)
-    saved = saved._replace(kept=quantized(p, x, pl.compiled))
+    saved = saved._replace(extra=quantized(p, x, pl.compiled))
     zeros = counter(device, stream)
-    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept, zeros]
-    pl.replays[len(saved.kept)](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.extra, zeros]
+    pl.replays[len(saved.extra)](stream, tensors, lambda: forward_launches(p, pl, x, saved, zeros))
     return saved
 
 
@@ -249,7 +249,7 @@ def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tenso
     """Return what repeats a backward; None if its launches were not kept, or need more than new addresses."""
     alone = pl.backward_tile.GQA_PROGRAMS == 1 and not (p.recipe.deterministic or p.biased or any(p.wanted))
     replay = pl.replays.get(unplanned(saved, do, None))
-    if replay is None or replay.kept is None or not alone or p.recipe.packed:
+    if replay is None or replay.launches is None or not alone or p.recipe.packed:
         return None
     if addressable(do) is not do or not saved.lse.is_contiguous():  # which would be copies
         return None

@@ -53,7 +53,7 @@ def driver() -> Any:
 class Packed:
     """One launch."""
 
-    __slots__ = ("call", "kept")
+    __slots__ = ("call", "packed")
 
     def __init__(self, signature: Sequence[Any], given: Sequence[Any]) -> None:
         """`signature` and `given` are what Triton's launcher in C is made of, and takes."""
@@ -66,12 +66,12 @@ class Packed:
         parameters = (Pointer * len(values))(*addresses)
         attribute = Attribute(id=TO_FOLLOW, value=1)
         config = Config(*grid, 32 * warps, 1, 1, shared, stream, ctypes.pointer(attribute), int(bool(to_follow)))
-        self.kept = values, parameters, attribute, config, given
+        self.packed = values, parameters, attribute, config, given
         self.call = ctypes.addressof(config), function, ctypes.addressof(parameters), None
 
     def again(self, launch: Any) -> Any:
         """Return the launch by Triton's own launcher, which also keeps the packed arguments."""
-        return lambda: launch(*self.kept[-1])
+        return lambda: launch(*self.packed[-1])
 
 
 class Address(int):

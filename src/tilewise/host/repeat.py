@@ -45,7 +45,7 @@ def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None, sums: Any = 
     """Return what repeats a forward of a plan, a Forward; None if its launches were not kept, or read copies or codes.
     `sums` and `counters` are as there."""
     replay = pl.replays.get(0)
-    if replay is None or replay.kept is None or any([adjacent(t) is not t for t in x[:3]]):
+    if replay is None or replay.launches is None or any([adjacent(t) is not t for t in x[:3]]):
         return None
     of_o, of_lse, *_ = sizes(p)
     return Forward(replay, of_o, of_lse, (*x[:3], *x.extra), sums, counters, seed is not None)

@@ -25,7 +25,7 @@ class Replay:
     """The launches of a call, with the stream and all addresses left open. The rest follows from the problem."""
 
     def __init__(self) -> None:
-        self.kept: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
+        self.launches: tuple[list[tuple[int, int]], list[tuple[Any, list[Any], Fills]]] | None = None
         """Where a tensor is given a second time, and where first; then launchers in C with their arguments."""
         self.filled: dict[tuple[int, ...], list[tuple[Any, tuple[Any, ...], Any]]] = {}
         """Launchers with all arguments, by the tensors' addresses and the stream: allocators give these again."""
@@ -49,7 +49,7 @@ class Replay:
 
     def run(self, stream: int | None, tensors: Tensors) -> bool:
         """Launch what is kept. Return False if nothing that fits is."""
-        if self.kept is None or stream is None or profiled():
+        if self.launches is None or stream is None or profiled():
             return False
         addresses = (*[0 if t is None else t.data_ptr() for t in tensors], stream)
         launches = self.filled.get(addresses) or self.fill(addresses)
@@ -61,9 +61,9 @@ class Replay:
     def fill(self, addresses: tuple[int, ...]) -> list[tuple[Any, tuple[Any, ...], Any]]:
         """Return launchers with their arguments, and what to do where one returns an error; none if nothing is kept, or
         a tensor is no longer given twice. What comes often is packed, and kept."""
-        if self.kept is None:
+        if self.launches is None:
             return []
-        twice, launches = self.kept
+        twice, launches = self.launches
         if any([addresses[n] != addresses[first] for n, first in twice]):
             return []
         made = [(direct, _filled(each, fills, addresses)) for direct, each, fills in launches]
@@ -79,7 +79,7 @@ class Replay:
 
     def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
-        kept, places = [], dict[int, int]()
+        launches, places = [], dict[int, int]()
         firsts = [places.setdefault(id(t), n) for n, t in enumerate(tensors)]
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
@@ -92,23 +92,23 @@ class Replay:
             except KeyError:
                 self.cannot_keep = True
                 return
-            kept.append((at_once, given, [(3, -1, None), *fills]))
-        self.kept, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], kept), {}
+            launches.append((at_once, given, [(3, -1, None), *fills]))
+        self.launches, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], launches), {}
 
 
 def _open(
-    kept: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
+    filled: list[Any], values: Sequence[Any], places: dict[int, int], maps: Mapping[int, Map]
 ) -> tuple[list[Any], Fills]:
-    """Append values to `kept`, without tensors; return it, and what fills the gaps.
+    """Append values to `filled`, without tensors; return it, and what fills the gaps.
 
     `places`: where a tensor is among the call's. `maps`: those of descriptors.
     """
     fills: Fills = []
     for n, value in enumerate(values):
-        at = len(kept)
-        kept.append(value)
+        at = len(filled)
+        filled.append(value)
         if n in maps:
-            kept[at:] = parts = maps[n][value.base.data_ptr()]
+            filled[at:] = parts = maps[n][value.base.data_ptr()]
             fills.append((slice(at, at + len(parts)), places[id(value.base)], maps[n].__getitem__))
         elif isinstance(value, Tensor):
             fills.append((at, places[id(value)], None))
@@ -117,13 +117,13 @@ def _open(
             if inner[1]:
                 fills.append((at, slice(None), partial(_filled, *inner)))
         if fills and fills[-1][0] == at:
-            kept[at] = None
-    return kept, fills
+            filled[at] = None
+    return filled, fills
 
 
-def _filled(kept: list[Any], fills: Fills, numbers: Sequence[int]) -> tuple[Any, ...]:
+def _filled(filled: list[Any], fills: Fills, numbers: Sequence[int]) -> tuple[Any, ...]:
     """Return arguments with their gaps filled."""
-    given = kept.copy()
+    given = filled.copy()
     for gap, of, make in fills:
         given[gap] = make(numbers[of]) if make else numbers[of]
     return tuple(given)

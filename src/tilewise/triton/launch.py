@@ -48,9 +48,9 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
         return fill_empty(saved)
     x = with_adjacent_rows(x)
     stream = current_stream(x.q.device)
-    saved = saved._replace(kept=quantized(p, x, pl.compiled))
-    tensors = [*x[:3], *x.extra, *saved[:3], *saved.kept]
-    pl.replays[len(saved.kept)](stream, tensors, lambda: forward_launches(p, pl, x, saved))
+    saved = saved._replace(extra=quantized(p, x, pl.compiled))
+    tensors = [*x[:3], *x.extra, *saved[:3], *saved.extra]
+    pl.replays[len(saved.extra)](stream, tensors, lambda: forward_launches(p, pl, x, saved))
     return saved
 
 
@@ -87,8 +87,8 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
     tiles, heads = cdiv(p.M, pl.forward.B_r), p.B * p.H
     q, k, v, o = (rows(t) for t in (*x[:3], saved.o))
     codes = None
-    if saved.kept:
-        made, size = Codes(*saved.kept), columns(p)
+    if saved.extra:
+        made, size = Codes(*saved.extra), columns(p)
         q, k = RowsOf(made.q, 0, size, 0), RowsOf(made.k, 0, size, 0)
         of_v = () if made.v is None else (made.v.view(torch.int8), made.v_descale)
         of_q, of_k = blocks_of(p)

@@ -55,7 +55,7 @@ def refuse_backward(q: Any) -> None:
         raise Unsupported("Quantized q, k and v are for inference and have no backward; pass 16-bit tensors")
 
 
-def without_scale(t: Any) -> Any:
+def without_scale(t: Any) -> Tensor:
     """Return the tensor of a Quantized, and anything else as it is."""
     return t.x if isinstance(t, Quantized) else t
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...attention.api import attention
 from ...call.dispatch import CHECK, intercepted
-from ...values.layout import Varlen, check_offsets
-from ...values.value import Unsupported
+from ...values.layout import Varlen
+from ...values.value import Unsupported, check_offsets
 from .arguments import NO_DESCALES, Descales, Options, check_used, in_e4m3, quantized
 from .bert_padding import starts_of
 from .cache import cache_of, cached_parts

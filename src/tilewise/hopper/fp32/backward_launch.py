@@ -111,8 +111,8 @@ def empty_keys(p: Problem, device: torch.device) -> Keys:
 
 def saved_keys(p: Problem, saved: Saved) -> Keys | None:
     """Return the keys that the forward saved, unless torch's setting has asked for another precision since."""
-    fits = saved.kept and saved.kept[0].dtype == sizes_of(p).kind.type
-    return Keys(*saved.kept) if fits else None
+    fits = saved.extra and saved.extra[0].dtype == sizes_of(p).kind.type
+    return Keys(*saved.extra) if fits else None
 
 
 def empty_scratch(p: Problem, device: torch.device, given: Keys | None = None) -> Scratch:

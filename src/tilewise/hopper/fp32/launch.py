@@ -136,7 +136,7 @@ def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
     zeros = counter(x.q.device, stream)
     tensors = [*x[:3], *x.extra, *saved[:3], *keys, zeros]
     pl.replays[0](stream, tensors, lambda: forward_launches(p, pl, x, saved, keys, zeros))
-    return saved._replace(kept=keys) if pl.saves else saved
+    return saved._replace(extra=keys) if pl.saves else saved
 
 
 def forward_plan(p: Problem) -> PassPlan:
