@@ -16,6 +16,11 @@ INSTEAD = {
     r"\blaunch_kept\b|\bkept_launches\b": "launch_replayed, replays_of",
     r"\bclass (Walk|Visit)\b|\bvisits:": "Ring, Block, blocks",
     r"\bknown\.py\b": "calls.py",
+    r"\btile\.(FRESH|SUMS)\b|\bFRESH\b": "PROMOTE, SUM_BY_PRODUCT",
+    r"\bload_turned\b|\bturned\b(?! into)|\bturns? (q|k|q and k)\b": "with rotary",
+    r"\bdef told\b|\btold\b( =|\()": "gathered, described, in words",
+    r"\.kept\b": "extra, launches, computed",
+    r"\bbenchmarks/seen\b|--seen\b": "benchmarks/results, --results",
 }
 """What replaced each."""
 OLD = {"docs/internals/adr": "records", "src/tilewise/call/count.py": "an alias", "CHANGELOG.md": "what a user renames"}

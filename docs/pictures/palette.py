@@ -11,11 +11,11 @@ COLOURS = 64
 def reduce(path: Path) -> None:
     """Rewrites a PNG with a palette; its description stays."""
     with Image.open(path) as picture:
-        told, colours = PngInfo(), picture.convert("RGB")
+        info, colours = PngInfo(), picture.convert("RGB")
         if description := picture.info.get("Description"):
-            told.add_text("Description", description)
+            info.add_text("Description", description)
     few = colours.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    few.save(path, optimize=True, pnginfo=told)
+    few.save(path, optimize=True, pnginfo=info)
 
 
 def replace(new: Path, kept: Path) -> bool:

@@ -30,12 +30,12 @@ def name_lanes(axes: Any, names: Sequence[str]) -> None:
     axes.set_axisbelow(True)
 
 
-def bar(axes: Any, span: Span, y: float, colour: str, text: str, turned: bool = False) -> None:
+def bar(axes: Any, span: Span, y: float, colour: str, text: str, upright: bool = False) -> None:
     """A task from its start to its end."""
     axes.barh(y, span.end - span.start, HEIGHT, span.start, color=colour, ec="white", lw=0.6, zorder=2)
     axes.text(
         (span.start + span.end) / 2, y, text, ha="center", va="center", size=TEXT, color="white", linespacing=1.0,
-        rotation=90 if turned else 0, zorder=3,
+        rotation=90 if upright else 0, zorder=3,
     )  # fmt: skip
 
 
@@ -48,9 +48,9 @@ def timeline(axes: Any, spans: Sequence[Span], lanes: Sequence[Lane]) -> None:
             if span.unit in units.split("+") and group in (None, span.group):
                 at[span.over] = span, y
                 cycles = span.end - span.start
-                turned = cycles < 0.02 * length
-                text = span.name.replace("(", "\n(") if not turned and cycles < 0.06 * length else span.name
-                bar(axes, span, y, GREY if span.group is None else GROUP[span.group], text, turned)
+                upright = cycles < 0.02 * length
+                text = span.name.replace("(", "\n(") if not upright and cycles < 0.06 * length else span.name
+                bar(axes, span, y, GREY if span.group is None else GROUP[span.group], text, upright)
     dependencies(axes, at)
     name_lanes(axes, [name for name, _, _ in lanes])
     for label, (_, _, group) in zip(axes.get_yticklabels(), lanes, strict=True):

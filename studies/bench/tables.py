@@ -344,28 +344,28 @@ def _variants(rows: Sequence[Row]) -> list[str]:
 
 def _host(rows: Sequence[Row]) -> list[str]:
     """Say what a forward of every peer costs the host; `headlines` adds ours."""
-    told = []
+    lines = []
     for row in rows:
         if row.pass_ == FORWARD and not is_ours(row.implementation) and row.host_microseconds_no_grad is not None:
             alone = f"{row.host_microseconds_no_grad:.1f} microseconds without gradients"
-            told.append(f"One forward call of {row.implementation}: {alone}, {row.host_microseconds:.1f} with them.")
-    return told
+            lines.append(f"One forward call of {row.implementation}: {alone}, {row.host_microseconds:.1f} with them.")
+    return lines
 
 
 def _eight_bits(rows: Sequence[Row]) -> list[str]:
     """Say how fast 8 bits are at the longest length of each head size, without a mask."""
-    told = []
+    lines = []
     for row in rows:
         longest = max(other.of.length for other in rows)
         if row.of.length == longest and not row.of.causal and row.milliseconds and is_ours(row.implementation):
             own = [r for r in rows if (r.of, r.implementation) == (row.of, OURS) and r.milliseconds]
             if own and row.implementation != OURS:
                 times = own[0].milliseconds / row.milliseconds  # type: ignore[operator]
-                told.append(
+                lines.append(
                     f"Head size {row.of.head_size}, {length_label(longest)} tokens, {row.implementation}: "
                     f"{times:.2f} times as fast as 16 bits."
                 )
-    return told
+    return lines
 
 
 HEADLINES: dict[str, Callable[[Sequence[Row]], list[str]]] = {

@@ -43,9 +43,9 @@ def eight_bits(
         _errors(rows, size)
     if "lengths" in wanted:
         lengths = [n for n in (4096, 16384, 65536, 131072) if n <= longest]
-        told = [[str(n), *(f"{x:.5f}" for x in of.values())] for n, of in by_length(lengths)]
+        cells = [[str(n), *(f"{x:.5f}" for x in of.values())] for n, of in by_length(lengths)]
         print("\nLength of o over its true length, with a mean in V\n")
-        print(markdown(["keys", "fp8", "int8", "fp8, sums kept in the tensor core (simulated)"], told))
+        print(markdown(["keys", "fp8", "int8", "fp8, sums kept in the tensor core (simulated)"], cells))
     if "gradients" in wanted:
         _gradients()
     if "training" in wanted:

@@ -136,13 +136,13 @@ def gradient_errors(name: str, rows: int = 1024, size: int = 128) -> Iterator[tu
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
     true = reference.gradients(*(t.double() for t in (q, k, v, do)))[:3]
 
-    def told(found: tuple[Tensor, ...]) -> list[float]:
+    def errors_of(found: tuple[Tensor, ...]) -> list[float]:
         return [float((a.double() - t).norm() / t.norm()) for a, t in zip(found, true, strict=True)]
 
     for precision in (None, "int8", "fp8"):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         o, lse = tw.attention(*leaves, precision=precision, return_lse=True)
-        yield precision or "bf16", told(torch.autograd.grad(o, leaves, do))
+        yield precision or "bf16", errors_of(torch.autograd.grad(o, leaves, do))
         if precision:
             careless = tw.attention_backward(do, q, k, v, o.detach(), lse.detach())
-            yield f"{precision}, then bf16 of the original tensors", told(careless[:3])
+            yield f"{precision}, then bf16 of the original tensors", errors_of(careless[:3])

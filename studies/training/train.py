@@ -78,7 +78,7 @@ def train(
         chosen = known(attention or CONTENDERS)
         file = results_file(results_folder, torch.device(settings.device))
         if json_file:
-            json_file.parent.mkdir(parents=True, exist_ok=True)  # told before, not after, the training
+            json_file.parent.mkdir(parents=True, exist_ok=True)  # checked before, not after, the training
     if model == "small":
         _train_small(settings, json_file, plot)
     else:
