@@ -6,7 +6,7 @@ A value sets fields of a conformance Case, or of a `Setting`, and says by which 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from conformance.cases import (
     STRIDES,
@@ -116,7 +116,7 @@ def scores() -> dict[str, Value]:
 
 
 def layouts() -> dict[str, Value]:
-    lacking = [kind.__name__ for kind in get_args(Layout) if kind not in LAYOUTS]
+    lacking = [kind.__name__ for kind in exported(Layout) if kind not in LAYOUTS]
     assert not lacking, f"tests/features/table.py has no builder for the layout {lacking[0]}; add one to LAYOUTS"
     found = {name: words for kinds in LAYOUTS.values() for name, words in kinds.items()}
     return {"padded": Value({}), **{name: Value({"layout": name}, words) for name, words in found.items()}}

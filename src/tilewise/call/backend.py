@@ -92,8 +92,7 @@ NEEDS = {
     torch.int8: "it multiplies no int8",
     torch.float8_e4m3fn: "it multiplies no e4m3",
 }
-"""What layouts and products may need of a back end, and why one that does not know of it refuses a call."""
-EVERYTHING = dict.fromkeys(NEEDS, "")
+"""What layouts and products may need of a back end, and why one that does not name it refuses a call."""
 
 
 class OldTriton(ImportError):  # noqa: N818, the name says what is installed
@@ -107,7 +106,7 @@ class Missing:
         self.name, self.error = name, error
 
     def takes(self, problem: Problem) -> Mapping[Any, str]:
-        return EVERYTHING
+        return dict.fromkeys(NEEDS, "")
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         return [needs(self.error)]
@@ -166,7 +165,7 @@ def against(name: str, problem: Problem, which: Pass = FORWARD) -> list[str]:
     """Return a back end's reasons against a pass of a problem; empty if it can run it."""
     backend = load(name)
     takes, needs = backend.takes(problem), problem.layout.needs | problem.products.needs
-    lacking = [takes.get(need, why) for need, why in NEEDS.items() if need in needs]
+    lacking = [takes.get(need, NEEDS[need]) for need in sorted(needs, key=[*NEEDS].index)]
     return [*filter(None, lacking), *problem.products.against(problem), *backend.why_not(problem, which)]
 
 

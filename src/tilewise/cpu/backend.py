@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.backend import EVERYTHING, FORWARD, Pass, Plan
+from ..call.backend import FORWARD, Pass, Plan
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem
 from ..quantize.codes import quantize
@@ -25,6 +25,11 @@ class Way(NamedTuple):
     tiles: Any
 
 
+TAKES = (
+    "packed", "cache", "pages", "starts in pages", "index", "invariant", "8-bit keys", "few queries", torch.int8,
+    torch.float8_e4m3fn,
+)  # fmt: skip
+"""What it can do of `NEEDS`."""
 ROWS, CACHE = Way(fused.forward, fused.why_not, sequences), Way(cached.fused, cached.why_not_fused, cached)
 
 
@@ -42,7 +47,7 @@ class Cpu:
         self.fuse = fuse
 
     def takes(self, problem: Problem) -> Mapping[Any, str]:
-        return EVERYTHING
+        return dict.fromkeys(TAKES, "")
 
     def why_not(self, problem: Problem, which: Pass) -> list[str]:
         """Check the device alone: plain fp32 is accurate enough for every precision."""

@@ -79,7 +79,7 @@ class Replay:
 
     def keep(self, launches: Sequence[Launch], tensors: Tensors) -> None:
         """Keep launches that have run, if all tensors among their arguments are among `tensors`."""
-        launches, places = [], dict[int, int]()
+        open_launches, places = [], dict[int, int]()
         firsts = [places.setdefault(id(t), n) for n, t in enumerate(tensors)]
         for launch in launches:
             compiled, rest, at_once = launch.compiled.get((launch.kernel.fn, launch.key), (None, (), None))
@@ -92,8 +92,9 @@ class Replay:
             except KeyError:
                 self.cannot_keep = True
                 return
-            launches.append((at_once, given, [(3, -1, None), *fills]))
-        self.launches, self.filled = ([(n, first) for n, first in enumerate(firsts) if n != first], launches), {}
+            open_launches.append((at_once, given, [(3, -1, None), *fills]))
+        twice = [(n, first) for n, first in enumerate(firsts) if n != first]
+        self.launches, self.filled = (twice, open_launches), {}
 
 
 def _open(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton
 
-from ..call.backend import EVERYTHING, FORWARD, Pass, Plan, holding
+from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.operands import Grads, Operands
 from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
@@ -17,6 +17,9 @@ from . import launch, tiles
 from .plan import plan
 from .split_keys import launch as split_keys
 from .tiles import NO_MATRIX_UNITS, TARGETS, WITH_FP8, current, precision, precisions
+
+TAKES = "packed", "pages", "starts in pages", "index", "invariant", "few queries"
+"""What it can do of `NEEDS` for every problem."""
 
 
 class Portable:
@@ -32,7 +35,8 @@ class Portable:
             f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
         })  # fmt: skip
         no_e4m3 = p.target not in (*WITH_FP8, "cpu")
-        return EVERYTHING | {
+        return {
+            **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
             "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
             torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,

@@ -49,7 +49,7 @@ class Products(Option):
     @property
     def needs(self) -> frozenset[Any]:
         """Return what a back end must be able to multiply: types of codes."""
-        return frozenset(self.code_types)
+        return frozenset(self.code_types) - {None}
 
     @property
     def angles(self) -> Angles | None:
