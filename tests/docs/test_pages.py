@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import independent
 
 import tilewise as tw
-from tilewise.attention.explain import FASTER
 from tilewise.call.count import Calls
+from tilewise.values.products import FASTER
 
 ROOT = Path(__file__).parents[2]
 MANY = ("README.md", "docs/use/faq.md", "docs/use/support.md", "docs/use/many-gpus.md")
