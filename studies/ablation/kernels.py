@@ -112,7 +112,7 @@ def one_role(Q, K, V, O, L, variant, c, shape, order: gl.constexpr, tile: gl.con
     S = warpgroup_mma_wait(0, [S])
     triton_compat.barrier()
     fetch(K, keys, STAGES, loop, place, variant, shape)
-    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, s_layout, False, tile)
+    m, l, P = begin(S, is_partial(x, loop), place, place.i0, j * B_C, variant, c, s_layout, False, False, tile)
     p = gl.convert_layout(P.to(dtype), p_layout)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     y = 0
