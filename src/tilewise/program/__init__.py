@@ -1,0 +1,26 @@
+"""Masks and scores as programs: a Python function is traced once to a text, from which all else follows.
+
+trace.py makes a program of a function, derive.py its derivative, run.py computes it in PyTorch. ops.py is the table of
+operations, functions.py lists what a function may use.
+"""
+
+from .derive import derivative
+from .functions import FUNCTIONS
+from .program import Program, decode
+from .run import Entries, apply, keep, pull, run, zero_sums
+from .trace import Traced, trace
+
+__all__ = [
+    "FUNCTIONS",
+    "Entries",
+    "Program",
+    "Traced",
+    "apply",
+    "decode",
+    "derivative",
+    "keep",
+    "pull",
+    "run",
+    "trace",
+    "zero_sums",
+]
