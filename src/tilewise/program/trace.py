@@ -65,8 +65,8 @@ class Trace(Builder):
     def given(self, x: Any, numbers: list[Any]) -> Any:
         """Return the argument for a captured value; a number becomes an input."""
         if isinstance(x, Tensor):
-            self.tensor(x, TypeError)
-            return x
+            t = self.tensor(x)
+            return x if x.ndim else self.wrap(self.add(("load", t, kind_of_type(x.dtype))))
         number = python_number(x)
         if number is None:
             got = f"a captured value must be a tensor or a number, got {type(x).__name__} {x!r}"
@@ -94,14 +94,14 @@ class Trace(Builder):
         """Return an error that names the function and the line that now runs."""
         return error(f"{refusals.place(self.what, self.fn, Trace.run.__code__)}: {what}")
 
-    def tensor(self, t: Tensor, error: type[Exception] = TypeError) -> int:
+    def tensor(self, t: Tensor) -> int:
         """Return the place of a captured tensor."""
         for n, other in enumerate(self.tensors):
             if other is t:
                 return n
         why = refusals.check_tensor(t)
         if why:
-            raise self.refuse(why, error)
+            raise self.refuse(why, TypeError)
         self.tensors.append(t)
         return len(self.tensors) - 1
 
