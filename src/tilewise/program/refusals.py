@@ -68,13 +68,18 @@ NAMES_OF_RANDOM = {
 }  # fmt: skip
 
 
+def plain(name: str) -> str:
+    """Return the name of an operator of Python without its underscores."""
+    return name.removeprefix("__").removesuffix("__")
+
+
 def why_not(name: str, kwargs: Mapping[str, Any]) -> str | None:
     """Return why a function of torch may not run in a trace, whatever its operands; None if it may."""
     if name in NAMES_OF_RANDOM:
         return RANDOM.format(name)
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or name in NAMES_OF_CHANGES:
-        return CHANGE.format(name)
+        return CHANGE.format(plain(name))
     for option in ("out", "inplace"):
         if isinstance(kwargs.get(option), (Tensor, bool)) and kwargs[option] is not False:
             return CHANGE.format(f"{name}({option}=...)")
@@ -83,10 +88,10 @@ def why_not(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 def not_indexed(ndim: int, left: int) -> str:
     """Return the words for a tensor of `ndim` dimensions, of which `left` have no index."""
-    example = "bhij"[:ndim] if ndim <= 4 else "ijklmnop"[:ndim]
+    example = ", ".join("bhij"[:ndim] if ndim <= 4 else "abcdefgh"[:ndim])
     return (
-        f"a captured tensor of {ndim} dimensions is used as a number with {left} of them not indexed; "
-        f"index all of its {ndim} dimensions: x[{', '.join(example)}]"
+        f"a captured tensor is used as a number with {left} of its {ndim} dimensions not indexed; "
+        f"index every dimension: x[{example}]"
     )
 
 
@@ -120,13 +125,13 @@ def place(what: str, fn: Any, until: Any = None) -> str:
 
     until: the code of the function that called fn, None if fn does not run.
     """
-    plain = _of_user(fn)
-    name = getattr(fn, "__name__", None) or getattr(plain, "__name__", type(fn).__name__)
+    inner = _of_user(fn)
+    name = getattr(fn, "__name__", None) or getattr(inner, "__name__", type(fn).__name__)
     found = _line_of(sys._getframe(1), until) if until else None
     if found is None:
-        if plain is None:
+        if inner is None:
             return f"{what} {name}"
-        file, line = plain.__code__.co_filename, plain.__code__.co_firstlineno
+        file, line = inner.__code__.co_filename, inner.__code__.co_firstlineno
         while linecache.getline(file, line).lstrip().startswith("@"):
             line += 1
         found = file, line

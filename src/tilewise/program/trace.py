@@ -147,7 +147,7 @@ class Trace(Builder):
             raise self.refuse(refusals.NUMBER)
         function = FUNCTIONS.get(name) or FUNCTIONS.get(name.strip("_").removeprefix("special_"))
         if function is None:
-            raise self.refuse(refusals.NO_FUNCTION.format(name))
+            raise self.refuse(refusals.NO_FUNCTION.format(refusals.plain(name)))
         some = [self.operand(x) for x in args]
         if some and not isinstance(some[0], Sym):
             some[0] = self.wrap(self.lift(some[0]))
@@ -245,7 +245,7 @@ class Sym(Expr):
         raise self.trace.refuse("an index is too many for a number; index captured tensors alone")
 
     def __setitem__(self, index: Any, value: Any) -> Any:
-        raise self.trace.refuse(refusals.CHANGE.format("__setitem__"))
+        self.trace.call("__setitem__", (self, index, value), {})
 
     def _choice(self, *_: Any) -> Any:
         raise self.trace.refuse(refusals.CHOICE)
@@ -294,7 +294,7 @@ class Watch(TorchFunctionMode):
             return trace.load(args[0], args[1])
         if Sym in types or Part in types or any([isinstance(x, Sym) for x in flat(args)]):
             return trace.call(name, args, kwargs)
-        why = refusals.CONTENTS.format(name) if captured and name in refusals.NAMES_OF_NUMBERS else None
+        why = refusals.CONTENTS.format(refusals.plain(name)) if captured and name in refusals.NAMES_OF_NUMBERS else None
         why = why or refusals.why_not(name, kwargs)
         if why:
             raise trace.refuse(why)
