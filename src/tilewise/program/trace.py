@@ -80,8 +80,9 @@ class Trace(Builder):
         if not isinstance(found, (Sym, Part, Tensor)) and python_number(found) is None:
             raise self.refuse(refusals.no_result(self.what, found), TypeError)
         if isinstance(found, (Part, Tensor)) and found.ndim:
-            words = refusals.not_indexed(found.whole if isinstance(found, Part) else found.ndim, found.ndim)
-            raise self.refuse(f"it must return {refusals.RETURNS[self.what]}, got a tensor: {words}", TypeError)
+            raise self.refuse(
+                f"it must return {refusals.RETURNS[self.what]}, got a tensor: {not_indexed(found)}", TypeError
+            )
         n = self.lift(found)
         if (self.kinds[n] == "b") != (self.what == "mask"):
             raise self.refuse(refusals.wrong_kind(self.what), TypeError)
@@ -111,7 +112,7 @@ class Trace(Builder):
             return x.n
         if isinstance(x, (Tensor, Part)):
             if isinstance(x, Part) or x.ndim:
-                raise self.refuse(refusals.not_indexed(x.whole if isinstance(x, Part) else x.ndim, x.ndim))
+                raise self.refuse(not_indexed(x))
             if id(x) in self.constants:
                 return self.literal(x.item())
             return self.add(("load", self.tensor(x), kind_of_type(x.dtype)))
@@ -191,7 +192,7 @@ class Part:
         return self.trace.load(self, index)
 
     def _refuse(self, *_: Any) -> Any:
-        raise self.trace.refuse(refusals.not_indexed(self.whole, self.ndim))
+        raise self.trace.refuse(not_indexed(self))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -201,6 +202,11 @@ class Part:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         next(x for x in flat((args, kwargs)) if isinstance(x, Part))._refuse()
+
+
+def not_indexed(x: Tensor | Part) -> str:
+    """Return why a tensor or a part of one is no number."""
+    return refusals.not_indexed(x.whole if isinstance(x, Part) else x.ndim, x.ndim)
 
 
 class Sym(Expr):
