@@ -26,6 +26,7 @@ def derivative(text: str, learned: tuple[int, ...] = (), indices: bool = False, 
     indices: whether the indices of all gathers follow as outputs, in order.
     by: the input in place of s. A program that reads g, a derivative itself, has gg for the gradient of its output.
     A gradient of 0 stays 0, even where a factor of it is infinite or NaN, as in a branch of torch.where not taken.
+    As all is pointwise, ds for the tangent of s in place of g is the tangent of the output.
     """
     program, build = decode(text), Builder()
     at = build.copy(program)
@@ -35,14 +36,11 @@ def derivative(text: str, learned: tuple[int, ...] = (), indices: bool = False, 
     seed = next(name for name in ("g", "gg", "ggg") if name not in inputs)
     gradients = {program.outputs[0]: build.wrap(build.add(("in", seed)))}
     factors = _Factors(build, trust_loads="where" not in [node[0] for node in program.nodes])
-    for n in range(len(program.nodes) - 1, -1, -1):
-        if n not in gradients or n not in wanted:
-            continue
-        for x, part in zip(
-            operands(program.nodes[n]), factors.parts(program.nodes[n], gradients[n], at, n), strict=False
-        ):
-            if x in wanted and part is not None:
-                gradients[x] = gradients[x] + part if x in gradients else part
+    for n, node in reversed([*enumerate(program.nodes)]):
+        if n in gradients and n in wanted:
+            for x, part in factors.parts(node, gradients[n], at, n):
+                if x in wanted and part is not None:
+                    gradients[x] = gradients[x] + part if x in gradients else part
     zero = build.literal(0.0)
     outputs = [gradients[n].n if n in gradients else zero for n in (inputs.get(by, -1), *loads)]
     if indices:
@@ -66,15 +64,16 @@ class _Factors:
         self.build, self.trust_loads = build, trust_loads
         self.finite: list[bool] = []
 
-    def parts(self, node: Node, g: Any, at: Sequence[int], n: int) -> Sequence[Any]:
-        """Return what node n of a program, at `at` in the builder, passes of its gradient g to each of its operands."""
+    def parts(self, node: Node, g: Any, at: Sequence[int], n: int) -> list[tuple[int, Any]]:
+        """Return the operands of node n, each with what it gets of n's gradient g; `at` says where nodes are here."""
         if node[0] == "cast":
-            return (g,)
-        if node[0] not in OPS:
-            return ()
-        rule = OPS[node[0]].derivative
-        factors = rule(*[self.build.wrap(at[x]) for x in (n, *operands(node))]) if rule else ()
-        return [self.times(g, factor) for factor in factors]
+            return [(node[2], g)]
+        rule = OPS[node[0]].derivative if node[0] in OPS else None
+        if rule is None:
+            return []
+        xs = operands(node)
+        factors = rule(*[self.build.wrap(at[x]) for x in (n, *xs)])
+        return [(x, self.times(g, factor)) for x, factor in zip(xs, factors, strict=True)]
 
     def times(self, g: Any, factor: Any) -> Any:
         """Return g times a factor: a number, a bool that selects, or a node; 0 where g is 0."""
@@ -90,7 +89,7 @@ class _Factors:
         return product if self.is_finite(factor.n) else (g == 0.0).op("where", 0.0, product)
 
     def is_finite(self, n: int) -> bool:
-        """Tell whether a node is finite for finite captured tensors, whatever s is."""
+        """Tell whether a node is finite, whatever s is. A branch of torch.where may guard captured tensors."""
         nodes, kinds = self.build.nodes, self.build.kinds
         for m in range(len(self.finite), n + 1):
             name, args = nodes[m][0], operands(nodes[m])

@@ -258,8 +258,10 @@ class Builder:
             return self.folded(node, numbers)
         if name == "where":
             c, x, y = args
-            if numbers[0] is not None or x == y:
-                return x if numbers[0] or x == y else y
+            if x == y:
+                return x
+            if numbers[0] is not None:
+                return x if numbers[0] else y
             if self.nodes[c][0] == "not":
                 return ("where", self.nodes[c][1], y, x)
         if name in ("neg", "not") and self.nodes[args[0]][0] == name:
@@ -270,11 +272,11 @@ class Builder:
                 return args[0]
             if a is not None and a == NEUTRAL_LEFT.get(name):
                 return args[1]
-            return self.simpler_logic(node, a, b)
+            return self.simpler_pair(node, a, b)
         return node
 
-    def simpler_logic(self, node: Node, a: Any, b: Any) -> Node | int:
-        """Return the same for an operation whose operands are the numbers a and b, or None where they are none."""
+    def simpler_pair(self, node: Node, a: Any, b: Any) -> Node | int:
+        """Return the same for two operands, which are the numbers a and b, or None where they are none."""
         name, x, y = node
         if name == "mul" and -1 in (a, b):
             return ("neg", x if b is not None else y)
