@@ -90,6 +90,9 @@ MORE = {
     "add, alpha": lambda s, j: torch.add(s, (j + 1) * 0.3, alpha=3) + torch.sub(s, 2, alpha=0.5),
     "rsub, alpha": lambda s, j: torch.rsub(s, (j + 1) * 0.3, alpha=3),
     "div, rounding": lambda s, j: torch.div(s, 0.3, rounding_mode="floor") + torch.div(-s, 0.3, rounding_mode="trunc"),
+    "div of whole numbers": lambda s, j: (
+        s + torch.div(2 - j, 2, rounding_mode="trunc") // 2 + torch.div(2 - j, 2, rounding_mode="floor") + j.trunc()
+    ),
     "clamp": lambda s, j: s.clamp(0.2, 0.9) + torch.clip(s, max=0.5) + s.clamp_min(0.3) * torch.clamp_max(s, 0.8),
     "gelu, tanh": lambda s, j: F.gelu(s, approximate="tanh"),
     "softplus, beta": lambda s, j: F.softplus(s, 3.0, 2.0),
@@ -170,6 +173,8 @@ def test_names_that_leave_a_number_as_it_is():
 
 
 def test_masks_of_constants():
+    """The second is how FlexAttention's users write a mask that hides nothing."""
+    assert keep(trace(lambda b, h, i, j: b.new_ones(size=(), dtype=torch.bool), "mask").program, AT).all()
     assert keep(trace(lambda b, h, i, j: i >= -math.inf, "mask").program, AT).all()
     assert not keep(trace(lambda b, h, i, j: torch.tensor(False), "mask").program, AT).any()
 

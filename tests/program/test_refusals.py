@@ -193,7 +193,7 @@ REFUSED = {
     ),
     "a whole power": (
         "score", lambda s, b, h, i, j: s * 2**h,
-        "whole numbers to a power that differs from entry to entry; write 2.0 ** x",
+        "a power of whole numbers must be a number of at most 8; write 2.0 ** x for a floating power",
     ),
     "arguments": (
         "score", lambda s, b, h, i, j: s.clamp(minimum=0),

@@ -15,8 +15,6 @@ from .program import CONVERT, Expr
 ROOT_HALF, ROOT_TWO_BY_PI = math.sqrt(0.5), math.sqrt(2.0 / math.pi)
 WHOLE_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {torch.bool: "b"} | dict.fromkeys(WHOLE_TYPES, "i")
-LARGEST_POWER = 8
-"""Whole powers up to this one are products."""
 
 
 def kind_of_type(dtype: torch.dtype) -> str:
@@ -56,11 +54,12 @@ def _where(condition: Any, input: Any, other: Any) -> Any:
 def _divide(input: Any, other: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
         return input / other
-    return input // other if rounding_mode == "floor" else _trunc(input / other)
+    down = input // other
+    return down if rounding_mode == "floor" else _trunc(input / other).cast(down.kind)
 
 
 def _trunc(input: Any) -> Any:
-    return _where(input < 0, input.op("ceil"), input.op("floor"))
+    return input if input.kind != "f" else _where(input < 0, input.op("ceil"), input.op("floor"))
 
 
 def _round_to_whole(name: str) -> Callable[..., Any]:
@@ -71,12 +70,14 @@ def _pow(input: Any, exponent: Any) -> Any:
     """Return a product for a small whole exponent; exp2 for a base of 2."""
     build = input.build
     number, base = build.number(exponent), build.number(input)
-    if number is not None and float(number).is_integer() and abs(number) <= LARGEST_POWER:
+    if number is not None and float(number).is_integer() and abs(number) <= 8:
         return _whole_power(input, int(number))
     if number in (0.5, -0.5):
         return input.op("sqrt" if number > 0 else "rsqrt")
     if input.kind != "f" and build.wrap(build.lift(exponent)).kind != "f":
-        raise build.refuse("whole numbers to a power that differs from entry to entry; write 2.0 ** x")
+        raise build.refuse(
+            "a power of whole numbers must be a number of at most 8; write 2.0 ** x for a floating power"
+        )
     return exponent.op("exp2") if base == 2 else input.op("pow", exponent)
 
 
