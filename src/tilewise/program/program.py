@@ -27,6 +27,7 @@ WIDTH = {"b": 0, "i": 1, "f": 2}
 CONVERT: dict[str, Callable[[Any], Any]] = {"b": bool, "i": int, "f": float}
 NEUTRAL_RIGHT = {"add": 0, "sub": 0, "mul": 1, "div": 1, "idiv": 1, "or": 0, "xor": 0, "shl": 0, "shr": 0}
 NEUTRAL_LEFT = {"add": 0, "mul": 1, "or": 0, "xor": 0}
+"""Neutral elements on either side. That -0.0 + 0.0 is 0.0 is ignored."""
 OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 """What arithmetic on two bools is, as in torch."""
 NOT_OF_BOOLS = ("sub", "neg", "abs", "mod")
