@@ -130,9 +130,9 @@ WRONG = {
     ),
     "mask a class": (call(mask=tw.Causal), TypeError, ["mask", "class", "mask=tilewise.Causal()?"]),
     "mask a function": (
-        call(mask=lambda b, h, i, j: i >= j),
+        call(mask=lambda i, j: i >= j),
         TypeError,
-        ["mask", "function", "tilewise's masks", "&", "mask=tilewise.Dense(...)", "bool tensor"],
+        ["mask", "test_errors.py", "must take (b, h, i, j)", "(i, j)", "close over"],
     ),
     "mask True": (call(mask=True), TypeError, ["mask", "True", "combined with &", "mask=tilewise.Dense(...)"]),
     "mask None": (call(mask=None), TypeError, ["mask", "None", "leave it out"]),

@@ -38,11 +38,12 @@ FORMS = {
     **dict.fromkeys(
         ("Unsupported", "RuntimeError", "AttributeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM
     ),
+    "refuse": re.compile(".*", re.DOTALL),  # program/, whose tests hold what it says
     "ArgumentTypeError": re.compile("must .+, got .+"),  # the rest is argparse's and cli/parser.py's
     **dict.fromkeys(("AssertionError", "NotImplementedError"), re.compile(".*")),  # not for users
 }
 MADE_ELSEWHERE = ("bench/measure.py", "cli/shadow.py", "host/tables.py", "call/dispatch.py", "values/value.py",
-    "warm/warm.py",
+    "values/function.py", "program/trace.py", "warm/warm.py",
 )  # fmt: skip
 """Files that also raise with text from a process, a library, a constant or a function."""
 

@@ -25,6 +25,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise.program import Entries
 
 lengths = st.integers(0, 40)
 sides = st.none() | st.integers(0, 45)
@@ -91,10 +92,11 @@ def test_what_a_mask_keeps_in_any_tile_is_what_dense_says(M, N, parts):
     mask = both(*parts)(draw)
     whole = mask.dense(M, N).expand(2, 2, M, N)
     i0, j0 = M // 3, N // 2
-    i, j = torch.arange(i0, M)[:, None] + N - M, torch.arange(j0, N)[None, :]
+    at = Entries.of(2, 2, M, N)
+    at = at._replace(i=at.i[i0:], j=at.j[:, j0:])
     kept = torch.ones(2, 2, M - i0, N - j0, dtype=torch.bool)
     for part in mask.parts:
-        kept &= part.keep(i, j, N - M)
+        kept &= part.keep(at)
     assert torch.equal(kept, whole[:, :, i0:, j0:])
 
 

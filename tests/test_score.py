@@ -1,12 +1,13 @@
-"""Scores: their values, and that `pull` and `reduce` are the derivatives of `apply`."""
+"""Scores: their values, and that `pull` is the derivative of `apply`, by the logits and by captured tensors."""
 
 import pytest
 import torch
 
 import tilewise as tw
+from tilewise.program import Entries
 
 B, H, M, N = 2, 3, 4, 6
-I, J = torch.arange(M)[:, None] + (N - M), torch.arange(N)[None, :]
+AT = Entries.of(B, H, M, N)
 
 
 def logits():
@@ -25,14 +26,14 @@ SCORES = {
 
 def test_softcap_bounds_the_logits_and_leaves_small_ones():
     S = torch.tensor([-1e30, -2.0, 0.0, 1e-4, 1e30], dtype=torch.float64)
-    capped = tw.SoftCap(3.0).apply(S, I, J, 0)
+    capped = tw.SoftCap(3.0).apply(S, AT)
     assert capped.abs().max() <= 3.0
     torch.testing.assert_close(capped, 3.0 * torch.tanh(S / 3.0))
     assert abs(float(capped[3]) - 1e-4) < 1e-12
 
 
 def test_alibi_is_the_distance_from_the_aligned_diagonal():
-    S = tw.Alibi(torch.tensor([1.0, 0.5, 0.0])).apply(torch.zeros(B, H, M, N), I, J, N - M)
+    S = tw.Alibi(torch.tensor([1.0, 0.5, 0.0])).apply(torch.zeros(B, H, M, N), AT)
     assert S[0, 0].tolist() == [[-abs(i + 2 - j) for j in range(N)] for i in range(M)]
     assert torch.equal(S[:, 1], S[:, 0] / 2)
     assert (S[:, 2] == 0).all()
@@ -41,34 +42,31 @@ def test_alibi_is_the_distance_from_the_aligned_diagonal():
 @pytest.mark.parametrize("shape", [(), (N,), (M, 1), (M, N), (H, 1, 1), (B, 1, 1, N), (B, H, M, N)])
 def test_bias_is_added_as_it_broadcasts(shape):
     S, bias = logits(), torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(tw.Bias(bias).apply(S, I, J, N - M), S + bias)
+    torch.testing.assert_close(tw.Bias(bias).apply(S, AT), S + bias)
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_pull_is_the_derivative_of_apply(name):
     score, S, dS = SCORES[name](), logits().requires_grad_(), logits()
-    (expected,) = torch.autograd.grad(score.apply(S, I, J, N - M), S, dS)
-    torch.testing.assert_close(score.pull(dS, S.detach(), I, J, N - M), expected)
+    (expected,) = torch.autograd.grad(score.apply(S, AT), S, dS)
+    torch.testing.assert_close(score.pull(dS, S.detach(), AT, [None] * len(score.captures)), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (N,), (M, 1), (M, N), (H, 1, 1), (B, 1, 1, N), (B, H, M, N)])
-def test_reduce_is_the_derivative_by_the_bias(shape):
+def test_sums_get_the_derivative_by_the_bias(shape):
     bias, S, dS = torch.randn(shape, dtype=torch.float64).requires_grad_(), logits(), logits()
-    (expected,) = torch.autograd.grad(tw.Bias(bias).apply(S, I, J, N - M), bias, dS)
-    torch.testing.assert_close(tw.Bias(bias.detach()).reduce(dS), expected)
-
-
-@pytest.mark.parametrize("name", [name for name in SCORES if "bias" not in name])
-def test_what_does_not_learn_reduces_to_nothing(name):
-    assert SCORES[name]().reduce(logits()) is None
+    (expected,) = torch.autograd.grad(tw.Bias(bias).apply(S, AT), bias, dS)
+    total = torch.zeros_like(bias)
+    assert torch.equal(tw.Bias(bias.detach()).pull(dS, S, AT, [total]), dS)
+    torch.testing.assert_close(total, expected)
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_one_batch_entry_of_a_score(name):
     score, S = SCORES[name](), logits()
-    whole = score.apply(S, I, J, N - M)
+    whole = score.apply(S, AT)
     for b in range(B):
-        assert torch.equal(score.at(b).apply(S[b : b + 1], I, J, N - M)[0], whole[b])
+        assert torch.equal(score.at(b).apply(S[b : b + 1], AT)[0], whole[b])
 
 
 def test_scores_are_applied_left_to_right():

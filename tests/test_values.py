@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,10 @@ from tilewise.values.masks import Listed
 from tilewise.values.score import AlibiAt
 from tilewise.values.tables import TileList
 
-NEW = ("padding range", "list", "listed", "prefix at", "alibi at", "spans", "cached", "quantized", "eight bits")
+NEW = (
+    "padding range", "list", "listed", "prefix at", "alibi at", "spans", "cached", "quantized", "eight bits",
+    "mask of", "or", "not", "score of",
+)  # fmt: skip
 """Values that 0.1.0 did not have."""
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
 """What version 0.1.0 wrote, under torch 2.13: `values()` by pickle and by torch.save, and an exported graph."""
@@ -42,6 +46,14 @@ TENSORS = {
 }
 
 
+def seen_by(b, h, i, j, real, n, x):
+    return real[b, j] & (i * x > n)
+
+
+def bent(s, b, h, i, j, slopes, low):
+    return torch.where(i < j, s * slopes[h], low)
+
+
 def values(of=TENSORS):
     """One of each kind, made of the given tensors."""
     return {
@@ -59,6 +71,10 @@ def values(of=TENSORS):
         "list": TileList(of["tiles"], False, 16, 16, 2, 2),
         "listed": Listed(tw.Dense(of["seen"]), (TileList(of["tiles"], False, 16, 16, 2, 2),)),
         "and": tw.Causal() & tw.Window(5, 0) & tw.Padding(of["more lengths"]),
+        "mask of": tw.Mask.of(seen_by, of["real"], 2, 0.5, align="last"),
+        "or": tw.Causal() | tw.Window(5, 0) & tw.Padding(of["more lengths"]),
+        "not": ~tw.Documents(of["q_ids"], of["k_ids"]),
+        "score of": tw.Score.of(bent, of["slopes"], -math.inf),
         "softcap": tw.SoftCap(2.5),
         "alibi": tw.Alibi(of["slopes"]),
         "alibi at": AlibiAt.rebuild((3,), (of["slopes"],)),

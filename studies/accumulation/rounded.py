@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
+from tilewise.program import Entries
 
 from .accumulate import Accumulate
 
@@ -70,11 +71,10 @@ def exponentials(x: Tensor, kind: str) -> Tensor:
 def _tiles(p: Problem, x: Operands, columns: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the first key of each tile, and which of its keys each row sees: broadcast to (B, H, M, columns)."""
     mask, _, _ = p.values(x.extra)
-    shift = p.N - p.M
-    i = torch.arange(p.M)[:, None] + shift
+    at = Entries.of(p.B, p.H, p.M, p.N)
     for first in range(0, p.N, columns):
-        j = torch.arange(first, min(first + columns, p.N))[None, :]
+        j = at.j[:, first : first + columns]
         seen = torch.ones((1, 1, p.M, j.shape[1]), dtype=torch.bool)
         for part in mask:
-            seen = seen & part.keep(i, j, shift)
+            seen = seen & part.keep(at._replace(j=j))
         yield first, seen

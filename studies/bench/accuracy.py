@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.program import Entries
 from tilewise.values.dropout import dropout_keep, dropout_rescale
 
 from .peers import SEED, Attention, Peer
@@ -219,12 +220,13 @@ class _Block(NamedTuple):
 
     def _logits(self, q: Tensor, k: Tensor, sink: Tensor | None = None) -> Tensor:
         """Return S after scores and mask: (..., heads, rows, length). A sink counts as one more key."""
-        S = q @ k.mT * q.shape[-1] ** -0.5
+        S, none = q @ k.mT * q.shape[-1] ** -0.5, torch.zeros_like(self.i)
+        at = Entries(none, none, self.i, self.j)
         for score in self.case.varied.score(self.case.heads, q.device):
             mine: Any = score.rebuild(score.plain[1:], tuple(_part(self.case, t, self.head) for t in score.tensors))
-            S = mine.apply(S, self.i, self.j, 0)
+            S = mine.apply(S, at)
         for mask in self.case.mask.parts:
-            S = S.masked_fill(~mask.keep(self.i, self.j, 0), -math.inf)
+            S = S.masked_fill(~mask.keep(at), -math.inf)
         return S if sink is None else torch.cat([S, sink[..., None, None].expand(*S.shape[:-1], 1)], -1)
 
     def _dropped(self, P: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.call.check import check_arguments, describe
+from tilewise.program import Entries
 from tilewise.quantize import codes as quantize
 from tilewise.quantize import dequantize
 from tilewise.values.dropout import dropout_keep, dropout_rescale
@@ -43,11 +44,10 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
     def repeat(t: Tensor) -> Tensor:
         return t.repeat_interleave(p.H // p.H_k, 2)
 
-    shift = p.N - p.M
-    i, j = torch.arange(p.M, device=q.device)[:, None] + shift, torch.arange(p.N, device=q.device)[None, :]
+    at = Entries.of(p.B, p.H, p.M, p.N, q.device)
     stages = [torch.einsum("bmhd,bnhd->bhmn", q, repeat(k)) * p.scale]
     for change in call.score:
-        stages.append(change.apply(stages[-1], i, j, shift))
+        stages.append(change.apply(stages[-1], at))
     S = stages[-1].masked_fill(~call.mask.dense(p.M, p.N).to(q.device), -torch.inf)
     sink = S.new_full((p.H,), -torch.inf) if call.sink is None else call.sink.double()
     top = torch.cat([S, sink[:, None, None].expand(*S.shape[:3], 1)], -1).amax(-1, keepdim=True)
@@ -55,13 +55,13 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
     P = torch.exp(S - m)
     of_product = dequantize.probabilities(p, P) if p.recipe.precision == "fp8" else rounded(P)
     if lines and p.recipe.precision == "fp8" and not call.score:
-        of_product = torch.where((j & 8) > 0, on_a_line(P), of_product)
+        of_product = torch.where((at.j & 8) > 0, on_a_line(P), of_product)
     summed = of_product if p.recipe.precision == "fp8" and not call.score else P
     l = summed.sum(-1, keepdim=True) + torch.exp(sink[:, None, None] - m)
     Z: Tensor | float = 1.0
     if call.seed is not None:
         heads = torch.arange(p.B * p.H, device=q.device).view(p.B, p.H, 1, 1)
-        Z = dropout_keep(int(call.seed), heads, i - shift, j, case.dropout) * dropout_rescale(case.dropout)
+        Z = dropout_keep(int(call.seed), heads, at.i, at.j, case.dropout) * dropout_rescale(case.dropout)
     o = rounded(torch.einsum("bhmn,bnhd->bmhd", of_product * Z / l.masked_fill(l == 0.0, 1.0), repeat(v)))
     L = m + torch.log(l)  # of the codes' logits
     results = {"o": o, "lse": L[..., 0] + dequantize.shift_of(p, x, codes)}
@@ -74,9 +74,9 @@ def emulated(case: Case, call: Call, turn: float, lines: bool) -> dict[str, Tens
     dS = rounded(P * (torch.einsum("bmhd,bnhd->bhmn", do, repeat(v)) * Z - delta[..., None]))
     gradients = {"dv": torch.einsum("bhmn,bmhd->bnhd", rounded(P * Z), do)}
     for n, change in reversed(list(enumerate(call.score))):
-        if (of_score := change.reduce(dS)) is not None:
-            gradients[f"dbias{n}"] = of_score
-        dS = change.pull(dS, stages[n], i, j, shift)
+        sums = [torch.zeros_like(t, dtype=dS.dtype) if change.learns else None for t in change.tensors]
+        dS = change.pull(dS, stages[n], at, sums)
+        gradients |= {f"dbias{n}": total for total in sums if total is not None}
     gradients["dq"] = torch.einsum("bhmn,bnhd->bmhd", dS, repeat(k)) * p.scale
     if quantize.smooths(p):  # rows of dS sum to dlse, and K lost its mean
         missing = dlse.transpose(1, 2)[..., None] * dequantize.mean_of_keys(p, x, codes) * p.scale

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
 from tilewise.attention import reference
+from tilewise.program import Entries
 from tilewise.values.dropout import dropout_keep, dropout_rescale
 from tilewise.values.masks import intersect
 from tilewise.values.products import EIGHT_BITS
@@ -264,7 +265,7 @@ def _attention_written_out(case: Case, call: Call, order: int) -> tuple[Tensor, 
         scale = case.D**-0.5 if case.scale is None else case.scale
         S = (q[..., size] * scale) @ k[..., size].mT if order % 2 else q[..., size] @ k[..., size].mT * scale
         for change in call.score:
-            S = change.apply(S, i + (N - M), j, N - M)
+            S = change.apply(S, Entries.of(case.B, case.H, M, N, q.device)._replace(i=i, j=j))
         S = S.masked_fill(~seen, -torch.inf)
         if call.sink is not None:
             S = torch.cat([S, call.sink.to(S.dtype)[:, None, None].expand(*S.shape[:3], 1)], -1)

@@ -53,7 +53,7 @@ def test_gradients_match_autograd(name):
         hidden = P.isinf()  # as in softmax: probabilities of 0 have no gradient
         return torch.autograd.grad((P.masked_fill(hidden, 0.0) * weight).sum(), learn, materialize_grads=True)
 
-    got, want = OfProgram.apply(traced.program, S, *traced.tensors), example.fn(S, *AT, *example.tensors)
+    got, want = OfProgram.apply(traced.program, S, *traced.tensors), example.fn(S, *AT[:4], *example.tensors)
     torch.testing.assert_close(got, want.expand(S.shape), rtol=1e-13, atol=1e-13)
     for ours, theirs in zip(gradients(got), gradients(want), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12 * theirs.abs().max().item())
@@ -93,7 +93,7 @@ def test_second_derivatives_match_autograd(name):
     example = EXAMPLES[name].to(torch.float64)
     program, tensors, _ = trace(example.fn, "score", example.tensors)
     S, g, gg = logits(), torch.randn(B, H, M, N, requires_grad=True), torch.randn(B, H, M, N)
-    (dS,) = torch.autograd.grad(example.fn(S, *AT, *example.tensors), S, g, create_graph=True)
+    (dS,) = torch.autograd.grad(example.fn(S, *AT[:4], *example.tensors), S, g, create_graph=True)
     want = torch.autograd.grad(dS, (S, g), gg, materialize_grads=True)
     given = AT._asdict() | {"s": S.detach(), "g": g.detach(), "gg": gg}
     for by, expected in zip("sg", want, strict=True):

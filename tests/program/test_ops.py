@@ -155,7 +155,7 @@ def test_functions_match_torch(name):
 
     S = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)).mul(0.9).add(0.05).requires_grad_()
     program = trace(fn, "score").program
-    want = fn(S, *AT).double().expand(SHAPE)
+    want = fn(S, *AT[:4]).double().expand(SHAPE)
     torch.testing.assert_close(apply(program, S.detach(), AT), want.detach(), rtol=1e-13, atol=1e-13)
     g = torch.randn(SHAPE)
     dS = torch.autograd.grad((want * g).sum(), S)[0] if want.requires_grad else torch.zeros(SHAPE)

@@ -218,15 +218,16 @@ REFUSED = {
         "score", lambda s, b, h, i, j: TABLE[h], "it must return a number, got a tensor: " + NOT_INDEXED.format(1),
     ),
     "few parameters": (
-        "mask", lambda b, h, i: i > h, "it must take (b, h, i, j), got (b, h, i); other values may be closed over",
+        "mask", lambda b, h, i: i > h,
+        "it must take (b, h, i, j), got (b, h, i); change it, or close over other values",
     ),
     "a mask as score": (
         "score", lambda b, h, i, j: i > j,
-        "it must take (s, b, h, i, j), got (b, h, i, j); other values may be closed over",
+        "it must take (s, b, h, i, j), got (b, h, i, j); change it, or close over other values",
     ),
     "a parameter by name": (
         "mask", lambda b, h, i, j, *, width: i > j,
-        "it must take (b, h, i, j), got (b, h, i, j, *, width); other values may be closed over",
+        "it must take (b, h, i, j), got (b, h, i, j, *, width); change it, or close over other values",
     ),
     "complex": (
         "score", lambda s, b, h, i, j: s + PLAIN.to(torch.complex64)[h, i],

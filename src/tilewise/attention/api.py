@@ -1,7 +1,7 @@
 """The public functions for attention: attention(), attention_qkvpacked() and attention_backward()."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, overload
 
@@ -13,7 +13,7 @@ from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; Py
 from ..call.calls import Call, find, key_of
 from ..call.check import autocast_type, cast, check_arguments, check_results
 from ..call.operands import Saved
-from ..call.options import Everything, Options, current_names, spell_out
+from ..call.options import Everything, Options, as_mask, as_scores, current_names, spell_out
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
 from ..values.layout import PADDED, Layout
@@ -60,8 +60,8 @@ def attention(
     k: Tensor | Quantized,
     v: Tensor | Quantized,
     *,
-    mask: Mask = FULL,
-    score: Score | Sequence[Score] = (),
+    mask: Mask | Callable[..., Any] = FULL,
+    score: Score | Callable[..., Any] | Sequence[Score | Callable[..., Any]] = (),
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
@@ -82,8 +82,10 @@ def attention(
             be Quantized, without gradients; o is then bf16.
         k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
         v: (B, N, H_k, D_v). Head sizes are 1 to 512, in fp32 on a GPU above 256 by name. With `layout`, (T', H_k, D_v).
-        mask: a Mask; combine several with `&`. A row that sees no key has o = 0, lse = -inf and gradients of 0.
-        score: a Score or a sequence of them, applied left to right to the scaled logits, before the mask.
+        mask: a Mask; combine several with `&`, `|` and `~`. Or a function of (b, h, i, j), see `Mask.of`. A row that
+            sees no key has o = 0, lse = -inf and gradients of 0.
+        score: a Score, a function of (s, b, h, i, j), see `Score.of`, or a sequence of these, applied left to right to
+            the scaled logits, before the mask.
         scale: factor on the logits, >= 0; default D ** -0.5.
         sink: (H,) logits added to the softmax's denominator, fp32 or q's type; differentiable.
         dropout: probability in [0, 1) of dropping an entry of P, rounded to a multiple of 2^-16. Kept entries are
@@ -114,6 +116,7 @@ def attention(
     """
     if unknown:
         origin = current_names("attention", unknown | ({} if origin is None else {"origin": origin}))["origin"]
+    mask, score = as_mask(mask), as_scores(score)
     every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, origin
     given: list[Any] = [q, k, v]
     key = None
@@ -138,9 +141,9 @@ def _known(
     """Return a call's key, or None for arguments that are wrong, and the Call that was like it, or None. Append the
     tensors of all options to `given`."""
     try:
-        scores, lies = (score,) if isinstance(score, Score) else score, PADDED if layout is None else layout
+        lies = PADDED if layout is None else layout
         options = type(scale), scale, type(dropout), dropout, return_lse, *options
-        key = key_of(given, mask, scores, sink, lies, precision, deterministic, *options)
+        key = key_of(given, mask, score, sink, lies, precision, deterministic, *options)
         return key, find(key, given)
     except (AttributeError, TypeError):
         return None, None
@@ -226,7 +229,7 @@ def attention_backward(
 
     Returns:
         dq, dk and dv, contiguous, of the shapes of q, k and v, in their type or out_dtype; then the gradient of each
-        Bias, in order, and of the sink, if they require one. They cannot be differentiated again.
+        tensor that scores capture, in order, and of the sink, if they require one. They cannot be differentiated again.
 
     Raises:
         TypeError, ValueError, Unsupported, RuntimeError: as `attention`; and if dropout has no seed, or both dlse and
@@ -244,9 +247,7 @@ def attention_backward(
     check_results(x, recipe, do=do, o=o, lse=lse, dlse=dlse, delta=delta)
     if delta is not None:  # back ends compute rowsum(do * o) - dlse
         o, dlse = o.new_zeros(o.shape[-1]).expand(o.shape), -delta
-    learns = [
-        getattr(KINDS[name], "learns", False) for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures
-    ]
+    learns = [KINDS[name].learns for name, *_ in recipe.mask + recipe.score for _ in KINDS[name].captures]
     learns += [recipe.sink] * recipe.sink + [False] * recipe.own
     wanted = [learned and t.requires_grad for learned, t in zip(learns, x.extra, strict=True)]
     saved = Saved(o.contiguous() if delta is None else o, lse, Dropout(recipe.dropout).seed(seed, x.q))

@@ -31,7 +31,7 @@ from ..call.dispatch import (
 )
 from ..call.import_hook import when_imported
 from ..call.operands import Saved
-from ..call.recipe import Recipe, batched_ranks
+from ..call.recipe import Recipe, batched_ranks, reads_batch
 from .gradients import Longest, Tensors, check_given, operands_of, present, run_backward, save, spread
 
 
@@ -253,13 +253,13 @@ def vmapped(
 ) -> Any:
     """Fold the mapped dimension into the batch.
 
-    Packed sequences, mapped tensors without a batch (a sink), and dropout, whose mask depends on the batch index, run
-    one call at a time.
+    Packed sequences, mapped tensors without a batch (a sink, what a function captures), functions of the batch index,
+    and dropout, whose mask depends on it, run one call at a time.
     """
     recipe = call.recipe
     ranks = (4 + recipe.packed, 4, 4, *batched_ranks(recipe))
     whole = all([dim is None or rank is not None for dim, rank in zip(dims, ranks, strict=False)])
-    if not (whole and recipe.uniform and seed is None):
+    if not (whole and recipe.uniform and seed is None) or reads_batch(recipe):
         calls = [pick((tensors, seed), (dims, seed_dim), index) for index in range(size)]
         outputs = [attend(ts, drawn, call) for ts, drawn in calls]
         return tuple(torch.stack(parts) for parts in zip(*outputs, strict=True)), (0, 0)

@@ -1,5 +1,6 @@
 """List a mask's tiles once, for every call of attention that has this mask."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..call.check import check_arguments
 from ..call.dispatch import PLAIN, transformed
 from ..call.import_hook import when_imported
 from ..call.operands import Operands
-from ..call.options import Unmasked, spell_out
+from ..call.options import Unmasked, as_mask, spell_out
 from ..call.problem import target_of
 from ..call.recipe import Recipe
 from ..values.masks import Listed, Mask
@@ -22,7 +23,7 @@ from .explain import problem_on
 
 
 def listed(
-    mask: Mask,
+    mask: Mask | Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,7 +41,7 @@ def listed(
     result to the compiled function.
 
     Args:
-        mask: any Mask. Combine masks before: `listed & other` has no lists.
+        mask: any Mask, or a function of (b, h, i, j). Combine masks before: `listed & other` has no lists.
         q, k, v, options: as for `attention`, as in the calls to come; their values are not read. They may be on the
             meta device: then shapes and types count, and strides are contiguous.
         device: where the calls will be. None: where the mask's tensors are, and for a mask without any, where q is.
@@ -53,7 +54,7 @@ def listed(
         TypeError, ValueError, Unsupported: as `attention`; Unsupported also within torch.func's transforms, and for
             fake tensors.
     """
-    mask = mask.mask if isinstance(mask, Listed) else mask
+    mask = mask.mask if isinstance(mask, Listed) else as_mask(mask)
     chosen: dict[str, Any] = {**with_defaults("listed", options), "mask": mask}
     del chosen["seed"], chosen["return_lse"]
     x, recipe, longest = check_arguments(q, k, v, **chosen)

@@ -4,7 +4,7 @@ All kernels are tested against these few lines, and these lines against `torch.a
 here is tiled, fused or fast. Call it with fp64 tensors for results to compare with.
 
 Shapes: q (B, M, H, D), k (B, N, H_k, D), v (B, N, H_k, D_v), H a multiple of H_k; S, P (B, H, M, N).
-A mask is any object with `dense(M, N)`. A score is any with `apply`, `pull` and `reduce` (values/).
+A mask is any object with `dense(M, N, B, H)`. A score is any with `apply` and `pull` (values/).
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..program import Entries
 from ..values.dropout import dropout_keep, dropout_rescale
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of the inputs. `scores` has one (or None) per score; `sink` is None without a sink."""
+    """Gradients in the order of the inputs. `scores` has one per captured tensor of each score, and None for a score
+    that has none or does not learn; `sink` is None without a sink."""
 
     q: Tensor
     k: Tensor
@@ -73,11 +75,11 @@ def gradients(
     dv = torch.einsum("bhmn,bmhd->bnhd", P * Z, do)
     dP = torch.einsum("bmhd,bnhd->bhmn", do, _repeat(v, q)) * Z
     dS = P * (dP - delta[..., None])
-    i, j, shift = _indices(q, k)
-    d_scores: list[Tensor | None] = []
+    at, d_scores = _entries(q, k), []
     for change, S_in in zip(reversed(score), reversed(stages), strict=True):
-        d_scores.insert(0, change.reduce(dS))
-        dS = change.pull(dS, S_in, i, j, shift)
+        sums = [torch.zeros_like(t, dtype=dS.dtype) for t in change.tensors] if change.learns else []
+        dS = change.pull(dS, S_in, at, sums)
+        d_scores = [*(sums or [None]), *d_scores]
     dS = dS * (q.shape[-1] ** -0.5 if scale is None else scale)
     dq = torch.einsum("bhmn,bnhd->bmhd", dS, _repeat(k, q))
     dk = torch.einsum("bhmn,bmhd->bnhd", dS, q)
@@ -100,13 +102,13 @@ def _probabilities(q, k, mask, score, scale, sink):
     """Return the logits that enter each score, S after all scores and the mask, P and L."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = torch.einsum("bmhd,bnhd->bhmn", q, _repeat(k, q)) * scale
-    i, j, shift = _indices(q, k)
-    stages = []
+    at, stages = _entries(q, k), []
     for change in score:
         stages.append(S)
-        S = change.apply(S, i, j, shift)
+        S = change.apply(S, at)
     if mask is not None:
-        S = S.masked_fill(~mask.dense(q.shape[1], k.shape[1]).to(S.device), -torch.inf)
+        B, M, H, _ = q.shape
+        S = S.masked_fill(~mask.dense(M, k.shape[1], B, H).to(S.device), -torch.inf)
     joined = S if sink is None else torch.cat([S, sink[:, None, None].to(S).expand(*S.shape[:3], 1)], -1)
     m = joined.amax(-1, keepdim=True) if joined.shape[-1] else joined.new_full((*joined.shape[:3], 1), -torch.inf)
     m = m.masked_fill(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0
@@ -116,11 +118,10 @@ def _probabilities(q, k, mask, score, scale, sink):
     return *stages, S, P, L.squeeze(-1)
 
 
-def _indices(q, k):
-    """Return the row index shifted by N - M (bottom-right aligned), the column index, and that shift."""
-    M, N = q.shape[1], k.shape[1]
-    i = torch.arange(M, device=q.device)[:, None] + (N - M)
-    return i, torch.arange(N, device=q.device)[None, :], N - M
+def _entries(q, k):
+    """Return the indices of all logits."""
+    B, M, H, _ = q.shape
+    return Entries.of(B, H, M, k.shape[1], q.device)
 
 
 def _dropout_factor(shape, dropout, seed, like):

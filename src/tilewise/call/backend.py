@@ -89,10 +89,11 @@ NEEDS = {
     "invariant": "it does not sum keys in pieces, as invariant asks",
     "8-bit keys": "it reads caches in q's type",
     "few queries": "it does not leave out a pack's sequences of many queries",
+    "functions": "masks and scores that are functions run on the CPU so far; move the tensors with .cpu()",
     torch.int8: "it multiplies no int8",
     torch.float8_e4m3fn: "it multiplies no e4m3",
 }
-"""What layouts and products may need of a back end, and why one that does not name it refuses a call."""
+"""What a call may need of a back end, and why one that does not name it refuses the call."""
 
 
 class OldTriton(ImportError):  # noqa: N818, the name says what is installed
@@ -164,7 +165,7 @@ def candidates(problem: Problem) -> tuple[str, ...]:
 def against(name: str, problem: Problem, which: Pass = FORWARD) -> list[str]:
     """Return a back end's reasons against a pass of a problem; empty if it can run it."""
     backend = load(name)
-    takes, needs = backend.takes(problem), problem.layout.needs | problem.products.needs
+    takes, needs = backend.takes(problem), problem.needs
     lacking = [takes.get(need, NEEDS[need]) for need in sorted(needs, key=[*NEEDS].index)]
     return [*filter(None, lacking), *problem.products.against(problem), *backend.why_not(problem, which)]
 

@@ -3,7 +3,7 @@
 Errors name the argument, its value, what is allowed and the remedy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..values.tables import TileList
 from ..values.value import FLOATING_TYPES, OPEN, Value, number_in
 from .backend import ORDER
 from .operands import Operands
-from .options import refuse_mask, refuse_score
+from .options import as_mask, as_scores
 from .problem import MAX_HEAD_SIZE, Problem, TensorSpec, lse_shape, matmul_setting, target_of
 from .recipe import KINDS, Recipe
 
@@ -48,8 +48,8 @@ def check_arguments(
     q: Tensor | Quantized,
     k: Tensor | Quantized,
     v: Tensor | Quantized,
-    mask: Mask,
-    score: Score | Sequence[Score],
+    mask: Mask | Callable[..., Any],
+    score: Score | Callable[..., Any] | Sequence[Score | Callable[..., Any]],
     scale: float | None,
     sink: Tensor | None,
     dropout: float,
@@ -65,9 +65,8 @@ def check_arguments(
     q, k, v, lies, products = unwrap(q, k, v, lies, precision)
     refuse_operands(q=q, k=k, v=v)
     products = products.prepared(q, lies)
-    if not isinstance(mask, Mask):
-        refuse_mask(mask)
-    changes = _scores(score)
+    mask, changes = as_mask(mask), as_scores(score)
+    _refuse_learned(changes)
     if scale is not None:
         scale = number_in("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     drop = Dropout.of(dropout)
@@ -85,6 +84,9 @@ def check_arguments(
     parts = mask.parts + mask.lists
     check_values(parts + changes)
     products.check_origin(origin)
+    if origin.plain:
+        for value in parts + changes:
+            value.refuse_parts("origin=")
     parts, changes = (lies.place(values, origin, q, k) for values in (parts, changes))
     captured = [t for value in parts + changes if value.captures for t in value.tensors]
     extra = (*captured, *(() if sink is None else (sink,)), *products.tensors, *lies.tensors)
@@ -106,15 +108,9 @@ def check_arguments(
     return Operands(q, k, v, extra), recipe, lies.longest()
 
 
-def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
-    """Check one score or several, and return them as a tuple."""
-    if isinstance(score, Score):
-        score = (score,)
-    elif isinstance(score, str) or not isinstance(score, (tuple, list, Sequence)):  # the last check is slow
-        refuse_score(score)
-    for change in score:
-        if not isinstance(change, Score):
-            refuse_score(change)
+def _refuse_learned(scores: Sequence[Score]) -> None:
+    """Raise ValueError for a captured tensor that requires a gradient and gets none."""
+    for change in scores:
         fixed = () if change.learns else change.tensors
         if fixed and any([t.requires_grad for t in fixed]) and torch.is_grad_enabled():
             name, tensors = change.public_name(), " and ".join(change.captures)
@@ -122,7 +118,6 @@ def _scores(score: Score | Sequence[Score]) -> tuple[Score, ...]:
                 f"{name}: {tensors} must have no gradient, got requires_grad=True; detach it, or write it as a Bias, "
                 "which has one"
             )
-    return tuple(score)
 
 
 def asks_for_determinism() -> bool:
@@ -296,15 +291,11 @@ def _check_extra(p: Problem) -> None:
         for n, whole in enumerate(kind.whole_shapes(p, tuple(numbers))):
             spec, name = next(specs), f"{kind.public_name()}: {kind.captures[n]}"
             p.check_devices({name: spec})
-            if fits(kind, spec.shape, whole):
+            if kind.fits(spec.shape, whole):
                 continue
-            if kind.broadcasts:
-                allowed = f"broadcast to ({', '.join(kind.shapes[n])}) = {whole}"
-            else:
-                allowed = f"have shape {f'{whole[1:]} or {whole}' if kind.unbatched else whole}"
-            transposed = fits(kind, spec.shape, kind.whole_shapes(_heads_first(p), tuple(numbers))[n])
+            transposed = kind.fits(spec.shape, kind.whole_shapes(_heads_first(p), tuple(numbers))[n])
             hint = TRANSPOSE if transposed else "expand or reshape it" if kind.broadcasts else "make it fit q and k"
-            raise ValueError(f"{name} must {allowed}, got {tuple(spec.shape)}; {hint}")
+            raise ValueError(f"{name} must {kind.allowed(n, whole)}, got {tuple(spec.shape)}; {hint}")
     if p.recipe.sink:
         spec = next(specs)
         p.check_devices({"sink": spec})
@@ -313,13 +304,6 @@ def _check_extra(p: Problem) -> None:
             raise ValueError(f"sink must have shape (H,) = ({p.H},), got {tuple(spec.shape)}; {hint}")
         if spec.dtype not in (torch.float32, p.dtype):
             raise TypeError(f"sink must be fp32 or {p.dtype} like q, got {spec.dtype}; convert it with .to(...)")
-
-
-def fits(kind: type[Value], shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Tell whether a captured tensor may have a shape, where `whole` is that with all dimensions."""
-    if kind.broadcasts:
-        return len(shape) <= len(whole) and all(s in (1, w) for s, w in zip(shape[::-1], whole[::-1], strict=False))
-    return tuple(shape) == whole or (kind.unbatched and tuple(shape) == whole[1:])
 
 
 def check_contents(problem: Problem, x: Operands) -> None:

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..values import function
 from ..values.layout import Layout
-from ..values.masks import Full, Mask
+from ..values.masks import Full, Mask, mask_of
 from ..values.origin import Origin
 from ..values.products import EightBits
-from ..values.score import Score
+from ..values.score import Score, score_of
+from .import_hook import when_imported
 
 
 class Unmasked(TypedDict, total=False):
     """The keyword arguments of `attention` without mask and return_lse."""
 
-    score: Score | Sequence[Score]
+    score: Score | Callable[..., Any] | Sequence[Score | Callable[..., Any]]
     scale: float | None
     sink: Tensor | None
     dropout: float
@@ -36,7 +38,7 @@ class Unmasked(TypedDict, total=False):
 class Options(Unmasked, total=False):
     """The keyword arguments of `attention`, except return_lse, which changes the type of the result."""
 
-    mask: Mask
+    mask: Mask | Callable[..., Any]
 
 
 class Everything(Options, total=False):
@@ -91,6 +93,31 @@ def refuse_unknown(function: str, unknown: Iterable[str]) -> NoReturn:
     close = get_close_matches(name, known, 1)
     remedy = INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
     raise TypeError(f"{function}: options must be among {', '.join(known)}, got {name}; {remedy}")
+
+
+def as_mask(given: Any) -> Mask:
+    """Return what `mask=` says: a Mask, or a function of (b, h, i, j); raise TypeError for anything else."""
+    found = mask_of(given)
+    return refuse_mask(given) if found is None else found
+
+
+def as_scores(given: Any) -> tuple[Score, ...]:
+    """Return what `score=` says, one or several, functions as Scores; raise TypeError for anything else."""
+    if isinstance(given, Score) or callable(given):
+        given = (given,)
+    elif isinstance(given, str) or not isinstance(given, (tuple, list, Sequence)):  # the last check is slow
+        refuse_score(given)
+    return tuple([refuse_score(one) if found is None else found for one in given for found in (score_of(one),)])
+
+
+def _leave_graphs(dynamo: Any) -> None:
+    """Break graphs where a function is traced, which Dynamo would trace, too."""
+    reason = "make masks and scores of functions outside of it, and bind tensors by .with_"
+    module: Any = function
+    module.trace = dynamo.disable(module.trace, reason=reason)
+
+
+when_imported("torch._dynamo", _leave_graphs)
 
 
 def refuse_mask(mask: Any) -> NoReturn:

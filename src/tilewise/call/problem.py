@@ -17,8 +17,7 @@ from ..values.layout import Layout, Sizes
 from ..values.masks import Mask
 from ..values.origin import Origin, origin_of
 from ..values.products import PREFERENCE, Products
-from ..values.score import Bias, Score
-from ..values.value import Value
+from ..values.score import Score
 from .operands import Operands
 from .recipe import KINDS, Recipe, hides_later_keys
 
@@ -192,8 +191,8 @@ class Problem(Call):
         return self.D**-0.5 if self.recipe.scale is None else self.recipe.scale
 
     @cached_property
-    def kinds(self) -> tuple[type[Value], ...]:
-        """Return the classes of all mask parts, then of all scores."""
+    def kinds(self) -> tuple[Any, ...]:
+        """Return the classes of all mask parts, then of all scores; of functions, instances without tensors."""
         return tuple(KINDS[plain[0]] for plain in self.recipe.mask + self.recipe.score)
 
     @cached_property
@@ -228,8 +227,13 @@ class Problem(Call):
 
     @cached_property
     def biased(self) -> bool:
-        """Tell whether there is a bias, so that logits may be as large as its entries."""
-        return any([issubclass(kind, Bias) for kind in self.kinds])
+        """Tell whether logits may be of any size, as with a bias."""
+        return any([kind.unbounded for kind in self.kinds])
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what a back end must be able to read and compute, by the names of `call.backend.NEEDS`."""
+        return frozenset().union(self.layout.needs, self.products.needs, *[kind.needs for kind in self.kinds])
 
     def precision(self, available: tuple[str, ...]) -> str | None:
         """Return the best of `available` that is accurate enough for the request; None if none is. Only for fp32."""

@@ -11,19 +11,20 @@ import torch
 
 from ..values import intervals, masks, score, tables
 from ..values.cached import Cached
+from ..values.function import Kinds
 from ..values.layout import PADDED, Layout, Padded, Varlen
 from ..values.origin import Origin
 from ..values.products import EXACT, EightBits, Exact, Products, Scaled, products_of
 from ..values.quantized import Quantized
 from ..values.value import Value
 
-KINDS: dict[str, type[Value]] = {
+KINDS = Kinds({
     name: kind
     for module in (intervals, tables, masks, score)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Value) and hasattr(kind, "device")
-}
-"""Every class of mask or score that a recipe can name: those in values/ that name kernel functions."""
+})  # fmt: skip
+"""Every class of mask or score that a recipe can name: those in values/ that name kernel functions; and functions."""
 
 SAVED = masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits, Padded
 """What torch.load may find."""
@@ -37,8 +38,9 @@ for name in ("tilewise.mask", "tilewise.score", "tilewise.layout"):  # where 0.1
 class Recipe(NamedTuple):
     """The caller's options, without tensors.
 
-    A mask or score is (class name, numbers...). Layout and products are (class name, names of their tensors,
-    numbers...). The origin is its numbers, () of a whole.
+    A mask or score is (class name, numbers...), or for a function (its program's text, numbers...), which other
+    versions may not read. Layout and products are (class name, names of their tensors, numbers...). The origin is its
+    numbers, () of a whole.
     """
 
     mask: tuple[tuple[Any, ...], ...] = ()
@@ -123,9 +125,14 @@ def hides_later_keys(part: tuple[Any, ...]) -> bool:
     return not kind.captures and kind.rebuild(part[1:], ()).hides_later_keys
 
 
+def reads_batch(recipe: Recipe) -> bool:
+    """Tell whether a mask or score depends on numbers of batch entries."""
+    return any([KINDS[name].reads_batch for name, *_ in recipe.mask + recipe.score])
+
+
 def batched_ranks(recipe: Recipe) -> list[int | None]:
     """Return for every extra operand of a padded batch its number of dimensions if the first is the batch; None for
     one that has no batch."""
-    of_values = [len(shape) for name, *_ in recipe.mask + recipe.score for shape in KINDS[name].shapes]
+    of_values = [rank for name, *_ in recipe.mask + recipe.score for rank in KINDS[name].batched_ranks()]
     of_products = [OPTIONS[recipe.products[0]].ranks.get(name) for name in recipe.products[1]]
     return [*of_values, *[None] * recipe.sink, *of_products]

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts, lse_shape
 from ..merge.sink import sink_gradient
+from ..program import Entries
 from ..quantize.dequantize import probabilities
 from ..values.dropout import philox
-from ..values.score import Bias, Score
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, count_of, heads_first, heads_serially, sequences
 
 LOG2E = 1.4426950408889634
@@ -175,12 +175,12 @@ def _scores(p, s, tile, q, k):
         S.mul_(c)
     stages = []
     if s.scores:
-        i, j, shift = _indices(s, tile)
+        at = _entries(s, tile.h, tile.i0, tile.i1, tile.j0, tile.j1)
         by_head = _per_query_head(S, s, tile)
         for score in s.scores:
             stages.append(by_head)
-            by_head = _of_heads(score, tile.h).apply(by_head, i, j, shift)
-        S = by_head.view(S.shape)
+            by_head = score.of_heads(tile.h).apply(by_head, at)
+        S = by_head.reshape(S.shape)
     if tile.keep is not None:
         _per_query_head(S, s, tile).masked_fill_(~tile.keep, -torch.inf)
     return S, stages
@@ -221,38 +221,17 @@ def _exp_(p: Problem, x: Tensor) -> Tensor:
 
 
 def _through_scores(p, s, tile, dS, stages, extra):
-    """Return the gradient of the scaled logits from that of S, and add to the gradient of every bias that needs one."""
+    """Return the gradient of the scaled logits from that of S, and add to those of captured tensors that need one."""
     if not s.scores:
         return dS
-    i, j, shift = _indices(s, tile)
+    at = _entries(s, tile.h, tile.i0, tile.i1, tile.j0, tile.j1)
     by_head = _per_query_head(dS, s, tile)
     index = sum(len(mask.captures) for mask in s.masks) + sum(len(score.captures) for score in s.scores)
     for score, S_in in zip(reversed(s.scores), reversed(stages), strict=True):
-        index -= len(score.captures)
-        if isinstance(score, Bias) and extra[index] is not None:
-            target = _bias_tile(extra[index], s.b, tile)
-            target += by_head.sum_to_size(target.shape)
-        by_head = _of_heads(score, tile.h).pull(by_head, S_in, i, j, shift)
-    return by_head.view(dS.shape)
-
-
-def _bias_tile(bias, b, tile):
-    """Return a tile's part of a tensor that broadcasts to (B, H, M, N), as a 4-D view."""
-    bias = bias[(None,) * (4 - bias.ndim)]
-    wanted = (b, tile.h, slice(tile.i0, tile.i1), slice(tile.j0, tile.j1))
-    return bias[tuple(part if size > 1 else slice(0, 1) for part, size in zip(wanted, bias.shape, strict=True))]
-
-
-def _of_heads(score: Score, h: slice) -> Any:
-    """Return a score for some heads only: its captured tensor is sliced along the head dimension."""
-    if not score.captures:
-        return score
-    (tensor,) = score.tensors
-    if isinstance(score, Bias):
-        cut = tensor[..., h, :, :] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else tensor
-    else:
-        cut = tensor[..., h]
-    return score.rebuild(score.plain[1:], (cut,))
+        count = len(score.captures)
+        index -= count
+        by_head = score.of_heads(tile.h).pull(by_head, S_in, at, extra[index : index + count])
+    return by_head.reshape(dS.shape)
 
 
 def _tiles(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
@@ -278,20 +257,20 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
             full = False
     if full:
         return Tile(h, i0, i1, j0, j1, None)
-    i, j = _range(s, first, last + 1)[:, None], _range(s, j0, j1)[None, :]
+    at = _entries(s, h, i0, i1, j0, j1)
     keep = s.q.new_ones((), dtype=torch.bool)
     for mask in s.masks:
-        keep = keep & mask.keep(i, j, shift)
-    if keep.ndim == 4 and keep.shape[1] > 1:  # (1 or entries, H, rows, columns)
-        keep = keep[:, h]
+        keep = keep & mask.of_heads(h).keep(at)
     if not bool(keep.any()):
         return None
     return Tile(h, i0, i1, j0, j1, None if bool(keep.all()) else keep)
 
 
-def _indices(s, tile):
-    shift = s.shift
-    return _range(s, tile.i0 + shift, tile.i1 + shift)[:, None], _range(s, tile.j0, tile.j1)[None, :], shift
+def _entries(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Entries:
+    """Return a tile's entries. If there are several batch entries, `h` is all of their heads."""
+    b, heads = _range(s, s.b.start, s.b.stop), _range(s, 0, len(s.q) // count_of(s))[h]
+    i, j = _range(s, i0, i1), _range(s, j0, j1)
+    return Entries(b[:, None, None, None], heads[:, None, None], i[:, None], j[None, :], s.shift)
 
 
 def _range(s: Sequence, start: int, stop: int) -> Tensor:

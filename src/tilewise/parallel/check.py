@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..attention.api import with_defaults
 from ..call.backend import select
-from ..call.check import check_arguments, describe, describe_fake, fits
+from ..call.check import check_arguments, describe, describe_fake
 from ..call.dispatch import CHECK, intercepted
 from ..call.operands import Operands
-from ..call.options import refuse_mask
+from ..call.options import as_mask, as_scores
 from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
-from ..values.masks import Full, Mask
+from ..values.masks import Full
 from ..values.score import Bias
 from ..values.value import Value
 from .agree import Facts, of_numbers
@@ -47,11 +47,12 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
             f"precision must be None or a name in a parallel call, got {type(precision).__name__}; write its name, and "
             "rotate q and k by tilewise.rotary at the sharding's positions"
         )
-    if not isinstance(mask, Mask):
-        refuse_mask(mask)
+    mask, scores = as_mask(mask), as_scores(score)
+    for value in (*mask.parts, *scores):
+        value.refuse_parts("a parallel call")
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
-        q, k, v, mask=Full(), score=score, sink=options["sink"], layout=None, **own_options
+        q, k, v, mask=Full(), score=scores, sink=options["sink"], layout=None, **own_options
     )
     if options["seed"] is not None:
         Dropout(0.0).seed(options["seed"], q)  # raises for no seed
@@ -70,7 +71,6 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     else:
         p = describe(own, recipe, longest)
         select(p._replace(q=_whole(p.q, N), k=_whole(p.k, N), v=_whole(p.v, N)))  # no part is refused amid messages
-    scores = tuple(score) if isinstance(score, (tuple, list)) else (score,)
     for value in (*mask.parts, *scores):
         _check_tensors(value, q, N)
     rest = own_options | {"seed": options["seed"]}
@@ -94,7 +94,7 @@ def _check_tensors(value: Value, q: Tensor, N: int) -> None:
         what = f"{kind.public_name()}: {name}"
         if t.device != q.device:
             raise ValueError(f"{what} must be on q's device {q.device}, got {t.device}; move it with .to(...)")
-        if fits(kind, t.shape, shape):
+        if kind.fits(t.shape, shape):
             continue
         if kind.broadcasts:
             raise ValueError(

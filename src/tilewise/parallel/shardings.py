@@ -232,6 +232,8 @@ class Balanced(Sharding):
         make_positive(self, "length", "chunk")
         if not isinstance(mask, Mask):
             raise TypeError(f"Balanced: mask must be a Mask, got {mask!r}; pass the one that attention gets")
+        for part in mask.parts:
+            part.refuse_parts("Balanced")
         for part in [part for part in mask.parts if not part.broadcasts]:  # which would be a Dense, of a rank's rows
             sizes = [t.shape[-1] for shape, t in zip(part.shapes, part.tensors, strict=True) if shape[-1] in "MN"]
             if any([size != self.length for size in sizes]):

@@ -2,7 +2,8 @@
 
 A program is a tuple of nodes, each of which reads earlier ones by their numbers, and the numbers of its outputs:
 
-    ("in", name)             s, b, h, i, j; g, a gradient; f0, i1, ..., numbers that a call brings, by kind and place
+    ("in", name)             s, b, h, i, j; g, a gradient; f0, i1, ..., numbers that a call brings, by kind and place;
+                             shift, N - M, where functions with rows from 0 and from the last key's are joined
     ("lit", number)          bool, int or float; "inf", "-inf" and "nan" are strings, for literals have no other form
     ("cast", kind, x)        x as another kind: "f" floating, "i" whole, "b" bool
     ("load", t, kind, *x)    captured tensor t at the indices x, all whole numbers
@@ -21,8 +22,8 @@ from .ops import OPS
 
 Node = tuple[Any, ...]
 FIRST_OPERAND = {"in": 2, "lit": 2, "cast": 2, "load": 3}
-INPUTS = {"s": "f", "b": "i", "h": "i", "i": "i", "j": "i"}
-"""The kinds of a function's own parameters. Other inputs begin with the letter of their kind, or with g: floating."""
+INPUTS = {"s": "f", "b": "i", "h": "i", "i": "i", "j": "i", "shift": "i"}
+"""The kinds of parameters and of shift. Other inputs begin with the letter of their kind, or with g: floating."""
 WIDTH = {"b": 0, "i": 1, "f": 2}
 CONVERT: dict[str, Callable[[Any], Any]] = {"b": bool, "i": int, "f": float}
 NEUTRAL_RIGHT = {"add": 0, "sub": 0, "mul": 1, "div": 1, "idiv": 1, "or": 0, "xor": 0, "shl": 0, "shr": 0}

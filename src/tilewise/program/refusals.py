@@ -120,10 +120,10 @@ def _line_of(frame: FrameType | None, until: Any) -> tuple[str, int] | None:
     return None
 
 
-def place(what: str, fn: Any, until: Any = None) -> str:
+def place(what: str, fn: Any, until: Any = None, quotes: bool = True) -> str:
     """Return "mask near (model.py:31: its text)": the line that now runs, else where the function begins.
 
-    until: the code of the function that called fn, None if fn does not run.
+    until: the code of the function that called fn, None if fn does not run. quotes: whether to quote the line.
     """
     inner = _of_user(fn)
     name = getattr(fn, "__name__", None) or getattr(inner, "__name__", type(fn).__name__)
@@ -135,7 +135,7 @@ def place(what: str, fn: Any, until: Any = None) -> str:
         while linecache.getline(file, line).lstrip().startswith("@"):
             line += 1
         found = file, line
-    text = linecache.getline(*found).strip()
+    text = linecache.getline(*found).strip() if quotes else ""
     return f"{what} {name} ({found[0]}:{found[1]}{': ' + text if text else ''})"
 
 
@@ -158,8 +158,9 @@ def check_function(what: str, fn: Any, captured: int) -> None:
         signature.bind(*[None] * count)
     except TypeError:
         more = f" and one parameter for each of {captured} captured values" if captured else ""
-        remedy = "" if captured else "; other values may be closed over"
-        raise TypeError(f"{place(what, fn)}: it must take {names}{more}, got {signature}{remedy}") from None
+        raise TypeError(
+            f"{place(what, fn)}: it must take {names}{more}, got {signature}; change it, or close over other values"
+        ) from None
 
 
 def check_tensor(t: Tensor) -> str | None:

@@ -20,26 +20,34 @@ class Entries(NamedTuple):
 
     b: Tensor  # (B, 1, 1, 1)
     h: Tensor  # (1, H, 1, 1)
-    i: Tensor  # (M, 1)
+    i: Tensor  # (M, 1), from 0
     j: Tensor  # (1, N)
+    shift: int = 0
+    """N - M: what row indices are shifted by, so that the last row's is the last key's."""
+
+    @property
+    def aligned(self) -> Tensor:
+        """Return the row indices, shifted."""
+        return self.i + self.shift
 
     @staticmethod
     def of(B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> "Entries":
         """Return all entries of logits (B, H, M, N)."""
         b, h, i, j = [torch.arange(size, device=device) for size in (B, H, M, N)]
-        return Entries(b[:, None, None, None], h[None, :, None, None], i[:, None], j[None, :])
+        return Entries(b[:, None, None, None], h[None, :, None, None], i[:, None], j[None, :], N - M)
 
 
 def run(
     program: Program,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     tensors: Sequence[Tensor] = (),
     numbers: Sequence[Any] = (),
     real: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Return the program's outputs.
 
-    inputs: by name: b, h, i and j, s and g where the program reads them; `numbers` are those given to the function.
+    inputs: by name: b, h, i, j and shift, s and g where the program reads them; `numbers` are those given to the
+        function.
     real: the type of floating numbers, torch.float32 or torch.float64.
     """
     types = {"f": real, "i": torch.int64, "b": torch.bool}
@@ -51,7 +59,9 @@ def run(
             case "in":
                 found = inputs.get(node[1])
                 if found is None:
-                    found = torch.tensor(numbers[int(node[1][1:])], dtype=types[kind], device=device)
+                    found = numbers[int(node[1][1:])]
+                if not isinstance(found, Tensor):
+                    found = torch.tensor(found, dtype=types[kind], device=device)
             case "lit":
                 found = torch.tensor(literal(node), dtype=types[kind], device=device)
             case "load":

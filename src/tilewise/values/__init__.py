@@ -1,1 +1,2 @@
-"""What a call is made of: masks, scores, layouts, products, origins, angles, dropout. It imports nothing of ours."""
+"""What a call is made of: masks, scores, layouts, products, origins, angles, dropout. Of ours it imports
+program/ alone."""

@@ -170,10 +170,11 @@ class Cached(Layout):
         if p.recipe.dropout > 0.0:
             raise Unsupported("Cached is for inference and goes with no dropout; leave dropout out")
         for kind in p.kinds:
-            if not (kind.interval and kind.varlen):
+            if why := kind.against_cache():
                 raise Unsupported(
-                    f"{kind.public_name()} does not go with Cached: {kind.not_cached}; use Causal, Window, Prefix, "
-                    "Padding (lengths), SoftCap or Alibi, or gather the keys and pass them without a layout"
+                    f"{kind.public_name()} does not go with Cached: {why}; use Causal, Window, Prefix, "
+                    'Padding (lengths), SoftCap, Alibi or a function with align="last", or gather the keys and pass '
+                    "them without a layout"
                 )
         p.check_devices(self.named)
 

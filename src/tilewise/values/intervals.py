@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..program import Entries
 from .masks import Full, Mask
 from .value import AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
@@ -21,6 +22,10 @@ class Causal(Mask):
     """
 
     device = "causal"
+
+    @staticmethod
+    def rule(b, h, i, j):
+        return j <= i
 
     @property
     def hides_later_keys(self) -> bool:
@@ -40,6 +45,14 @@ class Window(Mask):
     left: int | None
     right: int | None
     device = "window"
+
+    @staticmethod
+    def rule(b, h, i, j, left, right):
+        return (i - left <= j) & (j <= i + right)
+
+    @property
+    def rule_takes(self) -> tuple[Any, ...]:
+        return self.arguments(None)
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -74,6 +87,10 @@ class Prefix(Mask):
     device = "prefix"
     captures = ("lengths",)
     shapes = ("B",)
+
+    @staticmethod
+    def rule(b, h, i, j, lengths):
+        return (j < lengths[b]) | (j <= i)
 
     def __post_init__(self) -> None:
         _check_lengths(self, self.lengths)
@@ -133,7 +150,7 @@ class Padding(Mask):
         _check_lengths(self, tensor, name)
 
     @staticmethod
-    def of(real: Tensor) -> Mask:
+    def of(real: Tensor) -> Mask:  # type: ignore[override]  # it had this name before Mask.of
         """Return the cheapest mask that hides padded keys. This synchronises with a GPU, once.
 
         real: bool (B, N), true where the key is real. The result is Full if all are, an interval mask if each row's
@@ -170,6 +187,10 @@ class PaddingLengths(Padding):
     captures = ("lengths",)
     shapes = ("B",)
 
+    @staticmethod
+    def rule(b, h, i, j, lengths):
+        return j < lengths[b]
+
     @classmethod
     def public_name(cls) -> str:
         return "Padding"
@@ -196,6 +217,10 @@ class PaddingRange(Padding):
     device = "padding_range"
     captures = ("lengths", "starts")
     shapes = ("B", "B")
+
+    @staticmethod
+    def rule(b, h, i, j, lengths, starts):
+        return (starts[b] <= j) & (j < lengths[b])
 
     @classmethod
     def public_name(cls) -> str:
@@ -227,6 +252,10 @@ class PaddingKeys(Padding):
     varlen = False
     not_cached = AS_WIDE
 
+    @staticmethod
+    def rule(b, h, i, j, real):
+        return real[b, j]
+
     @classmethod
     def public_name(cls) -> str:
         return "Padding (bool)"
@@ -239,8 +268,8 @@ class PaddingKeys(Padding):
                 "give each batch entry a row of keys"
             )
 
-    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        return self.real[:, None, None, :][..., j[0]]
+    def keep(self, at: Entries) -> Tensor:
+        return self.real[:, None, None, :][..., at.j[0]]
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.real, *self.real.stride(), problem.N)
@@ -261,6 +290,11 @@ class Spans(Mask):
     captures = ("lo", "hi")
     shapes = ("BM", "BM")
     varlen = False
+    align = "first"
+
+    @staticmethod
+    def rule(b, h, i, j, lo, hi):
+        return (lo[b, i] <= j) & (j < hi[b, i])
 
     def __post_init__(self) -> None:
         for name in self.captures:

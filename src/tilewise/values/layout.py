@@ -360,7 +360,7 @@ class Varlen(Layout):
     def check(self, problem: Any) -> None:
         self.check_ranks(problem.shapes)
         for kind in problem.kinds:
-            if not (kind.varlen and kind.interval):
+            if not kind.varlen:
                 raise Unsupported(
                     f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
                     "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"

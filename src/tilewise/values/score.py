@@ -1,36 +1,81 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
 A score is a pair of functions: `apply` maps input logits S to output logits, and `pull` maps the gradient of the output
-back to the input. `device` names the kernels' pair in tile/scores.py, and `arguments` returns its arguments.
+back to the input, and adds to those of captured tensors. `device` names the kernels' pair in tile/scores.py, and
+`arguments` returns its arguments.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..program import Entries, apply, pull
+from .function import DECORATE, MADE, Function, as_value
 from .tables import tile_of
 from .value import AS_WIDE, At, Value, check_strided, constant
 
 
 class Score(Value):
-    """Every score derives from this class."""
+    """Every score derives from this class, and `Score.of` makes one of a function."""
 
-    learns: ClassVar[bool] = False
-    """Whether the captured tensor gets a gradient; if not, one that requires a gradient is refused."""
+    @staticmethod
+    def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
+        """Make a score of a function fn(s, b, h, i, j, *captured) that returns the new logit.
 
-    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        """Return the output logits for S (B, H, rows, columns), row indices i shifted by `shift` = N - M, columns j."""
+        The function is traced at once, by one call with symbolic numbers. It may use Python's operators, the functions
+        of torch in tilewise.program.FUNCTIONS, and captured tensors, of which it indexes every dimension. Python's
+        `if`, `and`, `or` and `not` are refused: write torch.where, &, | and ~. Also a decorator: `@tw.Score.of`, or
+        `@tw.Score.of(align="last")`. A plain function as `score=` is traced in each call.
+
+        Args:
+            fn: a function of the logit s, after the scale and earlier scores, in fp32 (of fp64 inputs in fp64); the
+                batch entry b (with a layout, the sequence), the query head h, the row i and the key j.
+            captured: tensors, bool, whole or floating, of any shape on q's device, and numbers, for fn's parameters
+                after j. Tensors that fn closes over are captured, too; numbers that it closes over are constants.
+            align: "first": i counts rows from 0. "last": the last row's i is the last key's j, as in Causal.
+
+        Returns:
+            A Score. Floating captured tensors that require a gradient get one, summed in fp32 (fp64). Its
+            `with_(*tensors)` is the same with other captured tensors; new contents of captured tensors count.
+
+        Raises:
+            TypeError, ValueError: fn is no such function; the message names it, its line, and the remedy.
+        """
+        return (lambda made: ScoreOf.of(made, captured, align)) if fn is DECORATE else ScoreOf.of(fn, captured, align)
+
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
+        """Return the output logits for S (B, H, rows, columns)."""
         raise NotImplementedError
 
-    def pull(self, dS: Tensor, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        """Return the gradient of the input logits S, from that of the output logits."""
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradient of the input logits S, from that of the output logits.
+
+        sums: of each captured tensor its whole gradient, to which that of these entries is added, or None.
+        """
         return dS
 
-    def reduce(self, dS: Tensor) -> Tensor | None:
-        """Return the captured tensor's gradient, from that of the output logits (B, H, M, N); None if it has none."""
-        return None
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreOf(Function, Score):
+    """A score that is a function, made by `Score.of`."""
+
+    what = "score"
+    device = ""
+    learns = True
+    unbounded = True
+
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
+        return apply(self.program, S, self.rows(at), self.given, self.numbers)
+
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
+        wanted = {n: total for n, total in enumerate(sums) if total is not None}
+        return pull(self.program, dS, S, self.rows(at), wanted, self.given, self.numbers)
+
+
+MADE[ScoreOf.__name__] = ScoreOf
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +98,10 @@ class SoftCap(Score):
             )
         object.__setattr__(self, "cap", cap)
 
-    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
         return self.cap * torch.tanh(S / self.cap)
 
-    def pull(self, dS: Tensor, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
         return dS * (1.0 - torch.tanh(S / self.cap) ** 2)
 
 
@@ -80,9 +125,9 @@ class Alibi(Score):
                 f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}; give each head one"
             )
 
-    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
         slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
-        return S - slopes * (i - j).abs()
+        return S - slopes * (at.aligned - at.j).abs()
 
     def placed(self, place: Any, M: int, N: int) -> Score:
         offset = constant(place.row - place.column - (N - M))
@@ -100,8 +145,8 @@ class AlibiAt(At, Alibi):
     offset: int
     device = "alibi_at"
 
-    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        return super().apply(S, i + self.offset, j, shift)
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
+        return super().apply(S, at._replace(shift=at.shift + self.offset))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +165,7 @@ class Bias(Score):
     varlen = False
     not_cached = AS_WIDE
     learns = True
+    unbounded = True
 
     def __post_init__(self) -> None:
         _check_floating("Bias: bias", self.bias)
@@ -128,11 +174,17 @@ class Bias(Score):
                 f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions; reshape it to 4 or fewer"
             )
 
-    def apply(self, S: Tensor, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        return S + tile_of(self.bias, i[:, 0] - shift, j[0]).to(S.dtype)
+    def apply(self, S: Tensor, at: Entries) -> Tensor:
+        return S + tile_of(self.bias, at.i[:, 0], at.j[0]).to(S.dtype)
 
-    def reduce(self, dS: Tensor) -> Tensor:
-        return dS.sum_to_size(self.bias.shape)
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
+        (total,) = sums
+        if total is not None and dS.numel():
+            total = total[(None,) * (4 - total.ndim)]
+            own = [slice(int(x.min()), int(x.max()) + 1) for x in at[:4]]
+            part = total[tuple([x if size > 1 else slice(None) for x, size in zip(own, total.shape, strict=True)])]
+            part += dS.sum_to_size(part.shape)
+        return dS
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.bias, *self.bias.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
@@ -146,3 +198,8 @@ def _check_floating(name: str, tensor: Tensor) -> None:
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating tensor, got {tensor.dtype}; convert it with .to(...)")
     check_strided(name, tensor)
+
+
+def score_of(given: Any) -> Score | None:
+    """Return a score, or that of a plain function; None for anything else."""
+    return as_value(given, Score, Score.of)

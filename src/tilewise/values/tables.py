@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..program import Entries
 from .masks import Mask
 from .value import AS_WIDE, INTEGER_TYPES, check_type
 
@@ -25,6 +26,11 @@ class Documents(Mask):
     interval = False
     varlen = False
     not_cached = "its key ids would need an entry for every row of the cache's capacity"
+    align = "first"
+
+    @staticmethod
+    def rule(b, h, i, j, q_ids, k_ids):
+        return q_ids[b, i] == k_ids[b, j]
 
     def __post_init__(self) -> None:
         for name in self.captures:
@@ -36,8 +42,8 @@ class Documents(Mask):
                     "give each batch entry a row of ids"
                 )
 
-    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        rows, columns = self.q_ids[:, i[:, 0] - shift], self.k_ids[:, j[0]]
+    def keep(self, at: Entries) -> Tensor:
+        rows, columns = self.q_ids[:, at.i[:, 0]], self.k_ids[:, at.j[0]]
         return (rows[:, :, None] == columns[:, None, :])[:, None]
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
@@ -59,6 +65,12 @@ class Dense(Mask):
     interval = False
     varlen = False
     not_cached = AS_WIDE
+    align = "first"
+
+    @staticmethod
+    def rule(b, h, i, j, seen):
+        index = zip((b, h, i, j)[4 - seen.ndim :], seen.shape, strict=True)
+        return seen[tuple([x if size > 1 else 0 for x, size in index])] if seen.ndim else seen
 
     def __post_init__(self) -> None:
         check_type("Dense: seen", self.seen, (torch.bool,), "bool")
@@ -67,8 +79,8 @@ class Dense(Mask):
                 f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions; reshape it to 4 or fewer"
             )
 
-    def keep(self, i: Tensor, j: Tensor, shift: int) -> Tensor:
-        return tile_of(self.seen, i[:, 0] - shift, j[0])
+    def keep(self, at: Entries) -> Tensor:
+        return tile_of(self.seen, at.i[:, 0], at.j[0])
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)

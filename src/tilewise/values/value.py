@@ -162,6 +162,14 @@ class Value(Frozen):
     """Whether captured tensors may leave out their first dimension, the batch."""
     interval: ClassVar[bool] = True
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What a back end must be able to compute, by the names of `call.backend.NEEDS`."""
+    learns: ClassVar[bool] = False
+    """Whether captured tensors get gradients. If those of a score do not, one that requires a gradient is refused."""
+    unbounded: ClassVar[bool] = False
+    """Whether logits may be of any size after it, as after a bias."""
+    reads_batch: ClassVar[bool] = False
+    """Whether it reads numbers of batch entries other than by tensors with a batch dimension."""
     varlen: ClassVar[bool] = True
     """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
     not_cached: ClassVar[str] = "it is for one number of queries and of keys, and a cache's sequences differ in theirs"
@@ -179,6 +187,34 @@ class Value(Frozen):
         `numbers` are the value's own, as in `plain`.
         """
         return [tuple([getattr(problem, size) for size in shape]) for shape in cls.shapes]
+
+    @classmethod
+    def fits(cls, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        """Tell whether a captured tensor may have a shape, where `whole` is that with all dimensions."""
+        if cls.broadcasts:
+            return len(shape) <= len(whole) and all(s in (1, w) for s, w in zip(shape[::-1], whole[::-1], strict=False))
+        return tuple(shape) == whole or (cls.unbatched and tuple(shape) == whole[1:])
+
+    @classmethod
+    def allowed(cls, n: int, whole: tuple[int, ...]) -> str:
+        """Say which shapes captured tensor n may have."""
+        if cls.broadcasts:
+            return f"broadcast to ({', '.join(cls.shapes[n])}) = {whole}"
+        return f"have shape {f'{whole[1:]} or {whole}' if cls.unbatched else whole}"
+
+    @classmethod
+    def batched_ranks(cls) -> list[int | None]:
+        """Return the number of dimensions of each captured tensor if the first is the batch, else None."""
+        return [len(shape) for shape in cls.shapes]
+
+    @classmethod
+    def against_cache(cls) -> str:
+        """Return why the value does not go with keys in a cache; nothing if it does."""
+        return "" if cls.varlen else cls.not_cached
+
+    @classmethod
+    def refuse_parts(cls, what: str) -> None:
+        """Raise Unsupported if the value cannot be that of a part of a larger call, which `what` makes."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -223,6 +259,13 @@ class Value(Frozen):
         entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
         return self.rebuild(self.plain[1:], tuple(entries))
 
+    def of_heads(self, h: slice) -> Any:
+        """Return the value for some heads only."""
+        if not any(["H" in shape for shape in self.shapes]):
+            return self
+        cut = [_of_heads(t, shape, h) for t, shape in zip(self.tensors, self.shapes, strict=True)]
+        return self.rebuild(self.plain[1:], tuple(cut))
+
     def placed(self, place: Any, M: int, N: int) -> Any:
         """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
 
@@ -256,6 +299,14 @@ class At(Value):
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (*super().arguments(problem), self.offset)
+
+
+def _of_heads(t: Tensor, shape: str, h: slice) -> Tensor:
+    """Return some heads of a tensor that may lack that dimension of its whole shape, or broadcast it."""
+    after = shape[::-1].find("H")  # dimensions after the heads
+    if not 0 <= after < t.ndim or t.shape[-1 - after] == 1:
+        return t
+    return t[(..., h, *[slice(None)] * after)]
 
 
 def per_batch(lengths: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...attention.api import attention, attention_qkvpacked
 from ...call.dispatch import ReverseMode
 from ...merge.api import merge
+from ...program import Entries
 from ...values.dropout import Dropout, dropout_keep
 from ...values.value import Unsupported
 from .arguments import Options
@@ -114,11 +115,13 @@ def _signed_probabilities(q: Tensor, k: Tensor, lse: Tensor, chosen: Options, se
     for entries, rows, keys in layout.groups(sizes):
         of_q, of_k = layout.rows_of(q, entries, rows), layout.rows_of(k, entries, keys)
         M, N = of_q.shape[1], of_k.shape[1]
-        i, j = torch.arange(M, device=q.device)[:, None], torch.arange(N, device=q.device)[None, :]
+        at = Entries.of(entries.stop - entries.start, H, M, N, q.device)
         S = torch.einsum("bmhd,bnhd->bhmn", of_q, of_k) * scale
         for change in chosen.score:
-            S = change.at(entries.start, entries.stop - entries.start).apply(S, i + N - M, j, N - M)
+            S = change.at(entries.start, entries.stop - entries.start).apply(S, at)
         hidden = ~chosen.mask.dense(M, N).to(q.device)
         own = torch.exp(S - layout.lse_of(lse, entries, rows)[..., None]).masked_fill(hidden, 0.0)
-        P[entries, :, :M, :N] = torch.where(dropout_keep(seed, all_heads[entries], i, j, chosen.dropout), own, -own)
+        P[entries, :, :M, :N] = torch.where(
+            dropout_keep(seed, all_heads[entries], at.i, at.j, chosen.dropout), own, -own
+        )
     return P
