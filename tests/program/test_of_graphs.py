@@ -54,19 +54,6 @@ def test_compile_binds_other_tensors():
     assert torch.equal(compiled(other), call(q, k, v, SCORE.with_(other)))
 
 
-def test_of_breaks_a_graph():
-    torch.compiler.reset()
-
-    def inside(q, k, v):
-        return tw.attention(q, k, v, score=tw.Score.of(bent, TABLE))
-
-    x = operands()
-    assert torch.equal(torch.compile(inside, backend="eager")(*x), inside(*x))
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="make masks and scores of functions outside"):
-        torch.compile(inside, backend="eager", fullgraph=True)(*x)
-
-
 class Layer(torch.nn.Module):
     def forward(self, q, k, v, table):
         return call(q, k, v, SCORE.with_(table))
