@@ -225,7 +225,8 @@ class Sum(NamedTuple):
         terms = [_times(k, name) for k, name in ((self.i, i), (self.j, j)) if k]
         if whole:
             terms += [self.rest] * bool(self.rest) + [str(self.c)] * bool(self.c)
-        return f"({' + '.join(terms)})"
+        terms.sort(key=lambda term: term.startswith("-"))
+        return f"({' + '.join(terms)})".replace(" + -", " - ")
 
 
 def _times(k: int, x: str) -> str:
@@ -302,7 +303,16 @@ class _Writer:
                 return self.names[x]
             case "abs", x if self.positive[x]:
                 return self.names[x]
+            case "where", c, zero, x if self.guards(c, zero, x):
+                return self.names[x]
         return None
+
+    def guards(self, c: int, zero: int, x: int) -> bool:
+        """Tell whether where(c, zero, x) makes 0 of g / f0 where g is 0: a captured number is not 0, nor infinite."""
+        name, *xs = self.nodes[x]
+        by = self.nodes[xs[-1]] if name in ("mul", "div") else ("lit", 0)
+        is_zero = self.nodes[c][0] == "eq" and 0.0 == literal(self.nodes[self.nodes[c][2]]) == literal(self.nodes[zero])
+        return is_zero and xs[:1] == [self.nodes[c][1]] and by[0] == "in" and self.is_scalar(xs[-1])
 
     def expression(self, n: int, name: str, *xs: Any) -> str:
         """Return the expression of an operation."""
