@@ -30,11 +30,10 @@ from tilewise.tile.masks import visible
 from tilewise.tile.scores import Entries, apply_scores, scores_backward
 from tilewise.warm.cross_compile import use_target
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parent / "triton")]
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "triton")]
 from offline import innermost_loops, registers_and_spills, sass
 from program.emitted import mask_part, score_part
-from program.functions import B, H, M, N, examples
+from program.functions import M, N, examples
 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/", re.MULTILINE)
 CAP = 30.0
@@ -130,7 +129,13 @@ def counts() -> Iterator[dict[str, Any]]:
         "softcap": (lambda s, b, h, i, j, cap: cap * torch.tanh(s / cap), (CAP,), Form(), (), (CAP,)),
         "alibi": (lambda s, b, h, i, j, t: s - t[h] * abs(i - j), (slopes,), Form(), (), (slopes, 0, 1)),
         "alibi_past": (lambda s, b, h, i, j, t: s - t[h] * abs(i - j), (slopes,), Form(past=True), (), (slopes, 0, 1)),
-        "bias": (lambda s, b, h, i, j, t: s + t[b, h, i, j], (bias,), Form("first"), (40,), (bias, *bias.stride(), *length)),
+        "bias": (
+            lambda s, b, h, i, j, t: s + t[b, h, i, j],
+            (bias,),
+            Form("first"),
+            (40,),
+            (bias, *bias.stride(), *length),
+        ),
     }
     for back, kernel in {"triton": triton_tiles, "gluon": gluon_tiles}.items():
         on_hopper = back == "gluon"
@@ -144,7 +149,13 @@ def counts() -> Iterator[dict[str, Any]]:
             emitted = moved(score_part(found, form, place, 0.125, saturated))
             for grad in (False, True):
                 for whose, part in (("ours", moved(ours.Part(*pair, 0.125, own))), ("emitted", emitted)):
-                    yield {"name": name, "kernel": back, "grad": grad, "whose": whose, **compiled(kernel, (), (part,), grad)}
+                    yield {
+                        "name": name,
+                        "kernel": back,
+                        "grad": grad,
+                        "whose": whose,
+                        **compiled(kernel, (), (part,), grad),
+                    }
 
 
 if __name__ == "__main__":
