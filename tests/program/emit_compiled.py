@@ -119,6 +119,46 @@ def rows(kernel: Any, saturated: Any) -> Iterator[dict[str, Any]]:
         part = moved(score_part(found, form, place, 0.125, saturated))
         for grad in (False, True):
             yield {"name": name, "grad": grad, **compiled(kernel, (), (part,), grad)}
+    yield from more(kernel, saturated)
+
+
+def more(kernel: Any, saturated: Any) -> Iterator[dict[str, Any]]:
+    """Several masks and scores in one kernel, other forms, and scores that do not read s."""
+    found = {name: trace(example.fn, example.what, example.tensors) for name, example in examples().items()}
+    first = Form(rows="first")
+    masks = [moved(mask_part(found[name], first, (N - M,))) for name in ("causal", "window", "document")]
+    scores = [
+        moved(score_part(found[name], first, (N - M,), 0.125, saturated))
+        for name in ("softcap", "alibi", "alibi_fixed")
+    ]
+    ends = torch.zeros(3, dtype=torch.int32)
+    packed, wide = (
+        moved(mask_part(found["document"], Form("packed"), (ends, ends))),
+        first._replace(wide=True, narrow=True),
+    )
+    for grad in (False, True):
+        yield {"name": "several", **compiled(kernel, tuple(masks), tuple(scores), grad)}
+        last = moved(score_part(found["relative"], Form(past=True), (), 0.125, saturated))
+        yield {"name": "last and packed", **compiled(kernel, (packed,), (last,), grad)}
+        for name in ("natten", "stripes"):
+            yield {
+                "name": f"{name}, wide",
+                **compiled(kernel, (moved(mask_part(found[name], wide, (N - M,))),), (), grad),
+            }
+        for name in ("swin", "bits", "forgetting", "narrow_types"):
+            part = moved(score_part(found[name], wide, (N - M,), 0.125, saturated))
+            yield {"name": f"{name}, wide", **compiled(kernel, (), (part,), grad)}
+        t = torch.zeros(9)
+        for fn, captured in (
+            (lambda s, b, h, i, j: 0.5, ()),
+            (lambda s, b, h, i, j: h * 0.5, ()),
+            (lambda s, b, h, i, j: (j - 4) // 3, ()),
+            (lambda s, b, h, i, j: torch.tanh(i / 4), ()),
+            (lambda s, b, h, i, j, t: t[j] * t[-1] + t[0], (t,)),
+            (lambda s, b, h, i, j, n, m, x, no: torch.where(no, s, (i - j) // n % m * x) + abs(n), (1, 16, 1.0, True)),
+        ):
+            part = moved(score_part(trace(fn, "score", captured), first, (N - M,), 0.125, saturated))
+            yield {"name": "without s", **compiled(kernel, (), (part,), grad)}
 
 
 def counts() -> Iterator[dict[str, Any]]:
