@@ -101,14 +101,14 @@ class Statements:
         self.lines: list[str] = []
         self.names: list[str] = []
         self.sums: list[Sum | None] = []
-        self.positive: list[bool] = []
+        self.natural: list[bool] = []
         """Whether whole numbers are known not to be negative."""
         self.products: list[Product | None] = []
         for n, node in enumerate(self.nodes):
             self.sums.append(self.sum_of(n, *node))
             self.products.append(self.product_of(n, *node))
             self.names.append(self.simple(n) or self.assign(f"x{n}", self.expression(n, *node)))
-            self.positive.append(self.kinds[n] != "f" and self.is_positive(n, *node))
+            self.natural.append(self.kinds[n] != "f" and self.is_natural(n, *node))
 
     def assign(self, name: str, expression: str) -> str:
         """Write a statement, and return the name that it assigns to."""
@@ -128,14 +128,14 @@ class Statements:
                 return _number(literal(self.nodes[n]))
             case "detach", x:
                 return self.names[x]
-            case "abs", x if self.positive[x]:
+            case "abs", x if self.natural[x]:
                 return self.names[x]
             case "where", c, zero, x if self.guards(c, zero, x):
                 return self.names[x]
         return None
 
     def guards(self, c: int, zero: int, x: int) -> bool:
-        """Tell whether where(c, zero, x) makes 0 of g / f0 where g is 0: a captured number is not 0, nor infinite."""
+        """Tell whether where(c, zero, x) only keeps g / f0 at 0 where g is 0, for captured numbers f0 of 0."""
         name, *xs = self.nodes[x]
         by = self.nodes[xs[-1]] if name in ("mul", "div") else ("lit", 0)
         is_zero = self.nodes[c][0] == "eq" and 0.0 == literal(self.nodes[self.nodes[c][2]]) == literal(self.nodes[zero])
@@ -179,7 +179,7 @@ class Statements:
         number = literal(self.nodes[y])
         if number and number > 0 and number & (number - 1) == 0:
             return f"({a} >> {number.bit_length() - 1})" if name == "idiv" else f"({a} & {number - 1})"
-        if self.positive[x] and self.positive[y]:
+        if self.natural[x] and self.natural[y]:
             return f"({a} // {b})" if name == "idiv" else f"({a} % {b})"
         return OPS[name].triton.format(a, b)
 
@@ -191,7 +191,7 @@ class Statements:
         for axis, x in enumerate(indices):
             at, size = self.names[x], f"t{t}_size{axis}"
             split = None
-            if self.positive[x]:
+            if self.natural[x]:
                 split = self.split(x)
                 checks.append(f"({at} < {size})")
             else:
@@ -227,7 +227,7 @@ class Statements:
             case "neg":
                 return first.times(-1)
             case "abs":
-                return first if self.positive[xs[0]] else None
+                return first if self.natural[xs[0]] else None
         numbers = [literal(self.nodes[x]) for x in xs]
         if numbers[0] is not None:
             return last.times(numbers[0])
@@ -247,11 +247,11 @@ class Statements:
             return None
         return found.written("row0", "column0", True), found.written("row", "column", False)
 
-    def is_positive(self, n: int, name: str, *xs: Any) -> bool:
+    def is_natural(self, n: int, name: str, *xs: Any) -> bool:
         """Tell whether a whole number, or a bool, is known not to be negative."""
         if self.kinds[n] == "b":
             return True
-        own = [self.positive[x] for x in xs if type(x) is int and x < n] if name not in ("in", "lit", "load") else []
+        own = [self.natural[x] for x in xs if type(x) is int and x < n] if name not in ("in", "lit", "load") else []
         total = self.sums[n]
         match name:
             case "in":
