@@ -15,8 +15,6 @@ from tilewise.program.ops import OPS
 
 EXAMPLES = functions.examples()
 MASKS_OF_1024 = masks.masks(1024)
-GUESSED = {"natten", "disc"}
-"""Images whose tiles' rows and columns are bounded apart: tiles at corners stay open."""
 
 
 def visible(program, tensors, numbers, grid):
@@ -165,6 +163,18 @@ def test_masks_that_hide_later_keys(name):
     program = trace(EXAMPLES[name].fn, "mask", EXAMPLES[name].tensors).program
     hides = {"causal", "window", "document_causal", "window_per_head", "sinks_and_window", "token_tree"}
     assert hides_later_keys(program.text) == (name in hides)
+
+
+@pytest.mark.parametrize(("fn", "hides"), [
+    (lambda b, h, i, j: 2 * j <= 2 * i + 1, True),
+    (lambda b, h, i, j: 3 * j <= 2 * i + 4, False),
+    (lambda b, h, i, j: (i < 0) | (j <= i), False),
+    (lambda b, h, i, j: torch.where(h == 0, j < i, (j == i) & (b > 0)), True),
+    (lambda b, h, i, j: ~(j > i) & (torch.tanh(i / j) <= 2), True),
+    (lambda b, h, i, j: ~(torch.tanh(i / j) <= 2), False),
+])  # fmt: skip
+def test_masks_that_hide_later_keys_by_their_text(fn, hides):
+    assert hides_later_keys(trace(fn, "mask").program.text) == hides
 
 
 def test_operations_with_bounds():

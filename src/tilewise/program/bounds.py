@@ -4,6 +4,7 @@ Bounds that are too wide cost time, never correctness: `look` evaluates the tile
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
@@ -54,20 +55,23 @@ def bounds(text: str) -> Program:
 @lru_cache(1024)
 def limits(text: str) -> tuple[float, float] | None:
     """Return what the output of a score lies between for all finite logits, None if it has no such bounds."""
-    build, index, program = Builder(), (0, None), decode(text)
-    inputs = dict.fromkeys("bhij", index)
-    found = Bounds(program, build, inputs, static=True).found[program.outputs[0]]
-    lo, hi = [None if end is None else literal(build.nodes[end.n]) for end in found]
-    return None if lo is None or hi is None else (float(lo), float(hi))
+    lo, hi = _static(text, later=False)
+    return None if lo is None or hi is None or math.isinf(hi - lo) else (float(lo), float(hi))
 
 
 @lru_cache(1024)
 def hides_later_keys(text: str) -> bool:
     """Tell whether no row of a mask sees a key j > i, whatever tensors hold."""
-    build, index, program = Builder(), (0, None), decode(text)
-    inputs = dict.fromkeys("bhij", index)
-    found = Bounds(program, build, inputs, static=True, later=True).found[program.outputs[0]]
-    return literal(build.nodes[found.hi.n]) is False
+    return _static(text, later=True)[1] is False
+
+
+def _static(text: str, later: bool) -> list[Any]:
+    """Return the numbers between which a program's output lies in every call, or None."""
+    build, program = Builder(), decode(text)
+    index = (0, None)  # rows have any index, negative ones where the last row is the last key's
+    inputs = {"b": index, "h": index, "i": (None, None), "j": index}
+    found = Bounds(program, build, inputs, static=True, later=later).found[program.outputs[0]]
+    return [None if end is None else literal(build.nodes[end.n]) for end in found]
 
 
 class Box(NamedTuple):

@@ -4,6 +4,7 @@ The ends of intervals are nodes of a new program, which reads the tile's first a
 are `certain`, true if it is true at every entry, and `possible`, false if it is false at every entry.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,17 @@ class Interval(NamedTuple):
         return self.lo is None or self.hi is None
 
 
-NOTHING = Interval(None, None)
+def each(f: Callable[..., Any], *xs: Interval) -> Interval:
+    """Return f of the lower ends and f of the upper ends, without a bound where one of them is missing."""
+    return Interval(*[None if any([end is None for end in ends]) else f(*ends) for ends in zip(*xs, strict=True)])
+
+
+def point(x: Any) -> Interval:
+    """Return the interval of one node alone."""
+    return Interval(x, x)
+
+
+NOTHING = point(None)
 Affine = tuple[int, int, int]
 
 
@@ -63,8 +74,8 @@ class Bounds:
     """Intervals of all nodes of a program.
 
     inputs: intervals of b, h, i and j; of other inputs nothing is known.
-    static: bounds must be numbers: nothing is known of captured tensors and numbers, and logits are finite.
-    later: j stands for i + 1 + j, a key behind the row's own.
+    static: bounds must be numbers: nothing is known of captured tensors and numbers, and floating ones are no NaN.
+    later: j stands for i + 1 + j, a key behind the row's own, and floating numbers may be NaN.
     """
 
     def __init__(
@@ -97,7 +108,7 @@ class Bounds:
         if self.later:
             a, c = a + b, b + c
         rows, keys = self.scaled(self.inputs["i"], a), self.scaled(self.inputs["j"], b)
-        return self.plus(rows, Interval(self.end(c), self.end(c))), keys
+        return self.plus(rows, point(self.end(c))), keys
 
     def of(self, node: Node, kind: str) -> Interval:
         """Return the interval of the next node."""
@@ -106,16 +117,16 @@ class Bounds:
         if form and form[:2] != (0, 0):
             return self.plus(*self.split(form))
         if name == "lit":
-            return Interval(*[self.end(literal(node))] * 2)
+            return point(self.end(literal(node)))
         if name == "in":
-            known = NOTHING if self.static or node[1] in "sg" else Interval(*[self.input(node[1])] * 2)
+            known = NOTHING if self.static or node[1] in "sg" else point(self.add(node))
             return self.inputs.get(node[1], known)
         if name == "load":
             return self.load(node, xs, kind)
         if all([x.point for x in xs]):
-            return Interval(*[self.build.wrap(self.build.add(with_operands(node, [x.lo.n for x in xs])))] * 2)
+            return point(self.add(with_operands(node, [x.lo.n for x in xs])))
         floating = [self.program.kinds[x] == "f" for x in operands(node)]
-        if not self.static and any([x.open and f for x, f in zip(xs, floating, strict=True)]):
+        if (self.later or not self.static) and any([x.open and f for x, f in zip(xs, floating, strict=True)]):
             return self.unknown(kind)  # it may be NaN, of which no comparison says anything
         if name == "cast":
             return self.cast(node, xs[0])
@@ -130,31 +141,28 @@ class Bounds:
             return self.rounded(name, kind, self.rising(name, xs[0]))
         return self.unknown(kind)
 
-    def input(self, name: str) -> Any:
-        """Return an input of the new program."""
-        return self.build.wrap(self.build.add(("in", name)))
+    def add(self, node: Node) -> Any:
+        """Return a node of the new program."""
+        return self.build.wrap(self.build.add(node))
 
     def load(self, node: Node, xs: list[Interval], kind: str) -> Interval:
         """Return the bounds of what is read: the new program has three tensors for each one, see `tiles`."""
         if self.static or any([x.open for x in xs]):
             return self.unknown(kind)
         if all([x.point for x in xs]):
-            return Interval(*[self.build.wrap(self.build.add(("load", 3 * node[1], kind, *[x.lo.n for x in xs])))] * 2)
+            return point(self.add(("load", 3 * node[1], kind, *[x.lo.n for x in xs])))
         ends = [end.n for x in xs for end in x]
-        return Interval(
-            *[self.build.wrap(self.build.add(("load", 3 * node[1] + which, kind, *ends))) for which in (1, 2)]
-        )
+        return Interval(*[self.add(("load", 3 * node[1] + which, kind, *ends)) for which in (1, 2)])
 
     def cast(self, node: Node, x: Interval) -> Interval:
         """Return the interval as another kind; a whole number of NaN is any."""
         to, of = node[1], self.program.kinds[node[2]]
         if to == "b":
-            zero = self.end(CONVERTED_ZERO[of])
-            return self.negated(self.equal(x, Interval(zero, zero), of))
-        ends = [None if end is None else end.cast(to) for end in x]
+            return self.negated(self.equal(x, point(self.end(0).cast(of)), of))
+        ends = each(lambda end: end.cast(to), x)
         if (of, to) == ("f", "i") and not self.static:
-            ends = [end.op("eq", end).op("where", y, far) for end, y, far in zip(x, ends, (-FAR, FAR), strict=True)]
-        return Interval(*ends)
+            return each(lambda end, y, far: end.op("eq", end).op("where", y, far), x, ends, Interval(-FAR, FAR))
+        return ends
 
     def rounded(self, name: str, kind: str, x: Interval) -> Interval:
         """Return a little more of floating numbers, whose operations devices round in their own ways."""
@@ -166,10 +174,8 @@ class Bounds:
 
     def rising(self, name: str, x: Interval) -> Interval:
         """Return bounds of an operation that never decreases."""
-        ends = [
-            self.end(default) if end is None else end.op(name) for end, default in zip(x, RANGES[name], strict=True)
-        ]
-        return Interval(*ends)
+        ends = zip(x, RANGES[name], strict=True)
+        return Interval(*[self.end(default) if end is None else end.op(name) for end, default in ends])
 
     def wave(self, x: Interval) -> Interval:
         """Return bounds of a sine or cosine; of an infinite number, it is NaN."""
@@ -182,18 +188,17 @@ class Bounds:
 
     def plus(self, x: Interval, y: Interval) -> Interval:
         """Return x + y."""
-        return Interval(*[None if a is None or b is None else a + b for a, b in zip(x, y, strict=True)])
+        return each(operator.add, x, y)
 
     def negative(self, x: Interval) -> Interval:
         """Return -x."""
-        return Interval(*[None if end is None else -end for end in (x.hi, x.lo)])
+        return each(operator.neg, Interval(x.hi, x.lo))
 
     def scaled(self, x: Interval, k: Any) -> Interval:
         """Return x times a number."""
         if k == 0 and isinstance(k, int):
-            return Interval(self.end(k), self.end(k))
-        ends = [None if end is None else end * k for end in x]
-        return Interval(*ends) if k > 0 else Interval(*ends[::-1])
+            return point(self.end(k))
+        return each(lambda end: end * k, x if k > 0 else Interval(x.hi, x.lo))
 
     def span(self, ends: Sequence[Any]) -> Interval:
         """Return the interval that holds all ends."""
@@ -215,7 +220,7 @@ class Bounds:
 
     def size(self, x: Interval) -> Interval:
         """Return |x|."""
-        return self.largest(self.largest(x, self.negative(x)), Interval(self.end(0), self.end(0)))
+        return self.largest(self.largest(x, self.negative(x)), point(self.end(0)))
 
     def square(self, x: Interval) -> Interval:
         """Return x * x."""
@@ -239,10 +244,8 @@ class Bounds:
         n = self.number(y)
         if not y.point or n == 0 or (n is None and x.open):
             return NOTHING
-        ends = [None if end is None else end // y.lo if whole else end / y.lo for end in x]
-        if n is None:
-            return self.span(ends)
-        return Interval(*ends) if n > 0 else Interval(*ends[::-1])
+        ends = each(lambda end: end // y.lo if whole else end / y.lo, x if n is None or n > 0 else Interval(x.hi, x.lo))
+        return self.span(ends) if n is None else ends
 
     def remainder(self, x: Interval, y: Interval) -> Interval:
         """Return x % y by a divisor that is one number in the tile."""
@@ -254,21 +257,20 @@ class Bounds:
             return every
         inner = self.span([x.lo % n, x.hi % n])
         same = (x.lo // n) == (x.hi // n)
-        return Interval(*[same.op("where", a, b) for a, b in zip(inner, every, strict=True)])
+        return each(lambda a, b: same.op("where", a, b), inner, every)
 
     def bits(self, x: Interval, y: Interval) -> Interval:
         """Return x & y of whole numbers: by 2^k - 1 it is a remainder."""
         for one, other in ((x, y), (y, x)):
             n = self.number(one)
             if n is not None and n >= 0:
-                power = self.end(n + 1)
-                low = Interval(self.end(0), self.end(n))
-                return self.remainder(other, Interval(power, power)) if n & (n + 1) == 0 else low
+                all_ones = n & (n + 1) == 0
+                return self.remainder(other, point(self.end(n + 1))) if all_ones else Interval(self.end(0), one.lo)
         return NOTHING
 
     def shifted(self, x: Interval, y: Interval, name: str) -> Interval:
         """Return x << y or x >> y by one number."""
-        return Interval(*[None if end is None else end.op(name, y.lo) for end in x]) if y.point else NOTHING
+        return each(lambda end: end.op(name, y.lo), x) if y.point else NOTHING
 
     def at_most(self, x: Interval, y: Interval, kind: str, strict: bool = False) -> Interval:
         """Return x <= y, or x < y; of NaN, no comparison is certain."""
@@ -293,7 +295,7 @@ class Bounds:
             one, keys = self.split((p[0] - q[0], p[1] - q[1], p[2] - q[2]))
             other = self.negative(keys)
         if kind == "b":
-            one, other, kind = *[Interval(*[end.cast("i") for end in x]) for x in xs], "i"
+            one, other, kind = *[each(lambda end: end.cast("i"), x) for x in xs], "i"
         if name in ("gt", "ge"):
             one, other = other, one
         if name in ("eq", "ne"):
@@ -317,13 +319,10 @@ class Bounds:
         """Return where(c, x, y)."""
         if self.number(c) is not None:
             return x if self.number(c) else y
-        ends = []
-        for a, b, pick in zip(x, y, ("min", "max"), strict=True):
-            if a is None or b is None:
-                ends.append(None)
-            else:
-                ends.append(c.lo.op("where", a, b if c.point else c.hi.op("where", a.op(pick, b), b)))
-        return Interval(*ends)
+        if c.point:
+            return each(lambda a, b: c.lo.op("where", a, b), x, y)
+        either = Interval(self.least(x, y).lo, self.largest(x, y).hi)
+        return each(lambda a, b, any_of: c.lo.op("where", a, c.hi.op("where", any_of, b)), x, y, either)
 
     def differ(self, x: Interval, y: Interval) -> Interval:
         """Return x ^ y of bools."""
@@ -335,7 +334,6 @@ Rule = Callable[..., Interval]
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 EXACT = ("neg", "abs", "min", "max", "where", "floor", "ceil", "detach")
 """Operations on floating numbers that round nothing."""
-CONVERTED_ZERO = {"b": False, "i": 0, "f": 0.0}
 RULES: dict[str, Rule] = {
     "add": Bounds.plus,
     "sub": lambda at, x, y: at.plus(x, at.negative(y)),
@@ -351,8 +349,8 @@ RULES: dict[str, Rule] = {
     "sin": Bounds.wave,
     "cos": Bounds.wave,
     "rsqrt": Bounds.falling,
-    "floor": lambda at, x: Interval(*[None if end is None else end.op("floor") for end in x]),
-    "ceil": lambda at, x: Interval(*[None if end is None else end.op("ceil") for end in x]),
+    "floor": lambda at, x: each(lambda end: end.op("floor"), x),
+    "ceil": lambda at, x: each(lambda end: end.op("ceil"), x),
     "detach": lambda at, x: x,
     "and i": Bounds.bits,
     "shl": lambda at, x, y: at.shifted(x, y, "shl"),
