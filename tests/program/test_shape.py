@@ -125,7 +125,24 @@ def test_texts_of_intervals():
     """Sums of numbers are one number, and intervals with one open end are one."""
     found = shape(trace(lambda b, h, i, j: (j < 8) | (j < i - 3), "mask").program.text)
     assert found is shape(trace(lambda b, h, i, j: (j < 8) | (j < i - 3), "mask").program.text)
-    assert found.keys.nodes == (("lit", 8), ("in", "i"), ("lit", -3), ("add", 1, 2), ("max", 3, 0), ("lit", -OPEN))
+    assert found.keys.nodes == (("in", "i"), ("lit", 8), ("lit", -3), ("add", 0, 2), ("max", 3, 1), ("lit", -OPEN))
     assert found.keys.outputs == (5, 4)
     window = shape(trace(lambda b, h, i, j: i - j < 4, "mask").program.text)
     assert window.keys.nodes == (("in", "i"), ("lit", -3), ("add", 0, 1), ("lit", OPEN))
+
+
+def test_shared_and_nested_conditions_take_no_time():
+    """Nodes that are read twice are solved once; conditions in conditions are given up."""
+
+    def shared(b, h, i, j):
+        row, seen = i, j <= i
+        for n in range(60):
+            row = torch.maximum(row - n, row // 2)
+            seen = seen & (seen | (j <= row))
+        return seen & (j <= row)
+
+    def nested(b, h, i, j):
+        return any_of([j == 3 * n for n in range(800)])
+
+    assert check(shared, (), (1, 1, 20, 22)) == "B1"
+    assert shape(trace(nested, "mask").program.text).name == "B"

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from .bounds import bounds
 from .intervals import Affine, affine
-from .program import Builder, Program, decode, literal, operands, with_operands
+from .program import Builder, Node, Program, decode, literal, operands, with_operands
 
 OPEN = 1 << 30
 """The end of an interval without one, as in kernels."""
 MOST_INTERVALS = 8
+MOST_NODES = 400
+"""The most nodes that are made for ends: solving nested minima and maxima may double them at every level."""
 Ends = tuple[Any, Any]
 """Nodes of the first key and of the one after the last; None where there is no end."""
 EVERYTHING: list[Ends] = [(None, None)]
@@ -48,17 +50,16 @@ def shape(text: str) -> Shape:
     open_everywhere = [literal(nodes.nodes[n]) for n in nodes.outputs] == [False, True]
     try:
         found = union.of(program.outputs[0]) or [(union.wrap(union.literal(OPEN)), None)]
-    except NoUnionError:
+    except (NoUnionError, RecursionError):  # no mask of so many nested conditions has few intervals
         return Shape("C" if open_everywhere else "B")
     ends = union.done([union.or_open(end, sign) for pair in found for end, sign in zip(pair, (-1, 1), strict=True)])
     if len(found) != 1 or "h" in frozenset().union(*ends.reads):
         return Shape("B", ends)
-    rows = Rows(union)
     lo, hi = found[0]
     j = union.wrap(union.add(("in", "j")))
     try:
-        first, after = [None if end is None else rows.first_above(end, j) for end in (hi, lo)]
-    except NoUnionError:
+        first, after = [None if end is None else union.rows.first_above(end, j) for end in (hi, lo)]
+    except (NoUnionError, RecursionError):
         return Shape("B", ends)
     return Shape("A", ends, ends, union.done([union.or_open(first, -1), union.or_open(after, 1)]))
 
@@ -70,24 +71,29 @@ class Union(Builder):
         super().__init__()
         self.program = program
         self.free = ["j" not in names for names in program.reads]
-        self.copies: dict[int, Any] = {}
+        self.copies: dict[int, int] = {}
+        for n, node in enumerate(program.nodes):
+            if self.free[n]:
+                self.copies[n] = self.add(with_operands(node, [self.copies[x] for x in operands(node)]))
+        self.most = len(self.nodes) + MOST_NODES
+        self.rows = Rows(self)
+        self.unions: dict[int, list[Ends]] = {}
+        self.solved: dict[tuple[int, int, bool], list[Ends]] = {}
 
     def or_open(self, end: Any, sign: int) -> int:
         """Return the node of an end, which may be open."""
         return self.lift(sign * OPEN if end is None else end)
 
-    def here(self, n: int) -> Any:
-        """Return the program's node n, which does not read j, as one of these."""
-        if n not in self.copies:
-            node = self.program.nodes[n]
-            self.copies[n] = self.wrap(self.add(with_operands(node, [self.here(x).n for x in operands(node)])))
-        return self.copies[n]
+    def check_size(self) -> None:
+        """Give up where too many nodes are made."""
+        if len(self.nodes) > self.most:
+            raise NoUnionError
 
     def whole(self, n: int) -> Any:
-        """Return the same of a whole number."""
+        """Return the program's node n, a whole number that does not read j, as one of these."""
         if self.program.kinds[n] != "i":
             raise NoUnionError
-        return self.here(n)
+        return self.wrap(self.copies[n])
 
     def plus(self, x: Any, c: int) -> Any:
         """Return x + c; x may be a sum with a number."""
@@ -158,7 +164,7 @@ class Union(Builder):
 
     def all_if_negative(self, x: Any) -> list[Ends]:
         """Return all keys where a whole number is below 0. Where it grows with i, a first key says so, that grows."""
-        if Rows(self).trend(x.n) == 1:
+        if self.rows.trend(x.n) == 1:
             return [((x < 0).op("where", -OPEN, OPEN), None)]
         return self.all_if(x < 0)
 
@@ -166,10 +172,16 @@ class Union(Builder):
 
     def of(self, n: int) -> list[Ends]:
         """Return the union that a bool node is."""
+        if n not in self.unions:
+            self.unions[n] = self.condition(n)
+        return self.unions[n]
+
+    def condition(self, n: int) -> list[Ends]:
+        """Return the same for the first time."""
         node, kinds = self.program.nodes[n], self.program.kinds
         name = REVERSED.get(node[0], node[0])
         if self.free[n] and (name not in ("lt", "le", "and") or kinds[node[1]] == "f"):
-            return self.all_if(self.here(n))
+            return self.all_if(self.wrap(self.copies[n]))
         match name:
             case "lt" | "le":
                 x, y = node[1:] if name == node[0] else node[:0:-1]
@@ -226,6 +238,14 @@ class Union(Builder):
 
     def solve(self, n: int, e: Any, up: bool) -> list[Ends]:
         """Return where node n is at most e, or at least e if `up`; e does not read j."""
+        key = n, e.n, up
+        if key not in self.solved:
+            self.solved[key] = self.solution(n, e, up)
+        return self.solved[key]
+
+    def solution(self, n: int, e: Any, up: bool) -> list[Ends]:
+        """Return the same for the first time."""
+        self.check_size()
         node = self.program.nodes[n]
         if self.free[n]:
             x = self.whole(n)
@@ -272,15 +292,22 @@ def number_of(end: Any) -> int | None:
 class Rows:
     """Follows ends from row to row."""
 
-    def __init__(self, build: Builder) -> None:
+    def __init__(self, build: "Union") -> None:
         self.build = build
+        self.trends: list[int | None] = []
+        self.first: dict[tuple[int, int, bool], Any] = {}
 
     def trend(self, n: int) -> int | None:
         """Return 1 of a node that never decreases as i grows, -1 of one that never increases, 0 without i, or None."""
-        node = self.build.nodes[n]
+        for m in range(len(self.trends), n + 1):
+            self.trends.append(self.trend_of(self.build.nodes[m]))
+        return self.trends[n]
+
+    def trend_of(self, node: Node) -> int | None:
+        """Return the same of the next node."""
         if node == ("in", "i"):
             return 1
-        some = [self.trend(x) for x in operands(node)]
+        some = [self.trends[x] for x in operands(node)]
         if not any(some):
             return None if None in some else 0
         numbers = [literal(self.build.nodes[x]) for x in operands(node)]
@@ -305,8 +332,16 @@ class Rows:
     def first_above(self, end: Any, t: Any, above: bool = True) -> Any:
         """Return the first row at which an end that never decreases is above t, or one that never increases below it.
 
-        Raises NoUnionError if the end is neither, or reads h.
+        Raises NoUnionError if the end is neither.
         """
+        key = end.n, t.n, above
+        if key not in self.first:
+            self.build.check_size()
+            self.first[key] = self.first_of(end, t, above)
+        return self.first[key]
+
+    def first_of(self, end: Any, t: Any, above: bool) -> Any:
+        """Return the same for the first time."""
         build, n = self.build, end.n
         node, trend = build.nodes[n], self.trend(n)
         if trend == 0:
@@ -317,7 +352,7 @@ class Rows:
         trends, numbers = [self.trend(x.n) for x in some], [build.number(x) for x in some]
         match node[0], some, trends:
             case "in", _, _:
-                return t + 1
+                return build.plus(t, 1)
             case "min" | "max", [x, y], _:
                 pick = "max" if (node[0] == "min") == above else "min"
                 return self.first_above(x, t, above).op(pick, self.first_above(y, t, above))
