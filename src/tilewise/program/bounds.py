@@ -18,7 +18,7 @@ from .run import run
 
 FEW = 1 << 20
 """The most entries of a tensor whose minima and maxima are computed in two dimensions, for one read by row and key."""
-AT_A_TIME = 1 << 22
+AT_A_TIME = 1 << 20
 """Entries that `look` evaluates at a time."""
 
 

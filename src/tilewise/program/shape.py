@@ -112,7 +112,9 @@ class Union(Builder):
         for node in self.nodes[: x.n + 1]:
             forms.append(affine(node, forms))
         form = forms[x.n]
-        return x if form is None else self.plus(self.wrap(self.add(("in", "i"))) * form[0], form[2]) if form[0] else x
+        if form is None or form[0] == 0:
+            return x
+        return self.plus(self.wrap(self.add(("in", "i"))) * form[0], form[2])
 
     # Unions
 
