@@ -75,14 +75,15 @@ def _static(text: str, later: bool) -> list[Any]:
 
 
 class Box(NamedTuple):
-    """Ranges of indices, a dimension each: first and last ones inside of the tensor, and whether the range is inside.
+    """Ranges of indices in one dimension: the first and last ones inside of the tensor.
 
+    inside: whether the whole range is; None if all are.
     levels: for every k with ranges of 2^k to 2^(k + 1) - 1 indices, which of them these are; None for all.
     """
 
     lo: Tensor
     hi: Tensor
-    inside: Tensor
+    inside: Tensor | None
     levels: list[tuple[int, Tensor | None]]
 
 
@@ -110,15 +111,21 @@ class Ranges:
 
 def box(size: int, lo: Tensor, hi: Tensor) -> Box:
     """Return the range from lo to hi in a dimension of this size; negative indices count from its end."""
-    wrap = (hi < 0) * size
-    first, last = lo + wrap, hi + wrap
-    inside = (first >= 0) & (last < size)
-    first, last = first.clamp(0, size - 1), last.clamp(0, size - 1)
+    inside = None
+    first, last = lo, hi
+    if lo.amin() < 0 or hi.amax() >= size:
+        wrap = (hi < 0) * size
+        first, last = lo + wrap, hi + wrap
+        inside = (first >= 0) & (last < size)
+        first, last = first.clamp(0, size - 1), last.clamp(0, size - 1)
     if lo is hi:
         return Box(first, first, inside, [(0, None)])
     count = last - first + 1
-    found = sorted({x.bit_length() - 1 for x in count.unique().tolist()})
-    return Box(first, last, inside, [(k, (count >> k) == 1 if len(found) > 1 else None) for k in found])
+    found = {int(x).bit_length() - 1 for x in count.aminmax()}
+    if len(found) > 1:
+        found = {x.bit_length() - 1 for x in count.unique().tolist()}
+        return Box(first, last, inside, [(k, (count >> k) == 1) for k in sorted(found)])
+    return Box(first, last, inside, [(k, None) for k in found])
 
 
 class Extreme:
@@ -130,14 +137,14 @@ class Extreme:
 
     def __getitem__(self, ends: tuple[Tensor, ...]) -> Tensor:
         boxes = self.ranges.boxes_of(ends)
-        inside = reduce(torch.logical_and, [x.inside for x in boxes])
         if sum([x.levels[-1][0] > 0 for x in boxes]) > 1 and self.ranges.t.numel() > FEW:
-            return self.of_all().expand(inside.shape)
-        found = None if inside.all() else self.of_all()
+            return self.of_all()
+        inside = [x.inside for x in boxes if x.inside is not None]
+        found = self.of_all() if inside else None
         for levels in itertools.product(*[x.levels for x in boxes]):
             value = self.look_up([k for k, _ in levels], boxes)
-            here = reduce(torch.logical_and, [inside, *[some for _, some in levels if some is not None]])
-            found = value if found is None else torch.where(here, value, found)
+            here = inside + [some for _, some in levels if some is not None]
+            found = value if found is None else torch.where(reduce(torch.logical_and, here), value, found)
         return found  # type: ignore[return-value]
 
     def of_all(self) -> Tensor:
