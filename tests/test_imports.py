@@ -20,7 +20,7 @@ NEEDED_BY = {
     "triton": (  # kernels and their launches
         "tilewise.tile.*", "tilewise.host.*", "tilewise.triton.*", "tilewise.hopper.*", "tilewise.*.kernel",
         "tilewise.*.launch", "tilewise.quantize.rounding", "tilewise.quantize.rows", "tilewise.quantize.statistics",
-        "tilewise.warm.precompile", "tilewise.program.emit",
+        "tilewise.warm.precompile", "tilewise.host.emit",
         "studies.ablation.kernels",
         "studies.accumulation.compiled", "studies.accumulation.forward", "studies.accumulation.launch",
         "studies.bench.serving",

@@ -207,11 +207,11 @@ def counts() -> list[Count]:
         Count(f"functions over {WIDEST} parameters, no device code", len(wide), 0, None, tuple(wide)),
         Count(f"files over {LARGEST} lines, of studies, too", len(large), 1, None, tuple(large)),
         Count("branches of Hopper's forward", forward, 20),
-        Count("questions of a layout", len(asked(package, LAYOUT)), 18),
+        Count("questions of a layout", len(asked(package, LAYOUT)), 25),
         Count("questions of 8 bits", len(asked(package, EIGHT_BITS)), 30),
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
-        Count("lines of src", lines, 28_500, 24_400),
+        Count("lines of src", lines, 30_200, 24_400),
     ]
 
 

@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.hopper.parts import scores as of_hopper
 from tilewise.hopper.parts.threads import as_tile, by_thread, positions
+from tilewise.host.emit import Form
 from tilewise.program import trace
-from tilewise.program.emit import Form
 from tilewise.tile import scores as ours
 from tilewise.tile.masks import visible
 from tilewise.tile.scores import Entries, apply_scores, scores_backward

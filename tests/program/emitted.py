@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.host.emit import Form, arguments, functions
 from tilewise.program import Traced
-from tilewise.program.emit import Form, arguments, functions
 from tilewise.tile.masks import Part as MaskPart
 from tilewise.tile.masks import everywhere, visible
 from tilewise.tile.scores import Entries, apply_scores, scores_backward

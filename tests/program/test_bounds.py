@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.program import Entries, keep, trace
 from tilewise.program.bounds import Grid, Ranges, hides_later_keys, limits, look, tiles
-from tilewise.program.intervals import COMPARISONS, RANGES, RULES
+from tilewise.program.arithmetic import COMPARISONS, RANGES, RULES
 from tilewise.program.ops import OPS
 
 EXAMPLES = functions.examples()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from program.emitted import mask_part, score_part, scored, seen
 
-from tilewise.program.emit import Form, arguments, by_output, functions, source
+from tilewise.host.emit import Form, arguments, by_output, functions, source
 
 AT = Entries.of(B, H, M, N)
 EXAMPLES = examples()

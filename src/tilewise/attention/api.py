@@ -116,7 +116,8 @@ def attention(
     """
     if unknown:
         origin = current_names("attention", unknown | ({} if origin is None else {"origin": origin}))["origin"]
-    mask, score = as_mask(mask), as_scores(score)
+    mask = mask if isinstance(mask, Mask) else as_mask(mask)
+    score = as_scores(score) if type(score) is not tuple or score else ()
     every = mask, score, scale, sink, dropout, layout, precision, deterministic, backend, out_dtype, origin
     given: list[Any] = [q, k, v]
     key = None

@@ -1,7 +1,8 @@
 """Masks and scores as programs: a Python function is traced once to a text, from which all else follows.
 
-trace.py makes a program of a function, derive.py its derivative, run.py computes it in PyTorch, emit.py makes device
-functions of it. ops.py is the table of operations, functions.py lists what a function may use.
+trace.py makes a program of a function, derive.py its derivative, run.py computes it in PyTorch. ops.py is the table of
+operations, functions.py lists what a function may use. arithmetic.py, bounds.py and shape.py find the tiles that a mask
+shows; host/emit.py makes device functions. No back end uses these four yet.
 """
 
 from .derive import derivative

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .intervals import Bounds
+from .arithmetic import Bounds
 from .program import Builder, Program, decode, literal
 from .run import run
 

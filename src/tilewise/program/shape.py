@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .bounds import bounds
-from .intervals import Affine, affine
+from .arithmetic import Affine, affine
 from .program import Builder, Node, Program, decode, literal, operands, with_operands
 
 OPEN = 1 << 30

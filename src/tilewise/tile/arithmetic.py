@@ -1,4 +1,4 @@
-"""Compute with numbers as Python and PyTorch do, for device functions that are made from programs (program/emit.py)."""
+"""Compute with numbers as Python and PyTorch do, for device functions that are made from programs (host/emit.py)."""
 
 import triton
 import triton.language as tl

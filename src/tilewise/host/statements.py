@@ -3,8 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
-from .ops import OPS
-from .program import Program, literal
+from ..program.ops import OPS
+from ..program.program import Program, literal
 
 LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-126
 """The largest number of fp32, and the smallest that is not flushed to 0."""

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..program.derive import derivative
+from ..program.ops import OPS
+from ..program.program import Builder, Program, decode, operands, with_operands
 from ..tile.arithmetic import floor_divide, floor_remainder, inside, power, whole
 from ..tile.scores import tanh
-from .derive import derivative
-from .ops import OPS
-from .program import Builder, Program, decode, operands, with_operands
 from .statements import OUTPUT, PER_ENTRY, Form, Statements
 
 OPEN = 1 << 30
