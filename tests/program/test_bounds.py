@@ -9,8 +9,8 @@ from program import functions, masks, random_masks
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.program import Entries, keep, trace
-from tilewise.program.bounds import Grid, Ranges, hides_later_keys, limits, look, tiles
 from tilewise.program.arithmetic import COMPARISONS, RANGES, RULES
+from tilewise.program.bounds import Grid, Ranges, hides_later_keys, limits, look, tiles
 from tilewise.program.ops import OPS
 
 EXAMPLES = functions.examples()

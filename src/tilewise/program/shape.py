@@ -8,8 +8,8 @@ nothing but its entries does.
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .bounds import bounds
 from .arithmetic import Affine, affine
+from .bounds import bounds
 from .program import Builder, Node, Program, decode, literal, operands, with_operands
 
 OPEN = 1 << 30
