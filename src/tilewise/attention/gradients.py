@@ -84,14 +84,14 @@ def _backward_quantized(
     Where the pre-pass rotated q and k, dq and dk are rotated back.
     """
     codes = Codes(*saved.extra) if saved.extra else quantize.codes_of(p, x)
-    seen = quantize.dequantized(p, x, codes)
+    decoded = quantize.dequantized(p, x, codes)
     if p.recipe.packed:
-        q, k, v = torch.stack(seen[:3], -3).unbind(-3)
-        seen = Operands(q, k, v, x.extra)
+        q, k, v = torch.stack(decoded[:3], -3).unbind(-3)
+        decoded = Operands(q, k, v, x.extra)
     shift = quantize.shift_of(p, x, codes)
     lse = torch.where(saved.lse.isneginf(), saved.lse, saved.lse - shift)
     own = saved._replace(lse=lse, extra=())
-    grads = planned(problem_of(seen, call[0].exact(), *call[1:]), BACKWARD).run(seen, own, do, dlse)
+    grads = planned(problem_of(decoded, call[0].exact(), *call[1:]), BACKWARD).run(decoded, own, do, dlse)
     if dlse is not None and smooths(p):
         missing = dlse.transpose(-1, -2)[..., None] * quantize.mean_of_keys(p, x, codes) * p.scale
         grads.q.add_(torch.where(lse.isneginf().transpose(-1, -2)[..., None], 0.0, missing).to(grads.q.dtype))

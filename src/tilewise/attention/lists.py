@@ -80,8 +80,8 @@ def _lists(x: Operands, recipe: Recipe, longest: tuple[int, int], device: torch.
             "tiles cannot be listed for fake tensors, subclasses of Tensor, or within torch.func's transforms; "
             "call tilewise.listed before"
         )
-    seen = x._replace(extra=tuple([t.to("meta") for t in x.extra])) if x.q.is_meta else x
-    problem = problem_on(seen, recipe, longest, target_of(device))
+    specs = x._replace(extra=tuple([t.to("meta") for t in x.extra])) if x.q.is_meta else x
+    problem = problem_on(specs, recipe, longest, target_of(device))
     problem = problem._replace(q=problem.q._replace(device=device))  # on which tables and grids depend
     x = x._replace(q=x.q.new_empty((), device=device).expand(x.q.shape))
     passes = Pass if torch.is_grad_enabled() else (FORWARD,)

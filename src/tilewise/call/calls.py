@@ -105,7 +105,7 @@ def find(key: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _search(key: Any, tensors: Sequence[Any]) -> Any:
-    once, twice, settings = _seen(tensors)
+    once, twice, settings = _each_once(tensors)
     for entry in SHAPED.get((key, *[t.shape for t in tensors]), ()):
         if entry.twice == twice and entry.settings == settings and entry.alike(*once):
             CALLS[key] = entry
@@ -118,7 +118,7 @@ def keep(key: Any, tensors: Sequence[Any], found: Any) -> None:
     if len(SHAPED) >= MOST:
         SHAPED.clear()
         CALLS.clear()
-    once, twice, settings = _seen(tensors)
+    once, twice, settings = _each_once(tensors)
     entry, at = Entry(guard(once), twice, settings, found), (key, *[t.shape for t in tensors])
     CALLS[key], SHAPED[at] = entry, (entry, *SHAPED.get(at, ())[: OF_ONE_SHAPE - 1])
 
@@ -129,7 +129,7 @@ def forget() -> None:
     SHAPED.clear()
 
 
-def _seen(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], tuple[int, ...] | None, Any]:
+def _each_once(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], tuple[int, ...] | None, Any]:
     """Return each tensor once, where each is given first, and the settings of torch that a call depends on."""
     ids = [*map(id, tensors)]
     again = len(set(ids)) < len(ids)

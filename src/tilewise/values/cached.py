@@ -199,7 +199,7 @@ class Cached(Layout):
             missing = (table < 0) | (table >= p.k.shape[0])
             if bool(missing.any()):  # as in tables that are padded
                 queries = torch.full_like(N, p.M) if cu_q is None else cu_q.diff()
-                lo, hi = _seen(masks, queries, N)
+                lo, hi = _visible_keys(masks, queries, N)
                 own = slice(None) if index is None else index.long()
                 _check_pages(table[own], missing[own], first + lo, first + hi, p)
         return N
@@ -285,7 +285,7 @@ def _integers(name: str, t: Any, dims: int, rows: int | None) -> Tensor:
     return t.to(torch.int32)
 
 
-def _seen(masks: Sequence[Any], queries: Tensor, N: Tensor) -> tuple[Tensor, Tensor]:
+def _visible_keys(masks: Sequence[Any], queries: Tensor, N: Tensor) -> tuple[Tensor, Tensor]:
     """Return of each sequence the first key that any of its queries sees, and the one after the last."""
     first_row, last_row = (t[:, None, None, None] for t in (N - queries, N - 1))
     lo, hi = torch.zeros_like(first_row), last_row + 1
