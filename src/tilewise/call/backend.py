@@ -89,7 +89,7 @@ NEEDS = {
     "invariant": "it does not sum keys in pieces, as invariant asks",
     "8-bit keys": "it reads caches in q's type",
     "few queries": "it does not leave out a pack's sequences of many queries",
-    "functions": "masks and scores that are functions run on the CPU so far; move the tensors with .cpu()",
+    "functions": "it takes no masks and scores that are functions",
     torch.int8: "it multiplies no int8",
     torch.float8_e4m3fn: "it multiplies no e4m3",
 }

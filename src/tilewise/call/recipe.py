@@ -122,7 +122,8 @@ def _rebuilt(plain: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
 def hides_later_keys(part: tuple[Any, ...]) -> bool:
     """Tell whether a part of a recipe's mask hides every key after its query, whatever its tensors hold."""
     kind: Any = KINDS[part[0]]
-    return not kind.captures and kind.rebuild(part[1:], ()).hides_later_keys
+    nothing = (None,) * len(kind.captures)
+    return kind.rebuild(part[1:], nothing).hides_later_keys
 
 
 def reads_batch(recipe: Recipe) -> bool:

@@ -248,7 +248,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     first, last = i0 + shift, i1 - 1 + shift
     full = True
     for mask in s.masks:
-        if mask.interval:
+        if mask.interval and mask.device:
             (lo, hi), (lo_last, hi_last) = mask.ends(first, shift), mask.ends(last, shift)
             if j1 <= _least(lo) or _most(hi_last) <= j0:
                 return None

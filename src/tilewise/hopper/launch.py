@@ -15,7 +15,6 @@ from ..host.arguments import (
     adjacent,
     batch_of,
     cdiv,
-    device_values,
     dropout,
     lengths,
     odd,
@@ -25,7 +24,6 @@ from ..host.arguments import (
     unplanned,
     unused,
     with_contiguous_lse,
-    with_lse_shift,
 )
 from ..host.bias import bias_launches, renormalize_launches
 from ..host.launch import Launch, current_stream
@@ -34,6 +32,7 @@ from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
 from ..host.plan import plan_of
 from ..host.repeat import Backward, repeated
 from ..host.tables import source_of_rows
+from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of
 from ..quantize.launch import quantized

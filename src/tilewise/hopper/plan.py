@@ -20,7 +20,6 @@ from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
-from ..values.score import SoftCap
 from ..values.value import OPEN
 from .backward import kernel as backward_kernel
 from .backward.gqa_reduce import GqaSums
@@ -174,10 +173,10 @@ def with_codes(p: Problem, tile: kernels.Tile) -> kernels.Tile:
 def bounded(p: Problem) -> bool:
     """Return whether the forward can skip the running maximum (see forward/softmax.py's `begin`). P in fp16 lacks the
     range."""
-    if p.dtype != torch.bfloat16 or p.kinds[-1:] != (SoftCap,):
+    if p.dtype != torch.bfloat16 or not p.recipe.score:
         return False
-    _, cap = p.recipe.score[-1]
-    return cap * LOG2E.value <= 80.0
+    limit = p.kinds[-1].limit(p.recipe.score[-1][1:])
+    return limit is not None and limit * LOG2E.value <= 80.0
 
 
 def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:

@@ -1,4 +1,4 @@
-"""Values and tensors as kernel arguments."""
+"""Tensors, layouts and dropout as kernel arguments."""
 
 from typing import Any
 
@@ -6,17 +6,11 @@ import torch
 from torch import Tensor
 
 from ..call.operands import Grads, Operands, Saved
-from ..call.problem import Problem, once
-from ..tile import masks, scores
+from ..call.problem import Problem
 from ..tile.cache import Batch, Scales
 from ..tile.dropout import Counters, Dropout
 from ..tile.rows import Output, Packed, Rows, Unused
 from ..values.layout import Layout
-from ..values.tables import TileList
-
-DEVICE_MASKS: Any = masks
-DEVICE_SCORES: Any = scores
-"""The modules in which we look up the device functions of masks and scores by name."""
 
 NARROW = (16, 32)
 """Head sizes whose blocks have fewer than 64 columns in 16-bit types."""
@@ -62,45 +56,14 @@ def scale_of(p: Problem) -> float:
     return 1.0 if p.recipe.score else max(p.scale, TINY)
 
 
-def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
-    """Return the mask's parts and the scores as kernel arguments, and the sink; once if they hold no tensor.
-
-    `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
-    """
-    return _device_values(p, extra, own) if extra else _plain_values(p, own)
-
-
-@once
-def _plain_values(p: Problem, own: Any) -> tuple[Any, Any, None]:
-    return _device_values(p, (), own)
-
-
-def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any, Any, Any]:
-    mask, score, sink = p.values(extra)
-    parts = tuple([_mask_part(p, part) for part in mask if not isinstance(part, TileList)])
-    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own) for n, change in enumerate(score)])
-    return parts, changes, None if sink is None else sink.contiguous()
-
-
-def _mask_part(p: Problem, mask: Any) -> masks.Part:
-    keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
-    if not mask.interval:
-        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
-    keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
-    return masks.Part(keep, keys, queries, mask.arguments(p))
-
-
-def _score_part(p: Problem, score: Any, unit: float, own: Any) -> scores.Part:
-    past = f"{score.device}_past"  # a simpler form for masks that hide later keys
-    device = past if p.past and hasattr(own, f"{past}_fn") else score.device
-    names = f"{device}_fn", f"{device}_grad"
-    fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-    return scores.Part(fn, grad, unit, score.arguments(p))
-
-
 def packed(p: Problem, x: Operands) -> Packed | None:
     """Return the layout's cu_seqlens as a kernel argument; where keys are in a cache, those of queries."""
-    found = p.recipe.layout_of(x.extra).packed(p)
+    return packed_by(p, x.extra)
+
+
+def packed_by(p: Problem, extra: tuple[Tensor, ...]) -> Packed | None:
+    """Return the same, from the extra operands."""
+    found = p.recipe.layout_of(extra).packed(p)
     if found is None:
         return None
     cu_q, cu_k, longest_q, longest_k = found
@@ -149,16 +112,6 @@ def unused(p: Problem, saved: Saved | None = None, grads: Grads | None = None) -
 def output(t: Tensor, heads: int) -> Output:
     """Return an output of packed sequences, whose unused rows are filled."""
     return Output(rows(t), odd(heads), odd(t.shape[-1]))
-
-
-def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
-    """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
-    if not p.biased:
-        return changes
-    shift = scores.Part(
-        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, *map(odd, (p.H, p.M, p.N)))
-    )
-    return (*changes, shift)
 
 
 def dropout(p: Problem, seed: Tensor | None) -> Dropout | None:

@@ -22,7 +22,7 @@ def bias_launches(
     """Yield a launch for every bias that wants a gradient. `given`: the backward's Q, K, V, dO and `RowValues`."""
     index = sum(len(kind.captures) for kind in p.kinds[: len(p.recipe.mask)])
     for position, kind in enumerate(p.kinds[len(p.recipe.mask) :]):
-        grad = grads.extra[index] if issubclass(kind, Bias) else None
+        grad = grads.extra[index] if kind is Bias else None
         index += len(kind.captures)
         if grad is None:
             continue

@@ -1,6 +1,8 @@
 """Programs as device functions, whose source is made from a program's text alone.
 
     keep(b, h, i, j, *captured)             of a mask, as those of tile/masks.py
+    keys(b, i, *captured)                   of a mask of class A (program/shape.py)
+    queries(b, j, *captured)
     fn(S, unit, at, *captured)              of a score, as those of tile/scores.py
     grad(dS, S, T, unit, at, *captured)
 
@@ -23,8 +25,10 @@ from torch import Tensor
 from ..program.derive import derivative
 from ..program.ops import OPS
 from ..program.program import Builder, Program, decode, operands, with_operands
+from ..program.shape import shape
 from ..tile.arithmetic import floor_divide, floor_remainder, inside, power, whole
 from ..tile.scores import tanh
+from .arguments import odd
 from .statements import OUTPUT, PER_ENTRY, Form, Statements
 
 OPEN = 1 << 30
@@ -34,7 +38,8 @@ OF_TILES = frozenset(("s", "g", OUTPUT))
 
 
 def functions(text: str, form: Form | None = None, saturated: Any = None) -> dict[str, Any]:
-    """Return a program's device functions by name: "keep" of a mask, "fn" and "grad" of a score.
+    """Return a program's device functions by name: "keep" of a mask, of class A "keys" and "queries", too; "fn" and
+    "grad" of a score.
 
     saturated: hopper/parts/scores.py's, for forms of its own on Hopper.
     """
@@ -54,20 +59,25 @@ def compiled(text: str, saturated: Any) -> dict[str, Any]:
     used = {fn.__name__: fn for fn in (tanh, floor_divide, floor_remainder, power, inside, whole)}
     scope = {"__name__": module, "triton": triton, "tl": tl, "saturated": saturated, **used}
     exec(compile(text, file, "exec"), scope)
-    return {name: scope[name] for name in ("keep", "fn", "grad") if name in scope}
+    return {name: scope[name] for name in ("keep", "keys", "queries", "fn", "grad") if name in scope}
 
 
 def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], place: tuple[Any, ...] = ()) -> Any:
     """Return what a program's device functions captured: numbers, tensors with strides and sizes, where rows begin.
 
     place: () for `Form.rows` "last", (N - M,) for "first", (cu_q, cu_k) for "packed".
+
+    Whole numbers are `odd`, except strides, of which a kernel may rely on multiples of 16.
     """
     program = decode(text)
-    found = [numbers[int(name[1:])] for name in _numbers(program)]
-    found = [int(x) if isinstance(x, bool) else x for x in found]  # Triton's interpreter takes no bools
+    found = [_count(numbers[int(name[1:])]) for name in _numbers(program)]
     for t in _ranks(program):
-        found += [tensors[t], *tensors[t].stride(), *tensors[t].shape]
-    return (*found, *place)
+        found += [tensors[t], *tensors[t].stride(), *map(odd, tensors[t].shape)]
+    return (*found, *map(_count, place))
+
+
+def _count(x: Any) -> Any:
+    return odd(int(x)) if isinstance(x, int) else x
 
 
 def _numbers(program: Program) -> list[str]:
@@ -93,7 +103,12 @@ def source(text: str, form: Form, hopper: bool = False) -> str:
         captured += [f"t{t}", *[f"t{t}_{what}{axis}" for what in ("stride", "size") for axis in range(rank)]]
     captured += {"last": [], "first": ["shift"], "packed": ["cu_q", "cu_k"]}[form.rows]
     if program.kinds[program.outputs[0]] == "b":
-        return _function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))
+        made = [_function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))]
+        _, _, keys, queries = shape(text)
+        if keys and queries:
+            made.append(_function("keys", ["b", "i", *captured], _range_lines(keys, form, "i")))
+            made.append(_function("queries", ["b", "j", *captured], _range_lines(queries, form, "j")))
+        return "\n\n".join(made)
     derived = (by_output(text) if hopper else None) or derivative(text)
     fn = _function("fn", ["S", "unit", "at", *captured], _score_lines(program, form, hopper, "S"))
     grad = _function("grad", ["dS", "S", "T", "unit", "at", *captured], _score_lines(derived, form, hopper, "dS"))
@@ -112,7 +127,7 @@ def _function(name: str, parameters: list[str], lines: list[str]) -> str:
 
 
 def _mask_lines(program: Program, form: Form) -> list[str]:
-    writer = Statements(program, form, {"i": "row", "j": "column"})
+    writer = Statements(program, form, _inputs(program, i="row", j="column"))
     lines = [f"row = {_row('i', 'b', form)}", f"column = {_index('j', form)}", *writer.lines]
     (out,) = program.outputs
     found = [writer.names[out]]
@@ -122,10 +137,26 @@ def _mask_lines(program: Program, form: Form) -> list[str]:
     return [*lines, f"return {' & '.join(found)}"]
 
 
+def _range_lines(program: Program, form: Form, of: str) -> list[str]:
+    """Return the lines of a function of row i, or of key j: the keys of the row, or the rows of the key."""
+    writer = Statements(program, form, _inputs(program, i="row", j="column"))
+    ends = [writer.names[out] for out in program.outputs]
+    if of == "j":
+        ends = [f"({end} + {_shift('b', form)})" for end in ends] if form.rows != "last" else ends
+    lines = [f"row = {_row('i', 'b', form)}"] if of == "i" else [f"column = {_index('j', form)}"]
+    return [*lines, *writer.lines, f"return {', '.join(ends)}"]
+
+
+def _inputs(program: Program, **names: str) -> dict[str, str]:
+    """Return what a program's inputs are in a source: these names, and the whole numbers that `odd` made."""
+    whole = {name: f"({name} >> 1)" for name in _numbers(program) if name[0] == "i"}
+    return {**names, **whole}
+
+
 def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list[str]:
     """Return the lines of a function of a tile `given`: S or dS."""
-    inputs = {"g": "dS", OUTPUT: "T", "b": "at.b", "h": "at.h", "i": "(row0 + row)", "j": "(column0 + column)"}
-    writer = Statements(program, form, inputs, tile=True, hopper=hopper)
+    names = {"g": "dS", OUTPUT: "T", "b": "at.b", "h": "at.h", "i": "(row0 + row)", "j": "(column0 + column)"}
+    writer = Statements(program, form, _inputs(program, **names), tile=True, hopper=hopper)
     lines = [f"row0 = {_row('at.i0', 'at.b', form)}", f"column0 = {_index('at.j0', form)}"]
     lines += ["row = at.i", "column = at.j", "s = S * unit", *writer.lines]
     out = program.outputs[0]
@@ -141,10 +172,15 @@ def _index(name: str, form: Form) -> str:
 
 def _row(name: str, b: str, form: Form) -> str:
     """Return a row as the function counts it, in place of a kernel's, which begins at N - M."""
-    if form.rows == "packed":
-        of_keys, of_queries = [f"(tl.load({cu} + {b} + 1) - tl.load({cu} + {b}))" for cu in ("cu_k", "cu_q")]
-        return _index(f"{name} - ({of_keys} - {of_queries})", form)
-    return _index(name if form.rows == "last" else f"{name} - shift", form)
+    return _index(name if form.rows == "last" else f"{name} - {_shift(b, form)}", form)
+
+
+def _shift(b: str, form: Form) -> str:
+    """Return N - M."""
+    if form.rows == "first":
+        return "(shift >> 1)"
+    of_keys, of_queries = [f"(tl.load({cu} + {b} + 1) - tl.load({cu} + {b}))" for cu in ("cu_k", "cu_q")]
+    return f"({of_keys} - {of_queries}).to(tl.int32)"
 
 
 def by_output(text: str) -> Program | None:

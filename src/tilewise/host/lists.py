@@ -10,8 +10,9 @@ from ..call.operands import Operands
 from ..call.problem import Problem
 from ..tile.ranges import TileLists, attention_list_tiles
 from ..values.tables import TileList
-from .arguments import cdiv, device_values, odd
+from .arguments import cdiv, lengths, odd, packed
 from .launch import Launch, current_stream
+from .values import device_values
 
 TILE_LIST = TileList.__name__
 """What a recipe calls it."""
@@ -30,7 +31,7 @@ def tile_lists(
     if TILE_LIST in [name for name, *_ in p.recipe.mask]:
         made = [part for part in p.values(x.extra)[0] if isinstance(part, TileList)]
         return addresses(made_for(made, tiles, by_key)), []
-    lists, launch = new_lists(p, pl, tiles, parts, x.q.device, by_key)
+    lists, launch = new_lists(p, pl, tiles, parts, x, by_key)
     return addresses(lists), [launch]
 
 
@@ -57,21 +58,21 @@ def make_lists(p: Problem, pl: Any, x: Operands, kernels: Sequence[tuple[Any, bo
     for tiles, by_key in kernels:
         kind = by_key, tiles.B_r, tiles.B_c
         if kind not in made:
-            lists, launch = new_lists(p, pl, tiles, parts, device, by_key)
+            lists, launch = new_lists(p, pl, tiles, parts, x, by_key)
             launch.run(current_stream(device))
             made[kind] = TileList(lists, *kind, p.M, p.N)
     return tuple(made.values())
 
 
-def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, device: torch.device, by_key: bool) -> tuple[Tensor, Launch]:
+def new_lists(p: Problem, pl: Any, tiles: Any, parts: Any, x: Operands, by_key: bool) -> tuple[Tensor, Launch]:
     """Return lists, unwritten, 4 bytes a tile: one per tile of queries, or `by_key` of keys; and what writes them."""
     of_rows, of_columns = cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c)
     count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
-    batch, heads = _mask_shape(p)
+    (batch, heads), device = _mask_shape(p), x.q.device
     lists = torch.empty((batch, heads, count, across + 2), dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, count, across), dtype=torch.int8, device=device)
     constants = {"B_R": tiles.B_r, "B_C": tiles.B_c, "BY_KEY": by_key, "num_warps": 8}
-    arguments = (addresses(lists), kinds, parts, p.M, p.N, heads, count, across)
+    arguments = (addresses(lists), kinds, parts, packed(p, x), *lengths(p), heads, count, across)
     programs = batch * heads * count
     return lists, Launch(attention_list_tiles, programs, arguments, constants, pl.compiled, (tiles, by_key))
 
@@ -84,9 +85,7 @@ def addresses(lists: Tensor) -> TileLists:
 
 def _mask_shape(p: Problem) -> tuple[int, int]:
     """Return for how many batch entries and heads the mask differs."""
-    differs = {"B": 1, "H": 1}
-    wholes = [whole for kind in p.kinds[: len(p.recipe.mask)] for whole in kind.shapes]
-    for whole, spec in zip(wholes, p.extra, strict=False):
-        sizes = zip(reversed(whole), reversed(spec.shape), strict=False)
-        differs |= {letter: size for letter, size in sizes if letter in differs and size != 1}
-    return differs["B"], differs["H"]
+    found, specs = set() if p.layout.uniform else {"B"}, iter(p.extra)
+    for kind in p.kinds[: len(p.recipe.mask)]:
+        found |= kind.varies_with([next(specs).shape for _ in kind.captures])
+    return p.B if "B" in found else 1, p.H if "H" in found else 1

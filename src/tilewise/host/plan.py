@@ -26,6 +26,12 @@ class Launched:
     """The launches of forwards, by how many tensors they save, and those of backwards, by `unplanned`."""
 
 
+def unmeasured(p: Problem, name: str) -> str:
+    """Return why a back end takes what its kernels have not yet done on a GPU only where its name is given."""
+    named = p.recipe.backend == name
+    return "" if named else f"its kernels for functions have not run on a GPU; pass backend={name!r} to run them"
+
+
 def plan_of(
     p: Problem, pl: Any, run: Callable[..., Any], describe: Callable[..., Sequence[str]],
     tiles: Sequence[tuple[Any, bool]] = (), repeat: Callable[..., Any] = never, rest: Problem | None = None,

@@ -189,11 +189,12 @@ class Statements:
         terms: tuple[list[str], ...] = [], [], []
         checks = []
         for axis, x in enumerate(indices):
-            at, size = self.names[x], f"t{t}_size{axis}"
+            at, size = self.names[x], f"(t{t}_size{axis} >> 1)"
             split = None
             if self.natural[x]:
                 split = self.split(x)
-                checks.append(f"({at} < {size})")
+                # entries that the mask hides may be j > i
+                checks.append(f"inside({at}, {size})" if self.form.past else f"({at} < {size})")
             else:
                 at = self.assign(f"y{n}_{axis}", f"tl.where({at} < 0, {at} + {size}, {at})")
                 checks.append(f"inside({at}, {size})")

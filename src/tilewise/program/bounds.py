@@ -60,16 +60,22 @@ def limits(text: str) -> tuple[float, float] | None:
 
 
 @lru_cache(1024)
+def rises(text: str) -> bool:
+    """Tell whether the output of a score may be far above its input, as with a bias."""
+    return _static(text, later=False, s=(None, 0.0))[1] is None
+
+
+@lru_cache(1024)
 def hides_later_keys(text: str) -> bool:
     """Tell whether no row of a mask sees a key j > i, whatever tensors hold."""
     return _static(text, later=True)[1] is False
 
 
-def _static(text: str, later: bool) -> list[Any]:
+def _static(text: str, later: bool, **known: tuple[Any, Any]) -> list[Any]:
     """Return the numbers between which a program's output lies in every call, or None."""
     build, program = Builder(), decode(text)
     index = (0, None)  # rows have any index, negative ones where the last row is the last key's
-    inputs = {"b": index, "h": index, "i": (None, None), "j": index}
+    inputs = {"b": index, "h": index, "i": (None, None), "j": index, **known}
     found = Bounds(program, build, inputs, static=True, later=later).found[program.outputs[0]]
     return [None if end is None else literal(build.nodes[end.n]) for end in found]
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .masks import key_tiles, query_tiles, visible
+from .rows import rows_of
 
 
 class TileLists(NamedTuple):
@@ -108,9 +109,9 @@ def partial_at(lists, at, x, lo, full_lo, full_hi):
     return tile_at(lists, at, lo + x + tl.where(lo + x >= full_lo, full_hi - full_lo, 0))
 
 
-@triton.jit(do_not_specialize=["lists", "kinds", "mask", "M", "N", "heads", "tiles", "across"])
+@triton.jit(do_not_specialize=["lists", "kinds", "mask", "packed", "M", "N", "heads", "tiles", "across"])
 def attention_list_tiles(
-    lists, kinds, mask, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
+    lists, kinds, mask, packed, M, N, heads, tiles, across, B_R: tl.constexpr, B_C: tl.constexpr, BY_KEY: tl.constexpr
 ):
     """Write the list of one query tile (its key tiles), or BY_KEY of one key tile (its query tiles).
 
@@ -119,6 +120,7 @@ def attention_list_tiles(
     """
     program = tl.program_id(0)
     t, h, b = program % tiles, program // tiles % heads, program // tiles // heads
+    _, M, _, N = rows_of(packed, b, M, N)
     at = list_at(lists, b, h, t)
     own = kinds + program.to(tl.int64) * across
     ROWS: tl.constexpr = min(B_R, 16)  # of a tile at a time, or registers would spill

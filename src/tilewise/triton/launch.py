@@ -10,7 +10,6 @@ from ..call.problem import Problem
 from ..host.arguments import (
     adjacent,
     cdiv,
-    device_values,
     dropout,
     lengths,
     odd,
@@ -20,12 +19,12 @@ from ..host.arguments import (
     unused,
     with_adjacent_rows,
     with_contiguous_lse,
-    with_lse_shift,
 )
 from ..host.bias import bias_launches, renormalize_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved, fill_empty
+from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
 from ..quantize.launch import quantized

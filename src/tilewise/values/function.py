@@ -166,6 +166,9 @@ class Function(Value):
     def reads_batch(self) -> bool:  # type: ignore[override]
         return "b" in self._reads
 
+    def varies_with(self, given: Sequence[tuple[int, ...]]) -> set[str]:  # type: ignore[override]
+        return {name.upper() for name in self._reads & {"b", "h"}}
+
     @property
     def _reads(self) -> frozenset[str]:
         return self.program.reads[self.program.outputs[0]]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..program import Aligned, Entries, join, keep
+from ..program.bounds import hides_later_keys
+from ..program.shape import shape
 from .function import DECORATE, MADE, Function, as_value, program_of
 from .value import OPEN, Ends, Value
 
@@ -133,13 +135,20 @@ class MaskOf(Function, Mask):
     """A mask that is a function, made by `Mask.of`, `|` and `~`."""
 
     what = "mask"
-    device = ""  # there are no kernel functions of it yet
-    interval = False
+    device = ""
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Return the captured tensors, which get no gradients."""
         return tuple([t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in self.given])
+
+    @property
+    def interval(self) -> bool:  # type: ignore[override]
+        return shape(self.text).name == "A"
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.align == "last" and hides_later_keys(self.text)
 
     def keep(self, at: Entries) -> Tensor:
         return keep(self.program, self.rows(at), self.given, self.numbers)

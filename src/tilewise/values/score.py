@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..program import Entries, apply, pull
+from ..program.bounds import limits, rises
 from .function import DECORATE, MADE, Function, as_value
 from .tables import tile_of
 from .value import AS_WIDE, At, Value, check_strided, constant
@@ -65,7 +66,14 @@ class ScoreOf(Function, Score):
     what = "score"
     device = ""
     learns = True
-    unbounded = True
+
+    @property
+    def unbounded(self) -> bool:  # type: ignore[override]
+        return rises(self.text)
+
+    def limit(self, numbers: tuple[Any, ...]) -> float | None:  # type: ignore[override]
+        found = limits(self.text)
+        return found and max(map(abs, found))
 
     def apply(self, S: Tensor, at: Entries) -> Tensor:
         return apply(self.program, S, self.rows(at), self.given, self.numbers)
@@ -97,6 +105,10 @@ class SoftCap(Score):
                 f"SoftCap: cap must be finite, > 0 and at most 2^126, got {cap}; leave the score out for no cap"
             )
         object.__setattr__(self, "cap", cap)
+
+    @classmethod
+    def limit(cls, numbers: tuple[Any, ...]) -> float | None:
+        return numbers[0]
 
     def apply(self, S: Tensor, at: Entries) -> Tensor:
         return self.cap * torch.tanh(S / self.cap)

@@ -203,9 +203,21 @@ class Value(Frozen):
         return f"have shape {f'{whole[1:]} or {whole}' if cls.unbatched else whole}"
 
     @classmethod
+    def limit(cls, numbers: tuple[Any, ...]) -> float | None:
+        """Return what bounds the size of the logits that a score of these numbers returns, if anything."""
+        return None
+
+    @classmethod
     def batched_ranks(cls) -> list[int | None]:
         """Return the number of dimensions of each captured tensor if the first is the batch, else None."""
         return [len(shape) for shape in cls.shapes]
+
+    @classmethod
+    def varies_with(cls, given: Sequence[tuple[int, ...]]) -> set[str]:
+        """Return of "B" and "H" what the value differs for, with captured tensors of the shapes given."""
+        pairs = zip(cls.shapes, given, strict=True)
+        sizes = [pair for whole, shape in pairs for pair in zip(reversed(whole), reversed(shape), strict=False)]
+        return {letter for letter, size in sizes if letter in "BH" and size != 1}
 
     @classmethod
     def against_cache(cls) -> str:

@@ -10,9 +10,19 @@ from torch import Tensor
 
 from ...call.operands import Grads, Operands, Saved
 from ...call.problem import Problem, once
-from ...host.arguments import TINY, cdiv, device_values, lengths, odd, packed, rows, unplanned, unused
+from ...host.arguments import (
+    TINY,
+    cdiv,
+    lengths,
+    odd,
+    packed,
+    rows,
+    unplanned,
+    unused,
+)
 from ...host.launch import Launch
 from ...host.lists import tile_lists
+from ...host.values import device_values
 from ...tile.ranges import Variant
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
 from ..launch import empty_scratch as empty_row_scratch

@@ -13,7 +13,6 @@ from ...call.problem import Problem, once
 from ...host.arguments import (
     TINY,
     cdiv,
-    device_values,
     lengths,
     odd_counts,
     packed,
@@ -26,6 +25,7 @@ from ...host.lists import tile_lists
 from ...host.outputs import empty_grads, empty_saved
 from ...host.plan import Launched, plan_of
 from ...host.tables import source_of_rows
+from ...host.values import device_values
 from ...merge.sink import with_sink
 from ...tile.ranges import Variant
 from ...tile.schedule import assign, assign_each

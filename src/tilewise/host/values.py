@@ -1,0 +1,119 @@
+"""Masks and scores as kernel arguments: their device functions, and what these captured."""
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from ..call.problem import Problem, once
+from ..program.arithmetic import Bounds
+from ..program.program import Builder, decode, literal, operands
+from ..tile import masks, scores
+from ..values.tables import TileList
+from .arguments import odd, packed_by
+from .emit import arguments, functions
+from .statements import Form
+
+DEVICE_MASKS: Any = masks
+DEVICE_SCORES: Any = scores
+"""The modules in which we look up hand-written device functions by name."""
+MOST = 2**31
+STICKS_OUT = 256
+"""The most rows or keys of a tile that lie outside."""
+
+
+def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
+    """Return the mask's parts and the scores as kernel arguments, and the sink; once if they hold no tensor.
+
+    `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
+    """
+    return _device_values(p, extra, own) if extra else _plain_values(p, own)
+
+
+@once
+def _plain_values(p: Problem, own: Any) -> tuple[Any, Any, None]:
+    return _device_values(p, (), own)
+
+
+def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any, Any, Any]:
+    mask, score, sink = p.values(extra)
+    parts = tuple([_mask_part(p, part, extra) for part in mask if not isinstance(part, TileList)])
+    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own, extra) for n, change in enumerate(score)])
+    return parts, changes, None if sink is None else sink.contiguous()
+
+
+def _mask_part(p: Problem, mask: Any, extra: tuple[Tensor, ...]) -> masks.Part:
+    if not mask.device:
+        made = functions_of(p, mask)
+        ends = [made.get(name, DEVICE_MASKS.everywhere) for name in ("keys", "queries")]
+        return masks.Part(made["keep"], *ends, captured(p, mask, extra))
+    keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
+    if not mask.interval:
+        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
+    keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
+    return masks.Part(keep, keys, queries, mask.arguments(p))
+
+
+def _score_part(p: Problem, score: Any, unit: float, own: Any, extra: tuple[Tensor, ...]) -> scores.Part:
+    if not score.device:
+        made = functions_of(p, score, own)
+        return scores.Part(made["fn"], made["grad"], unit, captured(p, score, extra))
+    past = f"{score.device}_past"  # a simpler form for masks that hide later keys
+    device = past if p.past and hasattr(own, f"{past}_fn") else score.device
+    names = f"{device}_fn", f"{device}_grad"
+    fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
+    return scores.Part(fn, grad, unit, score.arguments(p))
+
+
+def functions_of(p: Problem, value: Any, own: Any = None) -> dict[str, Any]:
+    """Return the device functions of a program; `own` may have forms for a chip (emit.functions)."""
+    return functions(value.text, form_of(p, value), getattr(own, "saturated", None))
+
+
+def captured(p: Problem, value: Any, extra: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Return what the device functions of a program captured."""
+    rows = form_of(p, value).rows
+    place: Any = () if rows == "last" else (p.N - p.M,) if rows == "first" else packed_by(p, extra)[:2]  # type: ignore[index]
+    return arguments(value.text, value.tensors, value.numbers, place)
+
+
+def form_of(p: Problem, value: Any) -> Form:
+    """Return what device functions of a program may rely on in a problem."""
+    rows = "last" if value.align == "last" else "first" if p.layout.uniform else "packed"
+    greatest = p.B - 1, p.H - 1, max(p.M, p.N) + STICKS_OUT, p.N + STICKS_OUT
+    narrow = all([_last(t) < MOST for t in value.tensors])
+    past = p.past and rows == "last" and value.what == "score"
+    return Form(rows, past, narrow, exceeds(value.text, *greatest))
+
+
+def _last(t: Any) -> int:
+    """Return the offset of a tensor's last entry."""
+    return sum([(n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)])
+
+
+@lru_cache(1024)
+def exceeds(text: str, b: int, h: int, i: int, j: int) -> bool:
+    """Tell whether a whole number that a program computes from indices may need more than 32 bits; b to j are the
+    greatest ones."""
+    build, program = Builder(), decode(text)
+    inputs: Any = {"b": (0, b), "h": (0, h), "i": (-i, i), "j": (0, j)}
+    found = Bounds(program, build, inputs, static=True).found
+    known: list[bool] = []
+    for n, node in enumerate(program.nodes):
+        read = node[0] == "in" and node[1] not in inputs
+        known.append(not read and node[0] not in ("load", "cast") and all([known[x] for x in operands(node)]))
+        if known[n] and program.kinds[n] == "i":
+            ends = [literal(build.nodes[end.n]) for end in found[n] if end is not None]
+            if any([end is not None and abs(end) >= MOST for end in ends]):
+                return True
+    return False
+
+
+def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
+    """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
+    if not p.biased:
+        return changes
+    shift = scores.Part(
+        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, *map(odd, (p.H, p.M, p.N)))
+    )
+    return (*changes, shift)
