@@ -47,6 +47,7 @@ class Hopper:
             f"it takes fp16, bf16 and fp32, not {_name(p.dtype)}": p.dtype == torch.float64,
             f"it takes head sizes up to 256, {sizes}; backend='triton' takes them to 512": not fp32 and largest > 256,
             f"head sizes must be multiples of 8, {sizes}; pad them": p.D % 8 or p.D_v % 8,
+            "it leaves packed sequences with a bias to the portable kernels": p.biased and not p.layout.uniform,
             "it needs a query and two keys": p.N < 2 or 0 in (p.B, p.M),
             "it knows no order of a mask's listed tiles, so deterministic=True is refused with it": unordered,
         }

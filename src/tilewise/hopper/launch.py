@@ -90,7 +90,7 @@ def backward_launches(
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
-    variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), lists)
+    variant = Variant(parts, with_lse_shift(p, changes, lse, where), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
     before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
@@ -165,10 +165,10 @@ def bias_gradients(
     tiles = BIAS[pl.backward_tile.D]
     tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
     constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse))
+    variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse, None))
     stride = pl.backward_shape.blocks * pl.backward.B_r
     given = (*operands[:2], scratch.logs)
-    sums = renormalize_launches(p, given, lse, variant, pl.c, stride, tiles, constants, pl, key)
+    sums = renormalize_launches(p, given, lse, None, variant, pl.c, stride, tiles, constants, pl, key)
     return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
 
 

@@ -9,9 +9,9 @@ from ..call.operands import Grads
 from ..call.problem import Problem
 from ..tile.bias import Broadcast, Kind, attention_backward_dbias
 from ..tile.renormalize import attention_backward_renormalize
-from ..tile.rows import Rows
+from ..tile.rows import Packed, Rows
 from ..values.score import Bias
-from .arguments import cdiv, odd
+from .arguments import cdiv, lengths, odd
 from .launch import Launch
 
 
@@ -45,8 +45,8 @@ def bias_launches(
 
 
 def renormalize_launches(
-    p: Problem, given: Any, lse: Tensor, variant: Any, unit: float, stride: int, tiles: Any, constants: Any, pl: Any,
-    key: Any,
+    p: Problem, given: Any, lse: Tensor, where: Packed | None, variant: Any, unit: float, stride: int, tiles: Any,
+    constants: Any, pl: Any, key: Any,
 ) -> list[Launch]:  # fmt: skip
     """Return the launch that overwrites L by the log of the row sums of P, which only a bias needs.
 
@@ -55,5 +55,5 @@ def renormalize_launches(
     if not p.biased:
         return []
     count = cdiv(p.M, tiles.B_r)
-    arguments = (*given, lse, variant, unit, p.M, p.N, p.H, count, stride)
+    arguments = (*given, lse, where, variant, unit, *lengths(p), p.H, count, stride)
     return [Launch(attention_backward_renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]

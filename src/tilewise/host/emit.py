@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..program.derive import derivative
+from ..program.derive import BOUNDED, KEEP_FINITE, derivative
 from ..program.ops import OPS
-from ..program.program import Builder, Program, decode, operands, with_operands
+from ..program.program import Builder, Program, decode, literal, operands, with_operands
 from ..program.shape import shape
 from ..tile.arithmetic import floor_divide, floor_remainder, inside, power, whole
 from ..tile.scores import tanh
@@ -65,7 +65,7 @@ def compiled(text: str, saturated: Any) -> dict[str, Any]:
 def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], place: tuple[Any, ...] = ()) -> Any:
     """Return what a program's device functions captured: numbers, tensors with strides and sizes, where rows begin.
 
-    place: () for `Form.rows` "last", (N - M,) for "first", (cu_q, cu_k) for "packed".
+    place: () for `Form.rows` "last", (N - M,) for "first", (cu_q, cu_k) for "packed"; then what `Form.end` names.
 
     Whole numbers are `odd`, except strides, of which a kernel may rely on multiples of 16.
     """
@@ -74,6 +74,18 @@ def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], plac
     for t in _ranks(program):
         found += [tensors[t], *tensors[t].stride(), *map(odd, tensors[t].shape)]
     return (*found, *map(_count, place))
+
+
+def is_finite(text: str) -> bool:
+    """Tell whether a score of finite numbers is finite, but for overflow, also where captured ones are 0."""
+    program = decode(text)
+    finite: list[bool] = []
+    for node, kind in zip(program.nodes, program.kinds, strict=True):
+        name, xs = node[0], operands(node)
+        keeps = name in KEEP_FINITE or name in BOUNDED or name in ("in", "lit", "load", "exp", "exp2")
+        keeps |= name == "div" and bool(literal(program.nodes[xs[1]]))
+        finite.append(kind != "f" or (keeps and all([finite[x] for x in xs])))
+    return finite[program.outputs[0]]
 
 
 def _count(x: Any) -> Any:
@@ -101,7 +113,7 @@ def source(text: str, form: Form, hopper: bool = False) -> str:
     captured = _numbers(program)
     for t, rank in _ranks(program).items():
         captured += [f"t{t}", *[f"t{t}_{what}{axis}" for what in ("stride", "size") for axis in range(rank)]]
-    captured += {"last": [], "first": ["shift"], "packed": ["cu_q", "cu_k"]}[form.rows]
+    captured += {"last": [], "first": ["shift"], "packed": ["cu_q", "cu_k"]}[form.rows] + [form.end] * bool(form.end)
     if program.kinds[program.outputs[0]] == "b":
         made = [_function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))]
         _, _, keys, queries = shape(text)
@@ -161,6 +173,9 @@ def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list
     lines += ["row = at.i", "column = at.j", "s = S * unit", *writer.lines]
     out = program.outputs[0]
     found = writer.names[out]
+    if form.end:
+        end = "N >> 1" if form.end == "N" else _of_sequence(form.end, "at.b")
+        found = f"tl.where(at.i0 + at.i < {end}, {found}, 0.0)"
     if not program.reads[out] & OF_TILES:  # in the tile's shape and layout, which costs nothing
         found = f"tl.where({given} == {given}, {found}, {found})"
     return [*lines, f"return {found}"]
@@ -179,8 +194,12 @@ def _shift(b: str, form: Form) -> str:
     """Return N - M."""
     if form.rows == "first":
         return "(shift >> 1)"
-    of_keys, of_queries = [f"(tl.load({cu} + {b} + 1) - tl.load({cu} + {b}))" for cu in ("cu_k", "cu_q")]
-    return f"({of_keys} - {of_queries}).to(tl.int32)"
+    return f"({_of_sequence('cu_k', b)} - {_of_sequence('cu_q', b)}).to(tl.int32)"
+
+
+def _of_sequence(cu: str, b: str) -> str:
+    """Return the length of a sequence."""
+    return f"(tl.load({cu} + {b} + 1) - tl.load({cu} + {b}))"
 
 
 def by_output(text: str) -> Program | None:

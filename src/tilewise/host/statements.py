@@ -28,6 +28,9 @@ class Form(NamedTuple):
     """Whether all offsets into captured tensors fit 32 bits."""
     wide: bool = False
     """Whether whole numbers, such as i N + j, may need 64 bits."""
+    end: str = ""
+    """What is captured so that scores are 0 in a tile's rows behind the last, where P is 0 and logits must be finite:
+    "N", "keys" for cu_k, or nothing where they are finite anyway."""
 
 
 class Sum(NamedTuple):

@@ -9,9 +9,10 @@ from ..call.problem import Problem, once
 from ..program.arithmetic import Bounds
 from ..program.program import Builder, decode, literal, operands
 from ..tile import masks, scores
+from ..tile.rows import Packed
 from ..values.tables import TileList
-from .arguments import odd, packed_by
-from .emit import arguments, functions
+from .arguments import lengths, odd, packed_by
+from .emit import arguments, functions, is_finite
 from .statements import Form
 
 DEVICE_MASKS: Any = masks
@@ -37,16 +38,18 @@ def _plain_values(p: Problem, own: Any) -> tuple[Any, Any, None]:
 
 def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any, Any, Any]:
     mask, score, sink = p.values(extra)
-    parts = tuple([_mask_part(p, part, extra) for part in mask if not isinstance(part, TileList)])
-    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own, extra) for n, change in enumerate(score)])
+    where = packed_by(p, extra)
+    parts = tuple([_mask_part(p, part, where) for part in mask if not isinstance(part, TileList)])
+    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own, where) for n, change in enumerate(score)])
     return parts, changes, None if sink is None else sink.contiguous()
 
 
-def _mask_part(p: Problem, mask: Any, extra: tuple[Tensor, ...]) -> masks.Part:
+def _mask_part(p: Problem, mask: Any, where: Packed | None) -> masks.Part:
     if not mask.device:
-        made = functions_of(p, mask)
+        form = form_of(p, mask, where)
+        made = functions(mask.text, form)
         ends = [made.get(name, DEVICE_MASKS.everywhere) for name in ("keys", "queries")]
-        return masks.Part(made["keep"], *ends, captured(p, mask, extra))
+        return masks.Part(made["keep"], *ends, captured(p, mask, form, where))
     keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
     if not mask.interval:
         return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
@@ -54,10 +57,11 @@ def _mask_part(p: Problem, mask: Any, extra: tuple[Tensor, ...]) -> masks.Part:
     return masks.Part(keep, keys, queries, mask.arguments(p))
 
 
-def _score_part(p: Problem, score: Any, unit: float, own: Any, extra: tuple[Tensor, ...]) -> scores.Part:
+def _score_part(p: Problem, score: Any, unit: float, own: Any, where: Packed | None) -> scores.Part:
     if not score.device:
-        made = functions_of(p, score, own)
-        return scores.Part(made["fn"], made["grad"], unit, captured(p, score, extra))
+        form = form_of(p, score, where)
+        made = functions(score.text, form, getattr(own, "saturated", None))
+        return scores.Part(made["fn"], made["grad"], unit, captured(p, score, form, where))
     past = f"{score.device}_past"  # a simpler form for masks that hide later keys
     device = past if p.past and hasattr(own, f"{past}_fn") else score.device
     names = f"{device}_fn", f"{device}_grad"
@@ -65,25 +69,22 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any, extra: tuple[Tens
     return scores.Part(fn, grad, unit, score.arguments(p))
 
 
-def functions_of(p: Problem, value: Any, own: Any = None) -> dict[str, Any]:
-    """Return the device functions of a program; `own` may have forms for a chip (emit.functions)."""
-    return functions(value.text, form_of(p, value), getattr(own, "saturated", None))
-
-
-def captured(p: Problem, value: Any, extra: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """Return what the device functions of a program captured."""
-    rows = form_of(p, value).rows
-    place: Any = () if rows == "last" else (p.N - p.M,) if rows == "first" else packed_by(p, extra)[:2]  # type: ignore[index]
+def captured(p: Problem, value: Any, form: Form, where: Packed | None) -> tuple[Any, ...]:
+    """Return what the device functions of a program captured; `where`: the sequences, if they are packed."""
+    shift: Any = (p.N - p.M,) if where is None else where[:2]
+    end: Any = p.N if where is None else where.cu_k
+    place = (*(shift if form.rows != "last" else ()), *([end] if form.end else []))
     return arguments(value.text, value.tensors, value.numbers, place)
 
 
-def form_of(p: Problem, value: Any) -> Form:
+def form_of(p: Problem, value: Any, where: Packed | None) -> Form:
     """Return what device functions of a program may rely on in a problem."""
-    rows = "last" if value.align == "last" else "first" if p.layout.uniform else "packed"
+    rows = "last" if value.align == "last" else "first" if where is None else "packed"
     greatest = p.B - 1, p.H - 1, max(p.M, p.N) + STICKS_OUT, p.N + STICKS_OUT
     narrow = all([_last(t) < MOST for t in value.tensors])
     past = p.past and rows == "last" and value.what == "score"
-    return Form(rows, past, narrow, exceeds(value.text, *greatest))
+    end = "" if value.what == "mask" or is_finite(value.text) else "N" if where is None else "keys"
+    return Form(rows, past, narrow, exceeds(value.text, *greatest), end)
 
 
 def _last(t: Any) -> int:
@@ -109,11 +110,11 @@ def exceeds(text: str, b: int, h: int, i: int, j: int) -> bool:
     return False
 
 
-def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
+def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, where: Packed | None) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
     shift = scores.Part(
-        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, *map(odd, (p.H, p.M, p.N)))
+        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, where, *map(odd, (p.H, *lengths(p))))
     )
     return (*changes, shift)

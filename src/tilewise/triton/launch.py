@@ -108,7 +108,7 @@ def backward_launches(
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
-    variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
+    variant = Variant(parts, with_lse_shift(p, changes, lse, where), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
@@ -118,7 +118,19 @@ def backward_launches(
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
-    before = p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, constants(p, pl, pl.dq), pl, key
+    before = (
+        p,
+        (*given[:2], scratch.logs),
+        lse,
+        where,
+        variant,
+        pl.unit,
+        stride,
+        pl.dq,
+        constants(p, pl, pl.dq),
+        pl,
+        key,
+    )
     yield from renormalize_launches(*before)
 
     for kernel, row, by_key, count, H, results in (

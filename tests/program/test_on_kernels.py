@@ -1,0 +1,42 @@
+"""Masks and scores that are functions, on the portable kernels in Triton's interpreter, against the CPU back end."""
+
+import pytest
+import torch
+from program.functions import B, H, M, N, examples
+
+import tilewise as tw
+
+pytest.importorskip("triton", reason="Triton is not installed")
+EXAMPLES = examples()
+CU = [torch.tensor([0, *ends], dtype=torch.int32) for ends in ((7, 7 + M), (11, 11 + N))]
+
+
+def operands(packed):
+    draw = torch.Generator().manual_seed(1)
+    rows = (int(CU[0][-1]), int(CU[1][-1])) if packed else (M, N)
+    shapes = [(rows[0], H, 16), (rows[1], 1, 16), (rows[1], 1, 16), (rows[0], H, 16)]
+    return [torch.randn(shape if packed else (B, *shape), generator=draw) for shape in shapes]
+
+
+def results(backend, packed, fixed, **values):
+    """o, lse, and the gradients of q, k and v. `fixed`: the captured tensors, which get no gradient here."""
+    q, k, v, do = operands(packed)
+    x = [t.requires_grad_() for t in (q, k, v)]
+    layout = tw.Varlen(*CU, M, N) if packed else None
+    o, lse = tw.attention(*x, layout=layout, return_lse=True, backend=backend, **values)
+    total = (o * do).sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
+    return o, lse, *torch.autograd.grad(total, x)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_function(name, packed):
+    example = EXAMPLES[name]
+    fixed = [t.detach() for t in example.tensors]
+    made = (tw.Mask if example.what == "mask" else tw.Score).of(example.fn, *fixed)
+    for got, want in zip(
+        results("triton", packed, fixed, **{example.what: made}),
+        results("cpu", packed, fixed, **{example.what: made}),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
