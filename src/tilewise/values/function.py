@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..program import Aligned, Entries, Program, decode, trace
@@ -18,6 +19,52 @@ ALIGNS = "first", "last"
 DECORATE: Any = object()
 """It stands for the function where `of` is a decorator with arguments."""
 V = TypeVar("V", bound="Function")
+
+
+class Ruled(Value):
+    """Masks and scores derive from this class: a program says what they compute, traced from their rule."""
+
+    what: ClassVar[str]
+    """What it is, "mask" or "score"."""
+    rule: ClassVar[Callable[..., Any]]
+    """The value as a function of b, h, i, j and its fields, of a score also of s, in front."""
+    align: Any
+    """What the rule's i counts from, "first" or "last" (see program.Aligned)."""
+
+    @property
+    def rule_takes(self) -> tuple[Any, ...]:
+        """Return what the rule takes after j."""
+        return self._fields
+
+    @property
+    def traced(self) -> Aligned:
+        """Return the program, with the tensors and numbers that it reads."""
+        takes = self.rule_takes
+        program = program_of_rule(type(self), tuple([self.sketch(x) for x in takes]))
+        numbers = tuple([x for x in takes if not isinstance(x, Tensor)])
+        return Aligned(program, self.tensors, numbers, self.align)
+
+    @classmethod
+    def sketch(cls, x: Any) -> Any:
+        """Return what a program may depend on of a field: a number's type, or a tensor's type and sizes, up to 2."""
+        return (x.dtype, tuple([min(size, 2) for size in x.shape])) if isinstance(x, Tensor) else type(x)
+
+    def rows(self, at: Entries) -> Entries:
+        """Return entries with i as the rule counts it."""
+        return at if self.align == "first" else at.from_last()
+
+
+def read(t: Any, *index: Any) -> Any:
+    """Return what rules read of a tensor that broadcasts to these indices."""
+    own = zip(index[len(index) - t.ndim :], t.shape, strict=True)
+    return t[tuple([x if size > 1 else 0 for x, size in own])] if t.ndim else t
+
+
+@lru_cache(1024)
+def program_of_rule(kind: Any, takes: tuple[Any, ...]) -> Program:
+    """Return the program of a class's rule, for fields of which `sketch` says this."""
+    given = [x() if isinstance(x, type) else torch.zeros(x[1], dtype=x[0], device="cpu") for x in takes]
+    return trace(kind.rule, kind.what, given).program
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +85,7 @@ class Function(Value):
     place: str = "a function"
     """What errors call it: its name, file and line."""
     what: ClassVar[str]
-    """What it is, "mask" or "score"."""
+    device = ""  # there are no kernel functions of it yet
     needs = frozenset({"functions"})
 
     @classmethod
@@ -122,16 +169,6 @@ class Function(Value):
                     f"and {t.dtype}; make another value with `of`"
                 )
         return replace(self, given=tensors)
-
-    def at(self, b: int, count: int = 1) -> Any:
-        return self  # the program reads b itself
-
-    def of_heads(self, h: slice) -> Any:
-        return self
-
-    def rows(self, at: Entries) -> Entries:
-        """Return entries with i as the function counts it."""
-        return at if self.align == "first" else at._replace(i=at.aligned)
 
     @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Entries
 from .masks import Full, Mask
-from .value import AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
+from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +26,7 @@ class Causal(Mask):
     def rule(b, h, i, j):
         return j <= i
 
-    @property
-    def hides_later_keys(self) -> bool:
-        return True
-
-    def keys(self, i: Any) -> Ends:
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
         return -OPEN, i + 1
 
 
@@ -64,7 +59,7 @@ class Window(Mask):
                 raise ValueError(f"Window: {name} must be an int >= 0 or None, got {side}; pass None for an open side")
             object.__setattr__(self, name, constant(side))
 
-    def keys(self, i: Any) -> Ends:
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
         lo = -OPEN if self.left is None else i - min(self.left, OPEN)
         return lo, OPEN if self.right is None else i + min(self.right, OPEN) + 1
 
@@ -95,8 +90,8 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         _check_lengths(self, self.lengths)
 
-    def keys(self, i: Any) -> Ends:
-        return -OPEN, torch.maximum(per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return -OPEN, torch.maximum(per_batch(self.lengths[b]), torch.as_tensor(i + 1, device=self.lengths.device))
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
@@ -117,8 +112,8 @@ class PrefixAt(At, Prefix):
     offset: int
     device = "prefix_at"
 
-    def keys(self, i: Any) -> Ends:
-        return super().keys(i + self.offset)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return super().keys(i + self.offset, b)
 
 
 class Padding(Mask):
@@ -195,8 +190,8 @@ class PaddingLengths(Padding):
     def public_name(cls) -> str:
         return "Padding"
 
-    def keys(self, i: Any) -> Ends:
-        return -OPEN, per_batch(self.lengths)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return -OPEN, per_batch(self.lengths[b])
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), (_from(self.lengths, place.column, N),))
@@ -226,8 +221,8 @@ class PaddingRange(Padding):
     def public_name(cls) -> str:
         return "Padding"
 
-    def keys(self, i: Any) -> Ends:
-        return per_batch(self.starts), per_batch(self.lengths)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return per_batch(self.starts[b]), per_batch(self.lengths[b])
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
@@ -268,9 +263,6 @@ class PaddingKeys(Padding):
                 "give each batch entry a row of keys"
             )
 
-    def keep(self, at: Entries) -> Tensor:
-        return self.real[:, None, None, :][..., at.j[0]]
-
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.real, *self.real.stride(), problem.N)
 
@@ -305,9 +297,9 @@ class Spans(Mask):
                     f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
                 )
 
-    def ends(self, i: Any, shift: int) -> Ends:
+    def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
         rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
-        return self.lo[:, None, rows, None], self.hi[:, None, rows, None]  # (B, 1, rows, 1)
+        return self.lo[b, None, rows, None], self.hi[b, None, rows, None]  # (B, 1, rows, 1)
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N

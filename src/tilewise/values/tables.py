@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Entries
+from .function import read
 from .masks import Mask
 from .value import AS_WIDE, INTEGER_TYPES, check_type
 
@@ -42,10 +42,6 @@ class Documents(Mask):
                     "give each batch entry a row of ids"
                 )
 
-    def keep(self, at: Entries) -> Tensor:
-        rows, columns = self.q_ids[:, at.i[:, 0]], self.k_ids[:, at.j[0]]
-        return (rows[:, :, None] == columns[:, None, :])[:, None]
-
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), problem.M, problem.N)
 
@@ -69,8 +65,7 @@ class Dense(Mask):
 
     @staticmethod
     def rule(b, h, i, j, seen):
-        index = zip((b, h, i, j)[4 - seen.ndim :], seen.shape, strict=True)
-        return seen[tuple([x if size > 1 else 0 for x, size in index])] if seen.ndim else seen
+        return read(seen, b, h, i, j)
 
     def __post_init__(self) -> None:
         check_type("Dense: seen", self.seen, (torch.bool,), "bool")
@@ -78,9 +73,6 @@ class Dense(Mask):
             raise ValueError(
                 f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions; reshape it to 4 or fewer"
             )
-
-    def keep(self, at: Entries) -> Tensor:
-        return tile_of(self.seen, at.i[:, 0], at.j[0])
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
@@ -102,10 +94,15 @@ class TileList(Mask):
     M: int
     N: int
     device = ""  # the loops over tiles read it, not a function of the mask
+    rule_takes = ()
     captures = ("tiles",)
     shapes = ("BHTL",)
     broadcasts = True
     varlen = False
+
+    @staticmethod
+    def rule(b, h, i, j):
+        return True
 
     @classmethod
     def public_name(cls) -> str:
@@ -117,11 +114,3 @@ class TileList(Mask):
         of_rows, of_columns = -(-M // B_r), -(-N // B_c)
         count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
         return [(problem.B, problem.H, count, across + 2)]
-
-
-def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the given rows and columns of a tensor that broadcasts to (B, H, M, N)."""
-    tensor = tensor[(None,) * (4 - tensor.ndim)]
-    rows = rows if tensor.shape[2] > 1 else torch.zeros_like(rows[:1])
-    columns = columns if tensor.shape[3] > 1 else torch.zeros_like(columns[:1])
-    return tensor[:, :, rows[:, None], columns[None, :]]

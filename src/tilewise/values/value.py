@@ -15,6 +15,7 @@ from torch import Tensor
 OPEN = 1 << 30
 """It means "no bound" at either end of an interval; check.py refuses sequences as long as this."""
 
+ALL = slice(None)
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -251,21 +252,6 @@ class Value(Frozen):
         """Return the value with its tensors on a device; itself if it has none."""
         return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
-    def at(self, b: int, count: int = 1) -> Any:
-        """Return the value for `count` batch entries from b on; its tensors keep their batch dimension."""
-        if not self.captures:
-            return self
-        pairs = zip(self.tensors, self.shapes, strict=True)
-        entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
-        return self.rebuild(self.plain[1:], tuple(entries))
-
-    def of_heads(self, h: slice) -> Any:
-        """Return the value for some heads only."""
-        if not any(["H" in shape for shape in self.shapes]):
-            return self
-        cut = [_of_heads(t, shape, h) for t, shape in zip(self.tensors, self.shapes, strict=True)]
-        return self.rebuild(self.plain[1:], tuple(cut))
-
     def placed(self, place: Any, M: int, N: int) -> Any:
         """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
 
@@ -293,20 +279,20 @@ class At(Value):
 
     offset: int
 
+    @property
+    def rule_takes(self) -> tuple[Any, ...]:
+        return self._fields[:-1]
+
+    def rows(self, at: Any) -> Any:
+        """Return entries with i as the rule counts it."""
+        return super().rows(at._replace(shift=at.shift + self.offset))  # type: ignore[misc]
+
     @classmethod
     def public_name(cls) -> str:
         return cls.__bases__[-1].__name__
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (*super().arguments(problem), self.offset)
-
-
-def _of_heads(t: Tensor, shape: str, h: slice) -> Tensor:
-    """Return some heads of a tensor that may lack that dimension of its whole shape, or broadcast it."""
-    after = shape[::-1].find("H")  # dimensions after the heads
-    if not 0 <= after < t.ndim or t.shape[-1 - after] == 1:
-        return t
-    return t[(..., h, *[slice(None)] * after)]
 
 
 def per_batch(lengths: Tensor) -> Tensor:
