@@ -171,27 +171,43 @@ class Function(Value):
         return replace(self, given=tensors)
 
     @property
+    def indexed_by(self) -> list[list[set[str]]]:
+        """Return of every captured tensor which of b, h and j index each dimension: "B", "H" and "N"."""
+        program, letters = self.program, {"b": "B", "h": "H", "j": "N"}
+        found: list[list[set[str]]] = [[] for _ in self.given]
+        for node in [program.nodes[n] for n in program.loads]:
+            index = operands(node)
+            found[node[1]] = found[node[1]] or [set() for _ in index]
+            for x, own in zip(index, found[node[1]], strict=True):
+                name, *rest = program.nodes[x]
+                own.update(letters.get(rest[0], "") if name == "in" else "")
+        return found
+
+    @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return "B" and "H" for the dimensions of captured tensors that b and h index, "?" for others."""
-        program, found = self.program, ["" for _ in self.given]
-        letters = {("in", "b"): "B", ("in", "h"): "H"}
-        for n in program.loads:
-            t, index = program.nodes[n][1], operands(program.nodes[n])
-            read = [letters.get(program.nodes[x][:2], "?") for x in index]
-            found[t] = "".join([max(c, old) for c, old in zip(read, found[t] or "?" * len(read), strict=True)])
-        return tuple(found)
+        """Return "B" and "H" for the dimensions of captured tensors that b or h indexes, "?" for others."""
+        return tuple(["".join([c if c in ("B", "H") else "?" for c in map("".join, dims)]) for dims in self.indexed_by])
 
     def whole_shapes(self, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:  # type: ignore[override]
-        """Return the least size of each dimension, None for any."""
-        return [tuple([None if c == "?" else getattr(problem, c) for c in shape]) for shape in self.shapes]
+        """Return the least size of each dimension, None for any.
+
+        Those that j indexes are compared with a cache's capacity: its sequences may become as long.
+        """
+        sizes = {c: getattr(problem, c) for c in "BH"}
+        if "cache" in problem.layout.needs:
+            sizes["N"] = problem.N
+        least = [[[sizes[c] for c in dim if c in sizes] for dim in dims] for dims in self.indexed_by]
+        return [tuple([max(dim, default=None) for dim in dims]) for dims in least]  # type: ignore[type-var]
 
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
 
     def allowed(self, n: int, whole: tuple[Any, ...]) -> str:  # type: ignore[override]
+        letters = self.indexed_by[n]
         least = [
-            f"{size} in dimension {dim}, which {c.lower()} indexes"
-            for dim, (c, size) in enumerate(zip(self.shapes[n], whole, strict=True))
+            f"{size} in dimension {dim}, which {' and '.join({'B': 'b', 'H': 'h', 'N': 'j'}[c] for c in sorted(own))} "
+            f"index{'es' * (len(own) == 1)}"
+            for dim, (own, size) in enumerate(zip(letters, whole, strict=True))
             if size is not None
         ]
         return f"have a size of at least {' and '.join(least)}"

@@ -101,7 +101,7 @@ class Prefix(Mask):
         lengths = (_from(self.lengths, place.column, N),)
         return PrefixAt.rebuild((offset,), lengths) if offset else Prefix.rebuild((), lengths)
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
 
 
@@ -199,7 +199,7 @@ class PaddingLengths(Padding):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
 
 
@@ -230,7 +230,7 @@ class PaddingRange(Padding):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lengths.contiguous(), self.starts.contiguous()
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
         _check_range(self, self.starts, N, "starts")
 
@@ -304,9 +304,10 @@ class Spans(Mask):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         for name, tensor in zip(self.captures, self.tensors, strict=True):
-            if bool((tensor.diff(dim=1) < 0).any()):
+            own = torch.arange(1, max(1, tensor.shape[1]), device=tensor.device) < torch.as_tensor(M)[..., None]
+            if bool(((tensor.diff(dim=1) < 0) & own).any()):
                 raise ValueError(
                     f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
                     "use Dense for a mask that is no such interval"

@@ -88,6 +88,9 @@ class SoftCap(Score):
     def rule(s, b, h, i, j, cap):
         return cap * torch.tanh(s / cap)
 
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
+        return dS * (1.0 - torch.tanh(S / self.cap) ** 2)  # a program's dS * cap would overflow before it is divided
+
     def __post_init__(self) -> None:
         if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
             raise TypeError(f"SoftCap: cap must be a number > 0, got {self.cap!r}; convert it with float(...)")
@@ -104,7 +107,8 @@ class SoftCap(Score):
 class Alibi(Score):
     """Subtract a linear penalty on distance: S - slope * abs(i + N - M - j) (Press et al. 2021).
 
-    slopes: (H,) or (B, H), any floating type, without gradient. Raises TypeError or ValueError for anything else.
+    slopes: (H,) or (B, H), any floating type; differentiable on the CPU. Raises TypeError or ValueError for anything
+    else.
     """
 
     slopes: Tensor
@@ -112,6 +116,8 @@ class Alibi(Score):
     captures = ("slopes",)
     shapes = ("BH",)
     unbatched = True
+    learns = True
+    to_learn = frozenset({"gradients of slopes"})
     align = "last"
 
     @staticmethod

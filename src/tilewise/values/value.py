@@ -166,13 +166,15 @@ class Value(Frozen):
     needs: ClassVar[frozenset[str]] = frozenset()
     """What a back end must be able to compute, by the names of `call.backend.NEEDS`."""
     learns: ClassVar[bool] = False
-    """Whether captured tensors get gradients. If those of a score do not, one that requires a gradient is refused."""
+    """Whether captured tensors get gradients."""
+    to_learn: ClassVar[frozenset[str]] = frozenset()
+    """What a back end must be able to compute for these gradients, by the names of `call.backend.NEEDS`."""
     unbounded: ClassVar[bool] = False
     """Whether logits may be of any size after it, as after a bias."""
     reads_batch: ClassVar[bool] = False
     """Whether it reads numbers of batch entries other than by tensors with a batch dimension."""
     varlen: ClassVar[bool] = True
-    """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
+    """Whether it has no tables of rows and keys: such a table is of the longest packed sequence, and of no cache."""
     not_cached: ClassVar[str] = "it is for one number of queries and of keys, and a cache's sequences differ in theirs"
     """Why the value does not go with keys in a cache, if it does not."""
 
@@ -266,10 +268,10 @@ class Value(Frozen):
         """
         return self.plain[1:]
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         """Raise ValueError if the captured tensors hold wrong numbers. This synchronises with a GPU.
 
-        N: the number of keys, or a tensor of one number per batch entry.
+        M, N: the numbers of queries and keys, or tensors of one number per batch entry.
         """
 
 
