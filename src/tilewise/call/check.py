@@ -80,7 +80,7 @@ def check_arguments(
         q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
-    parts = mask.parts + mask.lists
+    parts = tuple([part.prepared(lies, q, k) for part in mask.parts]) + mask.tile_lists
     check_values(parts + changes)
     products.check_origin(origin)
     if origin.plain:

@@ -85,7 +85,6 @@ class Function(Value):
     place: str = "a function"
     """What errors call it: its name, file and line."""
     what: ClassVar[str]
-    device = ""  # there are no kernel functions of it yet
     needs = frozenset({"functions"})
 
     @classmethod

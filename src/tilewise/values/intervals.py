@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Full, Mask
+from .function import read
+from .masks import ByHead, Full, Mask
 from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
 
@@ -269,11 +270,12 @@ class PaddingKeys(Padding):
 
 @dataclass(frozen=True, eq=False)
 class Spans(Mask):
-    """Show row r of batch entry b the keys lo[b, r] <= j < hi[b, r]: an interval for each row, none where hi <= lo.
+    """Show each row an interval of keys, lo <= j < hi, or several; none where hi <= lo.
 
-    lo and hi: (B, M), int32 or int64, of which neither decreases along a row. Sorted documents, blocks of frames and
-    parts of longer sequences are such intervals, and need no lists of tiles. Raises TypeError or ValueError for other
-    types or shapes.
+    lo and hi: (B, M), int32 or int64, of which neither decreases along a row: row r of batch entry b sees the keys
+    lo[b, r] <= j < hi[b, r]. Sorted documents, blocks of frames and parts of longer sequences are such intervals, and
+    need no lists of tiles. Or (B or 1, H or 1, M, K), in any order: row r of head h sees what is in one of the K
+    intervals from lo[b, h, r, k] to hi[b, h, r, k]. Raises TypeError or ValueError for other types or shapes.
     """
 
     lo: Tensor
@@ -288,13 +290,17 @@ class Spans(Mask):
     def rule(b, h, i, j, lo, hi):
         return (lo[b, i] <= j) & (j < hi[b, i])
 
+    def __new__(cls, lo: Any = None, hi: Any = None) -> "Spans":
+        return object.__new__(SpansByHead if cls is Spans and getattr(lo, "ndim", 2) == 4 else cls)
+
     def __post_init__(self) -> None:
         for name in self.captures:
             tensor = getattr(self, name)
             check_type(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
-            if tensor.ndim != 2:
+            if tensor.ndim != len(self.shapes[0]):
                 raise ValueError(
-                    f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
+                    f"Spans: {name} must have shape (B, M) or (B, H, M, K), as lo has, got {tuple(tensor.shape)}; give "
+                    "each row one number, or each row of a head K"
                 )
 
     def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
@@ -312,6 +318,46 @@ class Spans(Mask):
                     f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
                     "use Dense for a mask that is no such interval"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class SpansByHead(ByHead, Spans):
+    """Show the rows of each head what is in one of K intervals: Spans of (B, H, M, K)."""
+
+    lo: Tensor
+    hi: Tensor
+    shapes = ("BHMK", "BHMK")
+
+    @staticmethod
+    def rule(b, h, i, j, lo, hi):
+        seen: Any = False
+        for n in range(lo.shape[-1]):
+            seen = seen | ((read(lo, b, h, i, n) <= j) & (j < read(hi, b, h, i, n)))
+        return seen
+
+    @classmethod
+    def sketch(cls, x: Any) -> Any:
+        dtype, sizes = super().sketch(x)
+        return dtype, (*sizes[:-1], x.shape[-1])
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Spans"
+
+    @classmethod
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        return [(problem.B, problem.H, problem.M, None)] * 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lo.shape[-1] != self.hi.shape[-1]:
+            raise ValueError(
+                f"Spans: lo and hi must have as many intervals, got {tuple(self.lo.shape)} and "
+                f"{tuple(self.hi.shape)}; fill up with lo = hi = 0, which is none"
+            )
+
+    def check_contents(self, M: Any, N: Any) -> None:
+        """Take all numbers."""
 
 
 def _from(ends: Tensor, column: int, N: int) -> Tensor:

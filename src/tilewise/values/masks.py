@@ -17,7 +17,7 @@ from torch import Tensor
 from ..program import Aligned, Entries, join, keep
 from ..program.bounds import hides_later_keys
 from .function import DECORATE, MADE, Function, Ruled, as_value
-from .value import ALL, OPEN, Ends
+from .value import ALL, OPEN, Ends, Unsupported
 
 
 class Mask(Ruled):
@@ -29,7 +29,7 @@ class Mask(Ruled):
 
     what = "mask"
     align = "last"
-    lists: tuple[Any, ...] = ()
+    tile_lists: tuple[Any, ...] = ()
     """TileLists of its tiles, which `tilewise.listed` has made."""
     held: Any = None
     """Its numbers on the host, where `tilewise.parallel.fixed` has read them."""
@@ -89,6 +89,14 @@ class Mask(Ruled):
     def __invert__(self) -> "Mask":
         return _joined("not", self)
 
+    def prepared(self, layout: Any, q: Tensor, k: Tensor) -> "Mask":
+        """Return the mask as a call computes it, where that depends on the call's sizes."""
+        return self
+
+    def of_sizes(self, M: int, N: int) -> "Mask":
+        """Return the same for M rows and N keys."""
+        return self
+
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         """Return the first key that row i of batch entries b sees and the one after its last, before clamping to
         [0, N). Only interval masks have it.
@@ -114,7 +122,7 @@ class Mask(Ruled):
         at = Entries.of(B, H, M, N, device)
         seen = torch.ones(M, N, dtype=torch.bool, device=device)
         for part in self.parts:
-            seen = seen & part.keep(at)
+            seen = seen & part.of_sizes(M, N).keep(at)
         return seen
 
     def _size(self, letter: str) -> int:
@@ -128,6 +136,7 @@ class Mask(Ruled):
 class MaskOf(Function, Mask):
     """A mask that is a function, made by `Mask.of`, `|` and `~`."""
 
+    device = ""  # there are no kernel functions of it yet
     interval = False
 
     @property
@@ -137,6 +146,35 @@ class MaskOf(Function, Mask):
 
 
 MADE[MaskOf.__name__] = MaskOf
+
+
+class ByHead(Mask):
+    """A mask of tensors (B or 1, H or 1, ...), which runs where functions run."""
+
+    interval = False
+    varlen = False
+    needs = frozenset({"functions"})
+    align = "first"
+    not_cached = "its rows count from the first, which a cache does not know"
+
+    @classmethod
+    def fits(cls, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:
+        batch, heads, *others = whole
+        return (
+            len(shape) == len(whole)
+            and shape[0] in (1, batch)
+            and shape[1] in (1, heads)
+            and all([size is None or size == own for size, own in zip(others, shape[2:], strict=True)])
+        )
+
+    @classmethod
+    def allowed(cls, n: int, whole: tuple[Any, ...]) -> str:
+        batch, heads, *others = ["any" if size is None else size for size in whole]
+        return f"have shape ({batch} or 1, {heads} or 1, {', '.join(map(str, others))})"
+
+    @classmethod
+    def refuse_parts(cls, what: str) -> None:
+        raise Unsupported(f"{cls.public_name()}: {what} does not go with masks by head so far; use Dense")
 
 
 class Several(Mask):
@@ -157,11 +195,11 @@ class Several(Mask):
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        return tuple([said for part in (*self.parts, *self.lists) for said in part.key])
+        return tuple([said for part in (*self.parts, *self.tile_lists) for said in part.key])
 
     @cached_property
     def captured(self) -> tuple[Tensor, ...]:
-        return tuple([t for part in (*self.parts, *self.lists) for t in part.captured])
+        return tuple([t for part in (*self.parts, *self.tile_lists) for t in part.captured])
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +231,10 @@ class Listed(Several):
 
     mask: Mask
     lists: tuple[Any, ...]
+
+    @property
+    def tile_lists(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.lists
 
     @property
     def parts(self) -> tuple[Mask, ...]:

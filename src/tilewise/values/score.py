@@ -67,6 +67,7 @@ class Score(Ruled):
 class ScoreOf(Function, Score):
     """A score that is a function, made by `Score.of`."""
 
+    device = ""
     learns = True
     unbounded = True
 
