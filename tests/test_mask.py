@@ -148,7 +148,10 @@ def test_a_mask_is_its_numbers_and_its_tensors(name):
 def test_a_tile_of_a_mask_is_read_by_views(name):
     mask = MASKS[name]()
     whole = mask.dense(6, 9).expand(2, 3, 6, 9)
-    for at in ((slice(1, 2), slice(0, 3), slice(2, 6), slice(3, 9)), (slice(0, 2), slice(1, 2), slice(0, 6), slice(2, 3))):
+    for at in (
+        (slice(1, 2), slice(0, 3), slice(2, 6), slice(3, 9)),
+        (slice(0, 2), slice(1, 2), slice(0, 6), slice(2, 3)),
+    ):
         seen = mask.keep(Entries.at(at, 3))
         assert torch.equal(seen.expand(whole[at].shape), whole[at])
 

@@ -175,7 +175,16 @@ def test_padding_is_a_class_of_two_kinds():
 
 
 def test_every_kind_is_found_by_its_name():
-    others = tw.Full, tw.Blocks, Listed, type(tw.Causal() & tw.Causal()), tw.Varlen, tw.Cached, tw.Quantized, tw.EightBits
+    others = (
+        tw.Full,
+        tw.Blocks,
+        Listed,
+        type(tw.Causal() & tw.Causal()),
+        tw.Varlen,
+        tw.Cached,
+        tw.Quantized,
+        tw.EightBits,
+    )
     shown = {type(value) for value in values().values()} - {*others}
     assert set(KINDS.values()) == shown
     assert all(name == kind.__name__ for name, kind in KINDS.items())

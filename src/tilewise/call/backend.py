@@ -90,7 +90,7 @@ NEEDS = {
     "8-bit keys": "it reads caches in q's type",
     "few queries": "it does not leave out a pack's sequences of many queries",
     "functions": "masks and scores that are functions run on the CPU so far; move the tensors with .cpu()",
-    "tables": "in packed sequences, Documents, Dense, Padding (bool), Spans and Bias run on the CPU so far; pad the batch",
+    "tables": "Documents, Dense, Padding (bool), Spans and Bias run packed on the CPU alone so far; pad the batch",
     "gradients of slopes": "it gives Alibi's slopes no gradients so far; detach them, or move the tensors with .cpu()",
     torch.int8: "it multiplies no int8",
     torch.float8_e4m3fn: "it multiplies no e4m3",

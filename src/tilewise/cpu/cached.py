@@ -87,7 +87,9 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             )
             where = slice(rows.start + i, rows.start + i + count)
             queries = heads_first(q[None, where], compute_type(p))
-            yield Sequence(slice(b, b + 1), queries, keys, values, masks, scores, where, slice(0, last), heads, shift, width)
+            yield Sequence(
+                slice(b, b + 1), queries, keys, values, masks, scores, where, slice(0, last), heads, shift, width
+            )
 
 
 def fused(p: Problem, x: Operands) -> Saved:

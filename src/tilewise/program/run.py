@@ -155,15 +155,14 @@ def pull(
     derived = derivative(program.text, learned, indices=True)
     dS_in, *rest = run(derived, at._asdict() | {"s": S, "g": dS}, tensors, numbers, S.dtype)
     values, indices = rest[: len(loads)], iter(rest[len(loads) :])
-    for n, value in zip(loads, values, strict=True):
+    for n, found in zip(loads, values, strict=True):
         index = tuple([next(indices) for _ in operands(program.nodes[n])])
-        total, value = sums[program.nodes[n][1]], _of_seen(value.expand(S.shape), at)
+        total, value = sums[program.nodes[n][1]], _of_seen(found.expand(S.shape), at)
         own = view(letters_of(program, program.nodes[n]), total, at.ranges)
         if own is None:
             _add(total, index, value)
         else:
-            part = total[own]
-            part += value.sum_to_size(part.shape)
+            total[own].add_(value.sum_to_size(total[own].shape))
     return _of_seen(dS_in.expand(S.shape), at)
 
 

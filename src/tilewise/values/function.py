@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..program import Aligned, Entries, Program, decode, trace
 from ..program.functions import kind_of_type
@@ -57,7 +58,7 @@ class Ruled(Value):
 def read(t: Any, *index: Any) -> Any:
     """Return what rules read of a tensor that broadcasts to these indices."""
     own = zip(index[len(index) - t.ndim :], t.shape, strict=True)
-    return t[tuple([x if size > 1 else 0 for x, size in own])] if t.ndim else t
+    return t[tuple([x if size != 1 else 0 for x, size in own])] if t.ndim else t
 
 
 @lru_cache(1024)
@@ -100,9 +101,7 @@ class Function(Value):
     @classmethod
     def from_program(cls: type[V], found: Aligned, where: str) -> V:
         """Return the value of a program with its tensors and numbers. Errors call it `where`."""
-        value = cls(found.program.text, found.align, found.tensors, found.numbers, where)
-        object.__setattr__(of_name(value.name), "place", where)  # a Problem has no other name for it
-        return value
+        return cls(found.program.text, found.align, found.tensors, found.numbers, where)
 
     @property
     def program(self) -> Program:
@@ -116,8 +115,9 @@ class Function(Value):
 
     @property
     def name(self) -> str:
-        """Return the name in recipes."""
-        return f"{type(self).__name__} {self.align} {len(self.given)} {self.text}"
+        """Return the name in recipes; outside of graphs, it knows what errors call the function."""
+        name = f"{type(self).__name__} {self.align} {len(self.given)} {self.text}"
+        return name if is_compiling() else Name(name, self.place)
 
     @property
     def _fields(self) -> tuple[Any, ...]:
@@ -238,13 +238,28 @@ def program_of(fn: Callable[..., Any], what: str, captured: Sequence[Any], align
     return Aligned(*trace(fn, what, captured), align)
 
 
+class Name(str):
+    """The name of a function in recipes, with what errors call that function. Functions of one text have equal names."""
+
+    place: str
+
+    def __new__(cls, name: str, place: str = "a function") -> "Name":
+        found = super().__new__(cls, name)
+        found.place = place
+        return found
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.place
+
+
 class Kinds(dict[str, Any]):
     """Every class of mask or score by its name; for the name of a function, an instance without tensors."""
 
     def __missing__(self, name: str) -> Any:
         if " " not in name:
             raise KeyError(name)
-        return of_name(name)
+        found = of_name(name)
+        return replace(found, place=name.place) if isinstance(name, Name) else found
 
 
 MADE: dict[str, type[Function]] = {}

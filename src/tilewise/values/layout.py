@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from .value import Option, Unsupported, check_offsets, check_strided, integer
+from .value import Option, check_offsets, check_strided, integer
 
 
 class Sizes(NamedTuple):

@@ -1,9 +1,8 @@
 """Attention masks: which keys each query sees. Combine them with `&`, `|` and `~`.
 
-A mask has a PyTorch form and a kernel form. `keep` is the PyTorch form, for the reference and the CPU. `device` names
-the kernel functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments`
-returns their arguments. Row indices i are shifted by N - M, so that the last query is aligned with the last key.
-`rule` says the same as a plain function, from which `|` and `~` make programs.
+A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU. `align`
+says what i counts from: in most masks, the last row's i is the last key's j. `device` names the kernel functions in
+tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments` returns their arguments.
 """
 
 from collections.abc import Callable
