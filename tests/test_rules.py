@@ -202,7 +202,7 @@ def test_rows_behind_a_sequence_may_hold_any_spans():
 def test_tables_in_packed_sequences_are_refused_elsewhere():
     pytest.importorskip("triton")
     x, _ = operands(PACKED)
-    with pytest.raises(tw.Unsupported, match="triton: Documents, Dense, .*run packed on the CPU"):
+    with pytest.raises(tw.Unsupported, match=r"triton: Documents, Dense, .*run packed on the CPU"):
         ours([t.float() for t in x], PACKED, mask=tw.Dense(torch.ones(M, N).bool()), backend="triton")
 
 

@@ -97,11 +97,8 @@ def _of_sequences(call: Call, results: Callable[[Call], Results]) -> Results:
     joined = {n: torch.cat([*(part[n] for part in parts), t], -1 if n == "lse" else 0) for n, t in behind.items()}
     if call.sink is None:
         return joined | sums
-    return (
-        joined
-        | sums
-        | {"dsink": sum((part["dsink"] for part in parts), torch.zeros_like(call.sink, dtype=torch.float64))}
-    )
+    nothing = torch.zeros_like(call.sink, dtype=torch.float64)
+    return joined | sums | {"dsink": sum((part["dsink"] for part in parts), nothing)}
 
 
 def written_out(case: Case, call: Call, order: int = 0) -> list[Results]:
