@@ -178,12 +178,14 @@ def letters_of(program: Program, node: Node) -> tuple[Any, ...] | None:
     They are in order; some may be left out.
     """
     found: list[Any] = []
+    last = -1
     for x in operands(node):
         name, index = program.nodes[x][:2]
-        place = PLACES.get(index) if name == "in" else (index,) if name == "lit" else None
-        if place is None or (name == "in" and any([type(old) is int and old >= place for old in found])):
+        place = PLACES.get(index, -1) if name == "in" else -1
+        if name != "lit" and place <= last:
             return None
-        found.append(place)
+        last = max(last, place)
+        found.append((index,) if name == "lit" else place)
     return tuple(found)
 
 

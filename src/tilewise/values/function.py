@@ -239,7 +239,7 @@ def program_of(fn: Callable[..., Any], what: str, captured: Sequence[Any], align
 
 
 class Name(str):
-    """The name of a function in recipes, with what errors call that function. Functions of one text have equal names."""
+    """The name of a function in recipes, with what errors call it. Functions of one text have equal names."""
 
     place: str
 

@@ -1,8 +1,9 @@
 """Attention masks: which keys each query sees. Combine them with `&`, `|` and `~`.
 
-A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU. `align`
-says what i counts from: in most masks, the last row's i is the last key's j. `device` names the kernel functions in
-tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments` returns their arguments.
+A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU.
+`align` says what i counts from: in most masks, the last row's i is the last key's j. `device` names the kernel
+functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments` returns their
+arguments.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
-A score is its `rule`, a plain function of the logit s and its indices. `apply` maps input logits S to output logits, and
-`pull` maps the gradient of the output back to the input, and adds to those of captured tensors; both follow from the
-rule. `device` names the kernels' pair in tile/scores.py, and `arguments` returns its arguments.
+A score is its `rule`, a plain function of the logit s and its indices. `apply` maps input logits S to output logits,
+and `pull` maps the gradient of the output back to the input, and adds to those of captured tensors. `device` names the
+kernels' pair in tile/scores.py, and `arguments` returns its arguments.
 """
 
 from collections.abc import Callable, Sequence

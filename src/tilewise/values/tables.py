@@ -185,14 +185,13 @@ class TileList(Mask):
     M: int
     N: int
     device = ""  # the loops over tiles read it, not a function of the mask
-    rule_takes = ()
     captures = ("tiles",)
     shapes = ("BHTL",)
     broadcasts = True
     varlen = False
 
     @staticmethod
-    def rule(b, h, i, j):
+    def rule(b, h, i, j, tiles, by_key, *sizes):
         return True
 
     @classmethod
