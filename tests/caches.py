@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from conformance.rule import of_sequence
 from torch import Tensor
 
 import tilewise as tw
@@ -193,9 +194,9 @@ def truth(call: Call) -> tuple[Tensor, Tensor]:
     for b in range(len(ends) - 1):
         rows = slice(ends[b], ends[b + 1])
         if rows.start < rows.stop:
-            parts = intersect(tuple(part.at(b) for part in mask.parts))
+            parts = intersect(tuple(of_sequence(part, b) for part in mask.parts))
             k, v = (reference.gather(t, b, layout).double().nan_to_num(0.0) for t in (call.k, call.v))
-            changes = tuple(change.at(b) for change in score)
+            changes = tuple(of_sequence(change, b) for change in score)
             got = reference.attention(flat[None, rows], k, v, mask=parts, score=changes, scale=call.options["scale"],
                                       sink=None if sink is None else sink.double())  # fmt: skip
             o[rows], lse[:, rows] = got[0][0], got[1][0]

@@ -207,10 +207,33 @@ WRONG = {
         ["Documents", "q_ids", "(2, 6)", "(2, 5)"],
     ),
     "Alibi of other heads": (call(score=tw.Alibi(torch.ones(2))), ValueError, ["Alibi", "(2,)", "(4,)", "(2, 4)"]),
-    "Alibi with a gradient": (
-        call(score=tw.Alibi(torch.ones(4, requires_grad=True))),
+    "Blocks of other heads": (
+        call(mask=tw.Blocks(torch.zeros(1, 3, 1, 2).long(), 16)),
         ValueError,
-        ["Alibi", "slopes", "gradient", "Bias"],
+        ["Blocks", "lists", "(1, 3, 1, 2)", "4"],
+    ),
+    "Blocks of other rows": (
+        call(mask=tw.Blocks(torch.zeros(1, 1, 2, 2).long(), 16)),
+        ValueError,
+        ["Blocks", "1 blocks of 16 rows"],
+    ),
+    "Blocks of no size": (lambda: tw.Blocks(torch.zeros(1, 1, 2, 2).long(), (16, 0)), ValueError, ["size", "(16, 0)"]),
+    "Blocks of floats": (lambda: tw.Blocks(torch.zeros(1, 1, 2, 2), 16), TypeError, ["lists", "float32", "int32"]),
+    "not Blocks": (lambda: ~tw.Blocks(torch.zeros(1, 1, 2, 2).long(), 16), tw.Unsupported, ["`~`", "list other"]),
+    "Spans of other rows": (
+        call(mask=tw.Spans(*[torch.zeros(2, 4, 6, 3).long()] * 2)),
+        ValueError,
+        ["Spans: lo", "(2, 4, 6, 3)", "5"],
+    ),
+    "Spans of two shapes": (
+        lambda: tw.Spans(torch.zeros(2, 4, 5, 3).long(), torch.zeros(2, 4, 5, 2).long()),
+        ValueError,
+        ["lo and hi"],
+    ),
+    "Spans of two ranks": (
+        lambda: tw.Spans(torch.zeros(2, 4, 5, 3).long(), torch.zeros(2, 5).long()),
+        ValueError,
+        ["hi", "(2, 5)"],
     ),
     "unknown precision": (call(precision="fp8"), ValueError, ["precision", "'fp8'", "ieee", "bf16x6", "tf32"]),
     "precision of halves": (

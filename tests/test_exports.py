@@ -7,6 +7,7 @@ import tilewise as tw
 NAMES = [
     "Alibi",
     "Bias",
+    "Blocks",
     "Cached",
     "Calls",
     "Causal",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conformance.rule import of_sequence
 
 import tilewise as tw
 
@@ -43,7 +44,7 @@ def test_each_sequence_is_a_call_of_its_own(mask):
         rows, columns = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         own = tw.Full()
         for part in mask.parts:
-            own = own & part.at(b)
+            own = own & of_sequence(part, b)
         x = (q[rows][None], k[columns][None], v[columns][None])
         alone, alone_lse = tw.attention(*x, mask=own, score=tw.Alibi(slopes), return_lse=True)
         torch.testing.assert_close(o[rows], alone[0])

@@ -168,7 +168,7 @@ def test_a_combination_has_no_lists_and_a_listed_mask_is_listed_anew():
     x, mask = operands(), MASKS["dense"]()
     listed = tw.listed(mask, *x, backend="triton")
     for combined in (listed & tw.Causal(), tw.Causal() & listed):
-        assert combined.lists == ()
+        assert combined.tile_lists == ()
         agree(x, mask & tw.Causal(), combined, backend="triton")
     again = tw.listed(listed, *x, backend="triton")
     assert again.mask is mask

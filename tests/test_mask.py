@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.program import Entries
 from tilewise.values.intervals import PaddingKeys, PaddingLengths, PaddingRange
 from tilewise.values.value import OPEN
 
@@ -144,11 +145,15 @@ def test_a_mask_is_its_numbers_and_its_tensors(name):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_one_batch_entry_of_a_mask(name):
+def test_a_tile_of_a_mask_is_read_by_views(name):
     mask = MASKS[name]()
     whole = mask.dense(6, 9).expand(2, 3, 6, 9)
-    for b in range(2):
-        assert torch.equal(mask.at(b).dense(6, 9).expand(1, 3, 6, 9)[0], whole[b])
+    for at in (
+        (slice(1, 2), slice(0, 3), slice(2, 6), slice(3, 9)),
+        (slice(0, 2), slice(1, 2), slice(0, 6), slice(2, 3)),
+    ):
+        seen = mask.keep(Entries.at(at, 3))
+        assert torch.equal(seen.expand(whole[at].shape), whole[at])
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,17 @@ def test_sums_get_the_derivative_by_the_bias(shape):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_one_batch_entry_of_a_score(name):
+def test_a_tile_of_a_score_is_read_by_views(name):
     score, S = SCORES[name](), logits()
     whole = score.apply(S, AT)
-    for b in range(B):
-        assert torch.equal(score.at(b).apply(S[b : b + 1], AT)[0], whole[b])
+    sums, total = ([torch.zeros_like(t, dtype=S.dtype) for t in score.tensors] for _ in range(2))
+    score.pull(S, S, AT, sums)
+    for j in range(0, N, 2):
+        at = slice(0, B), slice(0, H), slice(0, M), slice(j, j + 2)
+        tile = Entries.at(at, N - M)
+        assert torch.equal(score.apply(S[at], tile), whole[at])
+        score.pull(S[at], S[at], tile, total)
+    torch.testing.assert_close(total, sums)
 
 
 def test_scores_are_applied_left_to_right():

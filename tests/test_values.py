@@ -16,11 +16,11 @@ from tilewise.call.recipe import KINDS
 from tilewise.values.intervals import PaddingKeys, PaddingLengths, PrefixAt
 from tilewise.values.masks import Listed
 from tilewise.values.score import AlibiAt
-from tilewise.values.tables import TileList
+from tilewise.values.tables import BlockTable, TileList
 
 NEW = (
     "padding range", "list", "listed", "prefix at", "alibi at", "spans", "cached", "quantized", "eight bits",
-    "mask of", "or", "not", "score of",
+    "mask of", "or", "not", "score of", "spans by head", "blocks", "block table",
 )  # fmt: skip
 """Values that 0.1.0 did not have."""
 OLD = Path(__file__).parent / "data" / "from_0_1_0"
@@ -30,6 +30,8 @@ TENSORS = {
     "lengths": torch.tensor([4, 0]),
     "starts": torch.tensor([1, 0]),
     "more lengths": torch.tensor([9, 14]),
+    "block lists": torch.tensor([[[[0, -1, 1]], [[1, -1, -1]]]]),
+    "block table": torch.tensor([[[[True, False]], [[True, True]]]]),
     "real": torch.tensor([[True, False, True]]),
     "q_ids": torch.tensor([[0, 1]]),
     "k_ids": torch.tensor([[0, 0, 1]]),
@@ -63,6 +65,9 @@ def values(of=TENSORS):
         "prefix": tw.Prefix(of["prefix"]),
         "prefix at": PrefixAt.rebuild((3,), (of["prefix"],)),
         "spans": tw.Spans(of["q_ids"], of["k_ids"]),
+        "spans by head": tw.Spans(of["block lists"], of["block lists"]),
+        "blocks": tw.Blocks(of["block lists"], (16, 32)),
+        "block table": BlockTable.rebuild((16, 32), (of["block table"],)),
         "padding": tw.Padding(of["lengths"]),
         "padding range": tw.Padding(of["lengths"], starts=of["starts"]),
         "padding bool": tw.Padding(of["real"]),
@@ -170,7 +175,16 @@ def test_padding_is_a_class_of_two_kinds():
 
 
 def test_every_kind_is_found_by_its_name():
-    others = tw.Full, Listed, type(tw.Causal() & tw.Causal()), tw.Varlen, tw.Cached, tw.Quantized, tw.EightBits
+    others = (
+        tw.Full,
+        tw.Blocks,
+        Listed,
+        type(tw.Causal() & tw.Causal()),
+        tw.Varlen,
+        tw.Cached,
+        tw.Quantized,
+        tw.EightBits,
+    )
     shown = {type(value) for value in values().values()} - {*others}
     assert set(KINDS.values()) == shown
     assert all(name == kind.__name__ for name, kind in KINDS.items())

@@ -17,7 +17,7 @@ from .values.origin import Origin
 from .values.products import EightBits
 from .values.quantized import Quantized
 from .values.score import Alibi, Bias, Score, SoftCap
-from .values.tables import Dense, Documents
+from .values.tables import Blocks, Dense, Documents
 from .values.value import Unsupported
 from .warm.warm import Warmed, warm
 
@@ -26,6 +26,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Alibi",
     "Bias",
+    "Blocks",
     "Cached",
     "Calls",
     "Causal",

@@ -266,6 +266,17 @@ def spans(draw: Draw) -> tw.Mask:
     return tw.Spans(lo, hi)
 
 
+def spans_by_head(draw: Draw) -> tw.Mask:
+    """Two intervals for each row of each head, in any order."""
+    lo, sizes = (draw.integers(high, draw.B, draw.case.H, draw.M, 2) for high in (draw.N + 1, 9))
+    return tw.Spans(lo, lo + sizes - 2)
+
+
+def blocks(draw: Draw) -> tw.Mask:
+    """Up to three blocks of 8 keys for every 16 rows, others for each head."""
+    return tw.Blocks(draw.integers(-(-draw.N // 8), 1, draw.case.H, -(-draw.M // 16), 3) - 1, (16, 8))
+
+
 def documents_mixed(draw: Draw) -> tw.Mask:
     return tw.Documents(draw.integers(3, draw.B, draw.M), draw.integers(3, draw.B, draw.N))
 
@@ -352,6 +363,10 @@ def _masks() -> Iterator[Case]:
     )
     yield Case("documents mixed", mask=documents_mixed)
     yield Case("spans", M=70, N=90, mask=spans)
+    yield Case("spans by head", M=70, N=90, mask=spans_by_head)
+    yield Case("spans by head & documents varlen", mask=both(spans_by_head, documents), lengths=PACKED_DIFFERENT)
+    yield Case("blocks, GQA", M=70, N=90, H=4, mask=blocks)
+    yield Case("blocks & causal varlen", mask=both(blocks, causal), lengths=PACKED_DIFFERENT)
     yield Case("spans & causal, dropout", M=70, N=70, mask=both(spans, causal), dropout=0.2)
     for shape in BROADCASTS:
         yield Case(f"dense {shape or 'scalar'}", mask=dense(shape))

@@ -84,12 +84,21 @@ def _of_sequences(call: Call, results: Callable[[Call], Results]) -> Results:
     """The results of a padded call, or of each packed sequence, joined."""
     if call.layout is None:
         return results(call)
-    parts = [{n: t if n == "dsink" else t[b] for n, t in results(c).items()} for b, c in _sequences(call)]
+    biases = {f"dbias{n}": one.bias for n, one in enumerate(call.score) if isinstance(one, tw.Bias)}
+    sums = {name: torch.zeros_like(bias, dtype=torch.float64) for name, bias in biases.items()}
+    parts = []
+    for b, c in _sequences(call):
+        found = results(c)
+        for name, total in sums.items():
+            own = total[_own(total, "BHMN", b, c.q.shape[1], c.k.shape[1])]
+            own += found[name].sum_to_size(own.shape)
+        parts.append({n: t if n == "dsink" else t[b] for n, t in found.items() if n not in sums})
     behind = {name: t.double() for name, t in _unowned(call).items()}
     joined = {n: torch.cat([*(part[n] for part in parts), t], -1 if n == "lse" else 0) for n, t in behind.items()}
     if call.sink is None:
-        return joined
-    return joined | {"dsink": sum((part["dsink"] for part in parts), torch.zeros_like(call.sink, dtype=torch.float64))}
+        return joined | sums
+    nothing = torch.zeros_like(call.sink, dtype=torch.float64)
+    return joined | sums | {"dsink": sum((part["dsink"] for part in parts), nothing)}
 
 
 def written_out(case: Case, call: Call, order: int = 0) -> list[Results]:
@@ -245,7 +254,7 @@ def _true_results(case: Case, call: Call) -> Results:
     do = torch.zeros_like(o) if call.do is None else call.do.double()
     dlse = None if call.dlse is None else call.dlse.double()
     grads = reference.gradients(q, k, v, do, dlse, **given, seed=seed)
-    of_scores = {f"dbias{index}": grad for index, grad in enumerate(grads.scores) if grad is not None}
+    of_scores = {f"dbias{n}": g for n, g in enumerate(grads.scores) if isinstance(call.score[n], tw.Bias)}
     of_sink = {} if grads.sink is None else {"dsink": grads.sink}
     return {"o": o, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v, **of_scores, **of_sink}
 
@@ -265,7 +274,7 @@ def _attention_written_out(case: Case, call: Call, order: int) -> tuple[Tensor, 
         scale = case.D**-0.5 if case.scale is None else case.scale
         S = (q[..., size] * scale) @ k[..., size].mT if order % 2 else q[..., size] @ k[..., size].mT * scale
         for change in call.score:
-            S = change.apply(S, Entries.of(case.B, case.H, M, N, q.device)._replace(i=i, j=j))
+            S = change.apply(S, Entries.of(q.shape[0], case.H, M, N, q.device)._replace(i=i, j=j))
         S = S.masked_fill(~seen, -torch.inf)
         if call.sink is not None:
             S = torch.cat([S, call.sink.to(S.dtype)[:, None, None].expand(*S.shape[:3], 1)], -1)
@@ -320,8 +329,8 @@ def _sequences(call: Call) -> Iterator[tuple[int, Call]]:
                 q=call.q[rows].expand(b + 1, -1, -1, -1),
                 k=call.k[columns].expand(b + 1, -1, -1, -1),
                 v=call.v[columns].expand(b + 1, -1, -1, -1),
-                mask=intersect(tuple(_repeated(part, b) for part in call.mask.parts)),
-                score=tuple(_repeated(change, b) for change in call.score),
+                mask=intersect(tuple(_repeated(part, b, rows, columns) for part in call.mask.parts)),
+                score=tuple(_repeated(change, b, rows, columns) for change in call.score),
                 do=do,
                 dlse=dlse,
                 layout=None,
@@ -329,9 +338,26 @@ def _sequences(call: Call) -> Iterator[tuple[int, Call]]:
         )
 
 
-def _repeated(value: Any, b: int) -> Any:
+def of_sequence(value: Any, b: int, m: int | None = None, n: int | None = None) -> Any:
+    """A mask or score of sequence b alone, and of its m rows and n keys."""
+    blocks = -(-m // value.size[0]) if m is not None and isinstance(value, tw.Blocks) else None
+    pairs = zip(value.tensors, value.shapes, strict=True)
+    cut = [t[_own(t, whole, b, m, n, blocks)] for t, whole in pairs]
+    return value.rebuild(value.plain[1:], tuple(cut)) if cut else value
+
+
+def _own(
+    t: Tensor, whole: str, b: int, m: int | None = None, n: int | None = None, blocks: int | None = None
+) -> tuple[slice, ...]:
+    """Where a tensor has what is sequence b's."""
+    sizes = {"B": slice(b, b + 1), "M": slice(m), "N": slice(n), "R": slice(blocks)}
+    every = zip(whole[len(whole) - t.ndim :], t.shape, strict=True)
+    return tuple([slice(None) if size == 1 or c not in sizes else sizes[c] for c, size in every])
+
+
+def _repeated(value: Any, b: int, rows: slice, columns: slice) -> Any:
     """A mask or score of sequence b, for b entries before it, too."""
-    value = value.at(b)
+    value = of_sequence(value, b, rows.stop - rows.start, columns.stop - columns.start)
     pairs = zip(value.tensors, value.shapes, strict=True)
     tensors = [t.expand(b + 1, *t.shape[1:]) if t.ndim == len(whole) else t for t, whole in pairs]
     return value.rebuild(value.plain[1:], tuple(tensors)) if tensors else value

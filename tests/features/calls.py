@@ -301,8 +301,9 @@ def whole_truth(p: Prepared, case: Case, call: Call) -> rule.Results:
     else:
         ends = [torch.nn.functional.pad(cu, (batch, 0)) for cu in (call.layout.cu_q, call.layout.cu_k)]
         layout = tw.Varlen(*ends, call.layout.max_q, call.layout.max_k)
-        mask = intersect(tuple(_with_entries(part, batch) for part in call.mask.parts))
-        scores = tuple(_of_whole(change, (0, H, 0, 0), at, batch, of_q) for change in call.score)
+        mask = intersect(tuple(_with_heads(_with_entries(part, batch), H, of_q) for part in call.mask.parts))
+        sizes = batch + len(case.lengths), H, case.M, case.N
+        scores = tuple(_of_whole(change, sizes, at, batch, of_q) for change in call.score)
         whole = whole._replace(layout=layout, mask=mask, score=scores)
         true = rule.truth(replace(of_whole, lengths=((0, 0),) * batch + case.lengths), whole)
     return _cut(true, call, case, at, (of_q, of_k))
@@ -312,6 +313,15 @@ def _with_entries(part: Any, batch: int) -> Any:
     """A mask with entries in front of the batch."""
     added = [torch.cat([t.new_zeros(batch, *t.shape[1:]), t]) for t in part.tensors]
     return part.rebuild(part.plain[1:], tuple(added)) if added else part
+
+
+def _with_heads(part: Any, H: int, heads: slice) -> Any:
+    """A mask with other heads beside the call's, if it has heads."""
+    if not isinstance(part, tw.Dense):
+        return part
+    seen = part.seen.new_zeros(part.seen.shape[0], H, *part.seen.shape[2:])
+    seen[:, heads] = part.seen
+    return tw.Dense(seen)
 
 
 def _of_whole(change: tw.Score, sizes: Sequence[int], at: Sequence[slice], batch: int, heads: slice) -> tw.Score:

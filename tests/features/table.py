@@ -14,6 +14,7 @@ from conformance.cases import (
     alibi,
     bf16,
     bias,
+    blocks,
     both,
     causal,
     dense,
@@ -27,6 +28,7 @@ from conformance.cases import (
     prefix,
     softcap,
     spans,
+    spans_by_head,
     window,
 )
 
@@ -81,7 +83,8 @@ MASKS: dict[type, dict[str, Callable[[Draw], tw.Mask]]] = {
     tw.Padding: {"padding": padding, "padding on both sides": padding_range, "padding by key": padding_bool},
     tw.Documents: {"documents": documents},
     tw.Dense: {"dense": dense()},
-    tw.Spans: {"spans": spans},
+    tw.Spans: {"spans": spans, "spans by head": spans_by_head},
+    tw.Blocks: {"blocks": blocks},
 }
 """Builders of each class of mask that tilewise exports."""
 SCORES: dict[type, dict[str, Callable[[Draw], tw.Score]]] = {

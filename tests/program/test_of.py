@@ -380,3 +380,19 @@ def test_other_errors():
         tw.attention(*x, score=[tw.SoftCap(2.0), 3])
     with pytest.raises(TypeError, match="must be a function"):
         tw.Mask.of(None)
+
+
+def test_functions_of_one_text_have_their_own_names():
+    t = torch.zeros(1, 1)
+
+    def one(b, h, i, j):
+        return t[b, h] > j
+
+    def two(b, h, i, j):
+        return t[b, h] > j
+
+    x = [t.unflatten(0, (B, -1)) for t in operands(PADDED)[:3]]
+    masks = {"one": tw.Mask.of(one), "two": tw.Mask.of(two)}
+    for name in ("one", "two", "one"):
+        with pytest.raises(ValueError, match=rf"mask {name} \(.*test_of.py:\d+\): captured tensor 1 must have"):
+            tw.attention(*x, mask=masks[name])

@@ -66,7 +66,6 @@ def check_arguments(
     refuse_operands(q=q, k=k, v=v)
     products = products.prepared(q, lies)
     mask, changes = as_mask(mask), as_scores(score)
-    _refuse_learned(changes)
     if scale is not None:
         scale = number_in("scale", scale, "finite, >= 0 and below 2^126", 0.0, 2.0**126)
     drop = Dropout.of(dropout)
@@ -81,7 +80,7 @@ def check_arguments(
         q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
-    parts = mask.parts + mask.lists
+    parts = tuple([part.prepared(lies, q, k) for part in mask.parts]) + mask.tile_lists
     check_values(parts + changes)
     products.check_origin(origin)
     if origin.plain:
@@ -106,18 +105,6 @@ def check_arguments(
         origin=origin.of_heads(q.shape[-2]).plain if drop.probability else (),
     )
     return Operands(q, k, v, extra), recipe, lies.longest()
-
-
-def _refuse_learned(scores: Sequence[Score]) -> None:
-    """Raise ValueError for a captured tensor that requires a gradient and gets none."""
-    for change in scores:
-        fixed = () if change.learns else change.tensors
-        if fixed and any([t.requires_grad for t in fixed]) and torch.is_grad_enabled():
-            name, tensors = change.public_name(), " and ".join(change.captures)
-            raise ValueError(
-                f"{name}: {tensors} must have no gradient, got requires_grad=True; detach it, or write it as a Bias, "
-                "which has one"
-            )
 
 
 def asks_for_determinism() -> bool:
@@ -310,6 +297,6 @@ def check_contents(problem: Problem, x: Operands) -> None:
     """Check the values in cu_seqlens, in lengths and in scales. This synchronises with a GPU."""
     masks, scores, _ = problem.values(x.extra)
     problem.recipe.products_of(x.extra).check_contents()
-    N = problem.recipe.layout_of(x.extra).check_contents(problem, masks)
+    M, N = problem.recipe.layout_of(x.extra).check_contents(problem, masks)
     for value in masks + scores:
-        value.check_contents(N)
+        value.check_contents(M, N)

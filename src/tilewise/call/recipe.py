@@ -26,7 +26,19 @@ KINDS = Kinds({
 })  # fmt: skip
 """Every class of mask or score that a recipe can name: those in values/ that name kernel functions; and functions."""
 
-SAVED = masks.Full, masks.And, masks.Listed, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits, Padded
+SAVED = (
+    masks.Full,
+    masks.And,
+    masks.Listed,
+    tables.Blocks,
+    *KINDS.values(),
+    Origin,
+    Varlen,
+    Cached,
+    Quantized,
+    EightBits,
+    Padded,
+)
 """What torch.load may find."""
 torch.serialization.add_safe_globals([*SAVED])
 for name in ("tilewise.mask", "tilewise.score", "tilewise.layout"):  # where 0.1.0 had them: its files name these

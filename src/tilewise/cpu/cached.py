@@ -1,6 +1,6 @@
 """Sequences whose keys are in a cache: their rows are gathered a tile at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -75,20 +75,21 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
     width = columns(p)
     buffers = _buffers(p, x.k, width), _buffers(p, x.v, width)
     for b, rows, entry, start, N in _places(p, x):
-        own = [m.at(b) for m in masks], [c.at(b) for c in scores]
         M = rows.stop - rows.start
         count = max(1, layout.at_once(M))
         heads = max(1, choose_tiles(p, (count, COLUMNS))[0] * COLUMNS // width)
         for i in range(0, M, count):
             shift = N - M + i
-            first, last = _visible(own[0], shift, shift + count - 1, N)
+            first, last = _visible(masks, b, shift, shift + count - 1, N)
             keys, values = (
                 Rows(*_entry(p, x, t, entry), own_buffers, start, first, last, (p.H_k, last, t.shape[-1]), scale)
                 for t, own_buffers, scale in zip((x.k, x.v), buffers, scales_of(p, layout, b), strict=True)
             )
             where = slice(rows.start + i, rows.start + i + count)
             queries = heads_first(q[None, where], compute_type(p))
-            yield Sequence(slice(b, b + 1), queries, keys, values, *own, where, slice(0, last), heads, shift, width)
+            yield Sequence(
+                slice(b, b + 1), queries, keys, values, masks, scores, where, slice(0, last), heads, shift, width
+            )
 
 
 def fused(p: Problem, x: Operands) -> Saved:
@@ -100,7 +101,7 @@ def fused(p: Problem, x: Operands) -> Saved:
     width = max((N for *_, N in places), default=0)
     buffers = [_gathered(p, t, width) for t in (x.k, x.v)]
     for b, _, entry, start, N in places:
-        first, last = _visible([m.at(b) for m in masks], N - 1, N - 1, N)
+        first, last = _visible(masks, b, N - 1, N - 1, N)
         if first == last:
             o[b], lse[b] = 0.0, -torch.inf
             continue
@@ -180,10 +181,10 @@ def _entry(p: Problem, x: Operands, t: Tensor, entry: int) -> tuple[Tensor, Tens
     return (t[entry], None) if table is None else (t, table[entry])
 
 
-def _visible(masks: list[Mask], first: int, last: int, N: int) -> tuple[int, int]:
+def _visible(masks: Iterable[Mask], b: int, first: int, last: int, N: int) -> tuple[int, int]:
     """Return the first key that any of the rows first..last sees, and the one after the last."""
-    lo, hi = 0, N
+    lo, hi, own = 0, N, slice(b, b + 1)
     for mask in masks:
-        lo = max(lo, int(mask.keys(first)[0]))
-        hi = min(hi, int(mask.keys(last)[1]))
+        lo = max(lo, int(mask.keys(first, own)[0]))
+        hi = min(hi, int(mask.keys(last, own)[1]))
     return min(lo, max(hi, 0)), max(hi, 0)

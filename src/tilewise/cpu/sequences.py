@@ -22,7 +22,6 @@ class Sequence(NamedTuple):
     """Batch entries of one length (often a single one) that are computed together, with their masks and scores.
 
     Operands are (entries * heads, length, size) in the compute type. Several entries have all their heads in one tile.
-    Then the slice of heads may exceed the head dimension of a mask or score; such a slice selects all heads.
     """
 
     b: slice
@@ -30,8 +29,8 @@ class Sequence(NamedTuple):
     k: Any
     v: Any
     """Tensors, or what gives their tiles by `k[heads, columns]`."""
-    masks: list[Mask]
-    scores: list[Score]
+    masks: tuple[Mask, ...]
+    scores: tuple[Score, ...]
     rows: slice
     """The positions of their queries in the packed rows; in a padded batch, `b` selects the entries."""
     columns: slice
@@ -64,8 +63,7 @@ def sequences(p: Problem, x: Operands) -> Iterator[Sequence]:
             heads_first(p.layout.rows_of(t, entries, part), kind)
             for t, part in zip(x[:3], (rows, columns, columns), strict=True)
         )
-        own = [m.at(b, count) for m in masks], [c.at(b, count) for c in scores]
-        yield Sequence(entries, q, k, v, *own, rows, columns, heads, k.shape[1] - q.shape[1])
+        yield Sequence(entries, q, k, v, masks, scores, rows, columns, heads, k.shape[1] - q.shape[1])
 
 
 def _together(p: Problem, ends_q: list[int], ends_k: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -179,7 +179,7 @@ def _scores(p, s, tile, q, k):
         by_head = _per_query_head(S, s, tile)
         for score in s.scores:
             stages.append(by_head)
-            by_head = score.of_heads(tile.h).apply(by_head, at)
+            by_head = score.apply(by_head, at)
         S = by_head.reshape(S.shape)
     if tile.keep is not None:
         _per_query_head(S, s, tile).masked_fill_(~tile.keep, -torch.inf)
@@ -224,13 +224,13 @@ def _through_scores(p, s, tile, dS, stages, extra):
     """Return the gradient of the scaled logits from that of S, and add to those of captured tensors that need one."""
     if not s.scores:
         return dS
-    at = _entries(s, tile.h, tile.i0, tile.i1, tile.j0, tile.j1)
+    at = _entries(s, tile.h, tile.i0, tile.i1, tile.j0, tile.j1)._replace(seen=tile.keep)
     by_head = _per_query_head(dS, s, tile)
     index = sum(len(mask.captures) for mask in s.masks) + sum(len(score.captures) for score in s.scores)
     for score, S_in in zip(reversed(s.scores), reversed(stages), strict=True):
         count = len(score.captures)
         index -= count
-        by_head = score.of_heads(tile.h).pull(by_head, S_in, at, extra[index : index + count])
+        by_head = score.pull(by_head, S_in, at, extra[index : index + count])
     return by_head.reshape(dS.shape)
 
 
@@ -249,7 +249,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     full = True
     for mask in s.masks:
         if mask.interval and mask.device:
-            (lo, hi), (lo_last, hi_last) = mask.ends(first, shift), mask.ends(last, shift)
+            (lo, hi), (lo_last, hi_last) = mask.ends(first, shift, s.b), mask.ends(last, shift, s.b)
             if j1 <= _least(lo) or _most(hi_last) <= j0:
                 return None
             full = full and _most(lo_last) <= j0 and j1 <= _least(hi)
@@ -260,7 +260,7 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
     at = _entries(s, h, i0, i1, j0, j1)
     keep = s.q.new_ones((), dtype=torch.bool)
     for mask in s.masks:
-        keep = keep & mask.of_heads(h).keep(at)
+        keep = keep & mask.keep(at)
     if not bool(keep.any()):
         return None
     return Tile(h, i0, i1, j0, j1, None if bool(keep.all()) else keep)
@@ -268,9 +268,8 @@ def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | N
 
 def _entries(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Entries:
     """Return a tile's entries. If there are several batch entries, `h` is all of their heads."""
-    b, heads = _range(s, s.b.start, s.b.stop), _range(s, 0, len(s.q) // count_of(s))[h]
-    i, j = _range(s, i0, i1), _range(s, j0, j1)
-    return Entries(b[:, None, None, None], heads[:, None, None], i[:, None], j[None, :], s.shift)
+    heads = slice(h.start, min(h.stop, len(s.q) // count_of(s)))
+    return Entries.at((s.b, heads, slice(i0, i1), slice(j0, j1)), s.shift, s.q.device)
 
 
 def _range(s: Sequence, start: int, stop: int) -> Tensor:

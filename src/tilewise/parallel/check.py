@@ -1,7 +1,7 @@
 """What a parallel call may be: errors that one rank can see, and what it says to the others."""
 
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
 from ..values.masks import Full
-from ..values.score import Bias
+from ..values.score import Bias, Score
 from ..values.value import Value
 from .agree import Facts, of_numbers
 from .exchange import gather
@@ -50,6 +50,7 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     mask, scores = as_mask(mask), as_scores(score)
     for value in (*mask.parts, *scores):
         value.refuse_parts("a parallel call")
+    _refuse_learned(scores)
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
         q, k, v, mask=Full(), score=scores, sink=options["sink"], layout=None, **own_options
@@ -75,6 +76,17 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
         _check_tensors(value, q, N)
     rest = own_options | {"seed": options["seed"]}
     return Work(sharding, N, pieces, mask, scores, options["sink"], bool(options["return_lse"]), rest)
+
+
+def _refuse_learned(scores: Sequence[Score]) -> None:
+    """Raise ValueError for a captured tensor that requires a gradient, of a score whose gradient ranks do not sum."""
+    for change in scores:
+        if change.to_learn and torch.is_grad_enabled() and any([t.requires_grad for t in change.tensors]):
+            name, tensors = change.public_name(), " and ".join(change.captures)
+            raise ValueError(
+                f"{name}: {tensors} must have no gradient in a parallel call, got requires_grad=True; detach it, or "
+                "write it as a Bias, which has one"
+            )
 
 
 def _whole(spec: TensorSpec, N: int) -> TensorSpec:

@@ -64,7 +64,7 @@ def checked(mask: Mask, N: int, needed: bool, near: Tensor) -> Numbers | None:
 def _check(numbers: Numbers, N: int) -> None:
     """Raise ValueError for numbers that are wrong, as the part says."""
     for one in numbers:
-        one.part.check_contents(N)
+        one.part.check_contents(N, N)
 
 
 def _copied(part: Mask) -> Mask:

@@ -4,7 +4,8 @@ Whole numbers are int64, floating ones have the logits' type. Negative indices i
 others outside of them raise torch's IndexError.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .derive import derivative, gathers
 from .ops import OPS
-from .program import Program, literal, operands
+from .program import Node, Program, literal, operands
 
 
 class Entries(NamedTuple):
@@ -24,17 +25,35 @@ class Entries(NamedTuple):
     j: Tensor  # (1, N)
     shift: int = 0
     """N - M: what row indices are shifted by, so that the last row's is the last key's."""
+    ranges: tuple[slice, slice, slice, slice] | None = None
+    """The same as ranges of b, h, i and j, where tensors are read as views; None of other indices."""
+    seen: Tensor | None = None
+    """Which of them the mask shows, where only those count for gradients; None for all."""
 
     @property
     def aligned(self) -> Tensor:
         """Return the row indices, shifted."""
         return self.i + self.shift
 
+    def from_last(self) -> "Entries":
+        """Return the entries with row indices that are shifted."""
+        ranges = self.ranges
+        if ranges is not None:
+            b, h, i, j = ranges
+            first = i.start + self.shift
+            ranges = None if first < 0 else (b, h, slice(first, i.stop + self.shift), j)
+        return self._replace(i=self.aligned, ranges=ranges)
+
+    @staticmethod
+    def at(ranges: tuple[slice, slice, slice, slice], shift: int, device: torch.device | str = "cpu") -> "Entries":
+        """Return the entries in ranges of b, h, i and j."""
+        b, h, i, j = [torch.arange(one.start, one.stop, device=device) for one in ranges]
+        return Entries(b[:, None, None, None], h[:, None, None], i[:, None], j[None, :], shift, ranges)
+
     @staticmethod
     def of(B: int, H: int, M: int, N: int, device: torch.device | str = "cpu") -> "Entries":
         """Return all entries of logits (B, H, M, N)."""
-        b, h, i, j = [torch.arange(size, device=device) for size in (B, H, M, N)]
-        return Entries(b[:, None, None, None], h[None, :, None, None], i[:, None], j[None, :], N - M)
+        return Entries.at((slice(0, B), slice(0, H), slice(0, M), slice(0, N)), N - M, device)._replace(ranges=None)
 
 
 def run(
@@ -51,27 +70,54 @@ def run(
     real: the type of floating numbers, torch.float32 or torch.float64.
     """
     types = {"f": real, "i": torch.int64, "b": torch.bool}
-    device = next(iter(inputs.values())).device
-    values: list[Tensor] = []
-    for node, kind in zip(program.nodes, program.kinds, strict=True):
-        args = [values[n] for n in operands(node)]
-        match node[0]:
-            case "in":
-                found = inputs.get(node[1])
-                if found is None:
-                    found = numbers[int(node[1][1:])]
-                if not isinstance(found, Tensor):
-                    found = torch.tensor(found, dtype=types[kind], device=device)
-            case "lit":
-                found = torch.tensor(literal(node), dtype=types[kind], device=device)
-            case "load":
-                found = tensors[node[1]][tuple(args)].to(types[kind])
-            case "cast":
-                found = args[0].to(types[kind])
-            case name:
-                found = OPS[name].torch(*args)
-        values.append(found)
+    given = Given(inputs, tensors, numbers, types, next(iter(inputs.values())).device, inputs.get("ranges"))
+    values: list[Any] = []
+    for step in steps(program):
+        values.append(step(values, given))
     return [values[n] for n in program.outputs]
+
+
+class Given(NamedTuple):
+    """What a run is given."""
+
+    inputs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    numbers: Sequence[Any]
+    types: Mapping[str, torch.dtype]
+    device: torch.device
+    ranges: Any
+
+
+@lru_cache(4096)
+def steps(program: Program) -> list[Callable[[list[Any], Given], Tensor]]:
+    """Return for each node what computes it, from the values of earlier nodes."""
+    return [_step(program, node, kind) for node, kind in zip(program.nodes, program.kinds, strict=True)]
+
+
+def _step(program: Program, node: Node, kind: str) -> Callable[[list[Any], Given], Tensor]:
+    args = operands(node)
+    match node[0]:
+        case "in":
+            return lambda values, x: _input(node[1], kind, x)
+        case "lit":
+            number = literal(node)
+            return lambda values, x: torch.tensor(number, dtype=x.types[kind], device=x.device)
+        case "load":
+            t, letters = node[1], letters_of(program, node)
+            return lambda values, x: x.tensors[t][
+                view(letters, x.tensors[t], x.ranges) or tuple([values[n] for n in args])
+            ].to(x.types[kind])
+        case "cast":
+            return lambda values, x: values[args[0]].to(x.types[kind])
+    compute = OPS[node[0]].torch
+    return lambda values, x: compute(*[values[n] for n in args])
+
+
+def _input(name: str, kind: str, x: Given) -> Tensor:
+    found = x.inputs.get(name)
+    if found is None:
+        found = x.numbers[int(name[1:])]
+    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=x.types[kind], device=x.device)
 
 
 def keep(program: Program, at: Entries, tensors: Sequence[Tensor] = (), numbers: Sequence[Any] = ()) -> Tensor:
@@ -109,10 +155,58 @@ def pull(
     derived = derivative(program.text, learned, indices=True)
     dS_in, *rest = run(derived, at._asdict() | {"s": S, "g": dS}, tensors, numbers, S.dtype)
     values, indices = rest[: len(loads)], iter(rest[len(loads) :])
-    for n, value in zip(loads, values, strict=True):
+    for n, found in zip(loads, values, strict=True):
         index = tuple([next(indices) for _ in operands(program.nodes[n])])
-        _add(sums[program.nodes[n][1]], index, value.expand(S.shape))
-    return dS_in.expand(S.shape)
+        total, value = sums[program.nodes[n][1]], _of_seen(found.expand(S.shape), at)
+        own = view(letters_of(program, program.nodes[n]), total, at.ranges)
+        if own is None:
+            _add(total, index, value)
+        else:
+            total[own].add_(value.sum_to_size(total[own].shape))
+    return _of_seen(dS_in.expand(S.shape), at)
+
+
+def _of_seen(value: Tensor, at: Entries) -> Tensor:
+    """Return gradients, 0 where the mask hides an entry: a factor of 0 may be NaN there."""
+    return value if at.seen is None else value.masked_fill(~at.seen, 0.0)
+
+
+@lru_cache(4096)
+def letters_of(program: Program, node: Node) -> tuple[Any, ...] | None:
+    """Return where each index of what a node reads is among b, h, i and j, or (number,); None for other indices.
+
+    They are in order; some may be left out.
+    """
+    found: list[Any] = []
+    last = -1
+    for x in operands(node):
+        name, index = program.nodes[x][:2]
+        place = PLACES.get(index, -1) if name == "in" else -1
+        if name != "lit" and place <= last:
+            return None
+        last = max(last, place)
+        found.append((index,) if name == "lit" else place)
+    return tuple(found)
+
+
+PLACES = {"b": 0, "h": 1, "i": 2, "j": 3}
+
+
+def view(letters: tuple[Any, ...] | None, t: Tensor, ranges: Any) -> tuple[Any, ...] | None:
+    """Return the index of a view of a tensor, (B, H, M, N) or 1 in place of these; None if it is no view."""
+    if letters is None or ranges is None:
+        return None
+    found: list[Any] = []
+    place = 0
+    for at, size in zip(letters, t.shape, strict=True):
+        if type(at) is tuple:
+            found += at
+        elif ranges[at].stop > size:
+            return None  # which the index tensors refuse
+        else:
+            found += [None] * (at - place) + [ranges[at]]
+            place = at + 1
+    return *found, *[None] * (4 - place)
 
 
 def _add(total: Tensor, index: tuple[Tensor, ...], value: Tensor) -> None:

@@ -178,7 +178,7 @@ class Cached(Layout):
                 )
         p.check_devices(self.named)
 
-    def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
+    def check_contents(self, p: Any, masks: Sequence[Any]) -> tuple[Any, Any]:
         lengths, table, index, cu_q = self.lengths, self.table, self.index, self.cu_q
         first, (entries, _, _) = self.first_rows(), self.extent(p.k.shape)
         if bool(((lengths < 0) | (first < 0)).any()):
@@ -202,7 +202,7 @@ class Cached(Layout):
                 lo, hi = _visible_keys(masks, queries, N)
                 own = slice(None) if index is None else index.long()
                 _check_pages(table[own], missing[own], first + lo, first + hi, p)
-        return N
+        return p.M, N
 
     def query_tiles(self, p: Any, size: int) -> tuple[int, int]:
         return super().query_tiles(p, size) if self.cu_q is None else (self.blocks(p.q.shape[0], p.B, size), p.H)

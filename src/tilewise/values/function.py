@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..program import Aligned, Entries, Program, decode, trace
 from ..program.functions import kind_of_type
@@ -18,6 +20,52 @@ ALIGNS = "first", "last"
 DECORATE: Any = object()
 """It stands for the function where `of` is a decorator with arguments."""
 V = TypeVar("V", bound="Function")
+
+
+class Ruled(Value):
+    """Masks and scores derive from this class: a program says what they compute, traced from their rule."""
+
+    what: ClassVar[str]
+    """What it is, "mask" or "score"."""
+    rule: ClassVar[Callable[..., Any]]
+    """The value as a function of b, h, i, j and its fields, of a score also of s, in front."""
+    align: Any
+    """What the rule's i counts from, "first" or "last" (see program.Aligned)."""
+
+    @property
+    def rule_takes(self) -> tuple[Any, ...]:
+        """Return what the rule takes after j."""
+        return self._fields
+
+    @property
+    def traced(self) -> Aligned:
+        """Return the program, with the tensors and numbers that it reads."""
+        takes = self.rule_takes
+        program = program_of_rule(type(self), tuple([self.sketch(x) for x in takes]))
+        numbers = tuple([x for x in takes if not isinstance(x, Tensor)])
+        return Aligned(program, self.tensors, numbers, self.align)
+
+    @classmethod
+    def sketch(cls, x: Any) -> Any:
+        """Return what a program may depend on of a field: a number's type, or a tensor's type and sizes, up to 2."""
+        return (x.dtype, tuple([min(size, 2) for size in x.shape])) if isinstance(x, Tensor) else type(x)
+
+    def rows(self, at: Entries) -> Entries:
+        """Return entries with i as the rule counts it."""
+        return at if self.align == "first" else at.from_last()
+
+
+def read(t: Any, *index: Any) -> Any:
+    """Return what rules read of a tensor that broadcasts to these indices."""
+    own = zip(index[len(index) - t.ndim :], t.shape, strict=True)
+    return t[tuple([x if size != 1 else 0 for x, size in own])] if t.ndim else t
+
+
+@lru_cache(1024)
+def program_of_rule(kind: Any, takes: tuple[Any, ...]) -> Program:
+    """Return the program of a class's rule, for fields of which `sketch` says this."""
+    given = [x() if isinstance(x, type) else torch.zeros(x[1], dtype=x[0], device="cpu") for x in takes]
+    return trace(kind.rule, kind.what, given).program
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +86,6 @@ class Function(Value):
     place: str = "a function"
     """What errors call it: its name, file and line."""
     what: ClassVar[str]
-    """What it is, "mask" or "score"."""
     needs = frozenset({"functions"})
 
     @classmethod
@@ -54,9 +101,7 @@ class Function(Value):
     @classmethod
     def from_program(cls: type[V], found: Aligned, where: str) -> V:
         """Return the value of a program with its tensors and numbers. Errors call it `where`."""
-        value = cls(found.program.text, found.align, found.tensors, found.numbers, where)
-        object.__setattr__(of_name(value.name), "place", where)  # a Problem has no other name for it
-        return value
+        return cls(found.program.text, found.align, found.tensors, found.numbers, where)
 
     @property
     def program(self) -> Program:
@@ -70,8 +115,9 @@ class Function(Value):
 
     @property
     def name(self) -> str:
-        """Return the name in recipes."""
-        return f"{type(self).__name__} {self.align} {len(self.given)} {self.text}"
+        """Return the name in recipes; outside of graphs, it knows what errors call the function."""
+        name = f"{type(self).__name__} {self.align} {len(self.given)} {self.text}"
+        return name if is_compiling() else Name(name, self.place)
 
     @property
     def _fields(self) -> tuple[Any, ...]:
@@ -123,38 +169,44 @@ class Function(Value):
                 )
         return replace(self, given=tensors)
 
-    def at(self, b: int, count: int = 1) -> Any:
-        return self  # the program reads b itself
-
-    def of_heads(self, h: slice) -> Any:
-        return self
-
-    def rows(self, at: Entries) -> Entries:
-        """Return entries with i as the function counts it."""
-        return at if self.align == "first" else at._replace(i=at.aligned)
+    @property
+    def indexed_by(self) -> list[list[set[str]]]:
+        """Return of every captured tensor which of b, h and j index each dimension: "B", "H" and "N"."""
+        program, letters = self.program, {"b": "B", "h": "H", "j": "N"}
+        found: list[list[set[str]]] = [[] for _ in self.given]
+        for node in [program.nodes[n] for n in program.loads]:
+            index = operands(node)
+            found[node[1]] = found[node[1]] or [set() for _ in index]
+            for x, own in zip(index, found[node[1]], strict=True):
+                name, *rest = program.nodes[x]
+                own.update(letters.get(rest[0], "") if name == "in" else "")
+        return found
 
     @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return "B" and "H" for the dimensions of captured tensors that b and h index, "?" for others."""
-        program, found = self.program, ["" for _ in self.given]
-        letters = {("in", "b"): "B", ("in", "h"): "H"}
-        for n in program.loads:
-            t, index = program.nodes[n][1], operands(program.nodes[n])
-            read = [letters.get(program.nodes[x][:2], "?") for x in index]
-            found[t] = "".join([max(c, old) for c, old in zip(read, found[t] or "?" * len(read), strict=True)])
-        return tuple(found)
+        """Return "B" and "H" for the dimensions of captured tensors that b or h indexes, "?" for others."""
+        return tuple(["".join([c if c in ("B", "H") else "?" for c in map("".join, dims)]) for dims in self.indexed_by])
 
     def whole_shapes(self, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:  # type: ignore[override]
-        """Return the least size of each dimension, None for any."""
-        return [tuple([None if c == "?" else getattr(problem, c) for c in shape]) for shape in self.shapes]
+        """Return the least size of each dimension, None for any.
+
+        Those that j indexes are compared with a cache's capacity: its sequences may become as long.
+        """
+        sizes = {c: getattr(problem, c) for c in "BH"}
+        if "cache" in problem.layout.needs:
+            sizes["N"] = problem.N
+        least = [[[sizes[c] for c in dim if c in sizes] for dim in dims] for dims in self.indexed_by]
+        return [tuple([max(dim, default=None) for dim in dims]) for dims in least]  # type: ignore[type-var]
 
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
 
     def allowed(self, n: int, whole: tuple[Any, ...]) -> str:  # type: ignore[override]
+        letters = self.indexed_by[n]
         least = [
-            f"{size} in dimension {dim}, which {c.lower()} indexes"
-            for dim, (c, size) in enumerate(zip(self.shapes[n], whole, strict=True))
+            f"{size} in dimension {dim}, which {' and '.join({'B': 'b', 'H': 'h', 'N': 'j'}[c] for c in sorted(own))} "
+            f"index{'es' * (len(own) == 1)}"
+            for dim, (own, size) in enumerate(zip(letters, whole, strict=True))
             if size is not None
         ]
         return f"have a size of at least {' and '.join(least)}"
@@ -189,13 +241,28 @@ def program_of(fn: Callable[..., Any], what: str, captured: Sequence[Any], align
     return Aligned(*trace(fn, what, captured), align)
 
 
+class Name(str):
+    """The name of a function in recipes, with what errors call it. Functions of one text have equal names."""
+
+    place: str
+
+    def __new__(cls, name: str, place: str = "a function") -> "Name":
+        found = super().__new__(cls, name)
+        found.place = place
+        return found
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.place
+
+
 class Kinds(dict[str, Any]):
     """Every class of mask or score by its name; for the name of a function, an instance without tensors."""
 
     def __missing__(self, name: str) -> Any:
         if " " not in name:
             raise KeyError(name)
-        return of_name(name)
+        found = of_name(name)
+        return replace(found, place=name.place) if isinstance(name, Name) else found
 
 
 MADE: dict[str, type[Function]] = {}

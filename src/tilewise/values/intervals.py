@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Entries
-from .masks import Full, Mask
-from .value import AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
+from .function import read
+from .masks import ByHead, Full, Mask
+from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +27,7 @@ class Causal(Mask):
     def rule(b, h, i, j):
         return j <= i
 
-    @property
-    def hides_later_keys(self) -> bool:
-        return True
-
-    def keys(self, i: Any) -> Ends:
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
         return -OPEN, i + 1
 
 
@@ -64,7 +60,7 @@ class Window(Mask):
                 raise ValueError(f"Window: {name} must be an int >= 0 or None, got {side}; pass None for an open side")
             object.__setattr__(self, name, constant(side))
 
-    def keys(self, i: Any) -> Ends:
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
         lo = -OPEN if self.left is None else i - min(self.left, OPEN)
         return lo, OPEN if self.right is None else i + min(self.right, OPEN) + 1
 
@@ -95,8 +91,8 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         _check_lengths(self, self.lengths)
 
-    def keys(self, i: Any) -> Ends:
-        return -OPEN, torch.maximum(per_batch(self.lengths), torch.as_tensor(i + 1, device=self.lengths.device))
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return -OPEN, torch.maximum(per_batch(self.lengths[b]), torch.as_tensor(i + 1, device=self.lengths.device))
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
@@ -106,7 +102,7 @@ class Prefix(Mask):
         lengths = (_from(self.lengths, place.column, N),)
         return PrefixAt.rebuild((offset,), lengths) if offset else Prefix.rebuild((), lengths)
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
 
 
@@ -117,8 +113,8 @@ class PrefixAt(At, Prefix):
     offset: int
     device = "prefix_at"
 
-    def keys(self, i: Any) -> Ends:
-        return super().keys(i + self.offset)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return super().keys(i + self.offset, b)
 
 
 class Padding(Mask):
@@ -195,8 +191,8 @@ class PaddingLengths(Padding):
     def public_name(cls) -> str:
         return "Padding"
 
-    def keys(self, i: Any) -> Ends:
-        return -OPEN, per_batch(self.lengths)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return -OPEN, per_batch(self.lengths[b])
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), (_from(self.lengths, place.column, N),))
@@ -204,7 +200,7 @@ class PaddingLengths(Padding):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.lengths.contiguous(),)
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
 
 
@@ -226,8 +222,8 @@ class PaddingRange(Padding):
     def public_name(cls) -> str:
         return "Padding"
 
-    def keys(self, i: Any) -> Ends:
-        return per_batch(self.starts), per_batch(self.lengths)
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        return per_batch(self.starts[b]), per_batch(self.lengths[b])
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
@@ -235,7 +231,7 @@ class PaddingRange(Padding):
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lengths.contiguous(), self.starts.contiguous()
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
         _check_range(self, self.starts, N, "starts")
 
@@ -268,20 +264,18 @@ class PaddingKeys(Padding):
                 "give each batch entry a row of keys"
             )
 
-    def keep(self, at: Entries) -> Tensor:
-        return self.real[:, None, None, :][..., at.j[0]]
-
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.real, *self.real.stride(), problem.N)
 
 
 @dataclass(frozen=True, eq=False)
 class Spans(Mask):
-    """Show row r of batch entry b the keys lo[b, r] <= j < hi[b, r]: an interval for each row, none where hi <= lo.
+    """Show each row an interval of keys, lo <= j < hi, or several; none where hi <= lo.
 
-    lo and hi: (B, M), int32 or int64, of which neither decreases along a row. Sorted documents, blocks of frames and
-    parts of longer sequences are such intervals, and need no lists of tiles. Raises TypeError or ValueError for other
-    types or shapes.
+    lo and hi: (B, M), int32 or int64, of which neither decreases along a row: row r of batch entry b sees the keys
+    lo[b, r] <= j < hi[b, r]. Sorted documents, blocks of frames and parts of longer sequences are such intervals, and
+    need no lists of tiles. Or (B or 1, H or 1, M, K), in any order: row r of head h sees what is in one of the K
+    intervals from lo[b, h, r, k] to hi[b, h, r, k]. Raises TypeError or ValueError for other types or shapes.
     """
 
     lo: Tensor
@@ -296,29 +290,74 @@ class Spans(Mask):
     def rule(b, h, i, j, lo, hi):
         return (lo[b, i] <= j) & (j < hi[b, i])
 
+    def __new__(cls, lo: Any = None, hi: Any = None) -> "Spans":
+        return object.__new__(SpansByHead if cls is Spans and getattr(lo, "ndim", 2) == 4 else cls)
+
     def __post_init__(self) -> None:
         for name in self.captures:
             tensor = getattr(self, name)
             check_type(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
-            if tensor.ndim != 2:
+            if tensor.ndim != len(self.shapes[0]):
                 raise ValueError(
-                    f"Spans: {name} must have shape (B, M), got {tuple(tensor.shape)}; give each row one number"
+                    f"Spans: {name} must have shape (B, M) or (B, H, M, K), as lo has, got {tuple(tensor.shape)}; give "
+                    "each row one number, or each row of a head K"
                 )
 
-    def ends(self, i: Any, shift: int) -> Ends:
+    def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
         rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
-        return self.lo[:, None, rows, None], self.hi[:, None, rows, None]  # (B, 1, rows, 1)
+        return self.lo[b, None, rows, None], self.hi[b, None, rows, None]  # (B, 1, rows, 1)
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         for name, tensor in zip(self.captures, self.tensors, strict=True):
-            if bool((tensor.diff(dim=1) < 0).any()):
+            own = torch.arange(1, max(1, tensor.shape[1]), device=tensor.device) < torch.as_tensor(M)[..., None]
+            if bool(((tensor.diff(dim=1) < 0) & own).any()):
                 raise ValueError(
                     f"Spans: {name} must never decrease along a row, got {tensor.tolist()}; "
                     "use Dense for a mask that is no such interval"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class SpansByHead(ByHead, Spans):
+    """Show the rows of each head what is in one of K intervals: Spans of (B, H, M, K)."""
+
+    lo: Tensor
+    hi: Tensor
+    shapes = ("BHMK", "BHMK")
+
+    @staticmethod
+    def rule(b, h, i, j, lo, hi):
+        seen: Any = False
+        for n in range(lo.shape[-1]):
+            seen = seen | ((read(lo, b, h, i, n) <= j) & (j < read(hi, b, h, i, n)))
+        return seen
+
+    @classmethod
+    def sketch(cls, x: Any) -> Any:
+        dtype, sizes = super().sketch(x)
+        return dtype, (*sizes[:-1], x.shape[-1])
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Spans"
+
+    @classmethod
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        return [(problem.B, problem.H, problem.M, None)] * 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lo.shape[-1] != self.hi.shape[-1]:
+            raise ValueError(
+                f"Spans: lo and hi must have as many intervals, got {tuple(self.lo.shape)} and "
+                f"{tuple(self.hi.shape)}; fill up with lo = hi = 0, which is none"
+            )
+
+    def check_contents(self, M: Any, N: Any) -> None:
+        """Take all numbers."""
 
 
 def _from(ends: Tensor, column: int, N: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from .value import Option, Unsupported, check_offsets, check_strided, integer
+from .value import Option, check_offsets, check_strided, integer
 
 
 class Sizes(NamedTuple):
@@ -116,9 +116,10 @@ class Layout(Option):
         """Raise ValueError unless a tensor can hold q, k and v."""
         raise NotImplementedError
 
-    def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
-        """Return the number of keys, or a tensor of each sequence's, once what the tensors hold is checked."""
-        return p.N
+    def check_contents(self, p: Any, masks: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the numbers of queries and keys, or tensors of each sequence's, once what the tensors hold is
+        checked."""
+        return p.M, p.N
 
     def blocks(self, rows: int, B: int, size: int) -> int:
         """Return how many blocks of `size` rows a head has, where sequences begin with a block: at most these."""
@@ -359,18 +360,12 @@ class Varlen(Layout):
 
     def check(self, problem: Any) -> None:
         self.check_ranks(problem.shapes)
-        for kind in problem.kinds:
-            if not kind.varlen:
-                raise Unsupported(
-                    f"{kind.public_name()} has no meaning for packed sequences (layout=Varlen); "
-                    "pad the batch, or use Causal, Window, Prefix, Padding (lengths), SoftCap or Alibi"
-                )
         problem.check_devices(self.named)
 
-    def check_contents(self, p: Any, masks: Sequence[Any]) -> Any:
+    def check_contents(self, p: Any, masks: Sequence[Any]) -> tuple[Any, Any]:
         check_offsets("cu_q", self.cu_q, p.q.shape[0], p.max_q)
         check_offsets("cu_k", self.cu_k, p.k.shape[0], p.max_k)
-        return self.cu_k.diff()
+        return self.cu_q.diff(), self.cu_k.diff()
 
     def packed(self, p: Any) -> tuple[Any, Any, int, int] | None:
         return self.cu_q, self.cu_k, p.max_q, p.max_k

@@ -1,15 +1,15 @@
 """Attention masks: which keys each query sees. Combine them with `&`, `|` and `~`.
 
-A mask has a PyTorch form and a kernel form. `keep` is the PyTorch form, for the reference and the CPU. `device` names
-the kernel functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments`
-returns their arguments. Row indices i are shifted by N - M, so that the last query is aligned with the last key.
-`rule` says the same as a plain function, from which `|` and `~` make programs.
+A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU.
+`align` says what i counts from: in most masks, the last row's i is the last key's j. `device` names the kernel
+functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments` returns their
+arguments.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,20 @@ from torch import Tensor
 from ..program import Aligned, Entries, join, keep
 from ..program.bounds import hides_later_keys
 from ..program.shape import shape
-from .function import DECORATE, MADE, Function, as_value, program_of
-from .value import OPEN, Ends, Value
+from .function import DECORATE, MADE, Function, Ruled, as_value
+from .value import ALL, OPEN, Ends, Unsupported
 
 
-class Mask(Value):
+class Mask(Ruled):
     """Every mask derives from this class, and `Mask.of` makes one of a function.
 
     `mask & other` shows the keys that both show, `mask | other` those that one of them shows, and `~mask` the others.
     One of two masks may be a plain function.
     """
 
-    rule: ClassVar[Callable[..., Any]]
-    """The mask as a function of b, h, i, j and its fields."""
-    align: ClassVar[str] = "last"
-    """What the rule's i counts from (see program.Aligned)."""
-    lists: tuple[Any, ...] = ()
+    what = "mask"
+    align = "last"
+    tile_lists: tuple[Any, ...] = ()
     """TileLists of its tiles, which `tilewise.listed` has made."""
     held: Any = None
     """Its numbers on the host, where `tilewise.parallel.fixed` has read them."""
@@ -44,8 +42,9 @@ class Mask(Value):
 
     @property
     def hides_later_keys(self) -> bool:
-        """Tell whether the mask hides every key after its query, whatever its tensors hold."""
-        return False
+        """Tell whether the mask hides every key after its query, whatever its tensors and numbers are."""
+        traced = self.traced
+        return traced.align == "last" and hides_later_keys(traced.program.text)
 
     @staticmethod
     def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
@@ -72,16 +71,6 @@ class Mask(Value):
         """
         return (lambda made: MaskOf.of(made, captured, align)) if fn is DECORATE else MaskOf.of(fn, captured, align)
 
-    @property
-    def traced(self) -> Aligned:
-        """Return the mask as a program, which says what `keep` does."""
-        return program_of(self.rule, "mask", self.rule_takes, self.align)
-
-    @property
-    def rule_takes(self) -> tuple[Any, ...]:
-        """Return what the rule takes after j."""
-        return self._fields
-
     def __and__(self, other: Any) -> "Mask":
         found = mask_of(other)
         return NotImplemented if found is None else intersect(self.parts + found.parts)
@@ -101,40 +90,53 @@ class Mask(Value):
     def __invert__(self) -> "Mask":
         return _joined("not", self)
 
-    def keys(self, i: Any) -> Ends:
-        """Return the first key that row i sees and the one after its last, before clamping to [0, N).
+    def prepared(self, layout: Any, q: Tensor, k: Tensor) -> "Mask":
+        """Return the mask as a call computes it, where that depends on the call's sizes."""
+        return self
 
-        Only interval masks have it.
+    def of_sizes(self, M: int, N: int) -> "Mask":
+        """Return the same for M rows and N keys."""
+        return self
+
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        """Return the first key that row i of batch entries b sees and the one after its last, before clamping to
+        [0, N). Only interval masks have it.
         """
         return -OPEN, OPEN
 
-    def ends(self, i: Any, shift: int) -> Ends:
+    def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
         """Return the same for a mask that may need `shift` = N - M, which i contains, to find the row."""
-        return self.keys(i)
+        return self.keys(i, b)
 
     def keep(self, at: Entries) -> Tensor:
         """Return a bool tensor, broadcast to (B, H, rows, columns): whether row i sees key j."""
-        lo, hi = self.ends(at.aligned, at.shift)
-        return (at.j >= lo) & (at.j < hi)
+        program, tensors, numbers, _ = self.traced
+        return keep(program, self.rows(at), tensors, numbers)
 
-    def dense(self, M: int, N: int, B: int = 1, H: int = 1) -> Tensor:
+    def dense(self, M: int, N: int, B: int | None = None, H: int | None = None) -> Tensor:
         """Return the whole mask as a bool tensor that broadcasts to (B, H, M, N), for the reference and plots.
 
-        B and H are for functions of b and h.
+        B and H are by default those that its tensors have.
         """
+        B, H = [self._size(letter) if size is None else size for letter, size in (("B", B), ("H", H))]
         device = next((t.device for part in self.parts for t in part.tensors), torch.device("cpu"))
         at = Entries.of(B, H, M, N, device)
         seen = torch.ones(M, N, dtype=torch.bool, device=device)
         for part in self.parts:
-            seen = seen & part.keep(at)
+            seen = seen & part.of_sizes(M, N).keep(at)
         return seen
+
+    def _size(self, letter: str) -> int:
+        """Return the size of a dimension that its tensors have, 1 if none has it."""
+        pairs = [(t, shape) for part in self.parts for t, shape in zip(part.tensors, part.shapes, strict=True)]
+        sizes = [size for t, shape in pairs for size, c in zip(t.shape[::-1], shape[::-1], strict=False) if c == letter]
+        return max(sizes, default=1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskOf(Function, Mask):
     """A mask that is a function, made by `Mask.of`, `|` and `~`."""
 
-    what = "mask"
     device = ""
 
     @property
@@ -146,32 +148,62 @@ class MaskOf(Function, Mask):
     def interval(self) -> bool:  # type: ignore[override]
         return shape(self.text).name == "A"
 
-    @property
-    def hides_later_keys(self) -> bool:
-        return self.align == "last" and hides_later_keys(self.text)
-
-    def keep(self, at: Entries) -> Tensor:
-        return keep(self.program, self.rows(at), self.given, self.numbers)
-
 
 MADE[MaskOf.__name__] = MaskOf
+
+
+class ByHead(Mask):
+    """A mask of tensors (B or 1, H or 1, ...), which runs where functions run."""
+
+    interval = False
+    varlen = False
+    needs = frozenset({"functions"})
+    align = "first"
+    not_cached = "its rows count from the first, which a cache does not know"
+
+    @classmethod
+    def fits(cls, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:
+        batch, heads, *others = whole
+        return (
+            len(shape) == len(whole)
+            and shape[0] in (1, batch)
+            and shape[1] in (1, heads)
+            and all([size is None or size == own for size, own in zip(others, shape[2:], strict=True)])
+        )
+
+    @classmethod
+    def allowed(cls, n: int, whole: tuple[Any, ...]) -> str:
+        batch, heads, *others = ["any" if size is None else size for size in whole]
+        return f"have shape ({batch} or 1, {heads} or 1, {', '.join(map(str, others))})"
+
+    @classmethod
+    def refuse_parts(cls, what: str) -> None:
+        raise Unsupported(f"{cls.public_name()}: {what} does not go with masks by head so far; use Dense")
 
 
 class Several(Mask):
     """A mask of several parts, or of none."""
 
+    @staticmethod
+    def rule(b, h, i, j):
+        return True
+
     @property
     def traced(self) -> Aligned:
-        parts = [part.traced for part in self.parts] or [program_of(lambda b, h, i, j: True, "mask", (), "first")]
-        return join("and", parts) if len(parts) > 1 else parts[0]
+        parts = [part.traced for part in self.parts]
+        return join("and", parts) if len(parts) > 1 else parts[0] if parts else super().traced
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return any([part.hides_later_keys for part in self.parts])
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        return tuple([said for part in (*self.parts, *self.lists) for said in part.key])
+        return tuple([said for part in (*self.parts, *self.tile_lists) for said in part.key])
 
     @cached_property
     def captured(self) -> tuple[Tensor, ...]:
-        return tuple([t for part in (*self.parts, *self.lists) for t in part.captured])
+        return tuple([t for part in (*self.parts, *self.tile_lists) for t in part.captured])
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +235,10 @@ class Listed(Several):
 
     mask: Mask
     lists: tuple[Any, ...]
+
+    @property
+    def tile_lists(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.lists
 
     @property
     def parts(self) -> tuple[Mask, ...]:

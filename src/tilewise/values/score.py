@@ -1,8 +1,8 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
-A score is a pair of functions: `apply` maps input logits S to output logits, and `pull` maps the gradient of the output
-back to the input, and adds to those of captured tensors. `device` names the kernels' pair in tile/scores.py, and
-`arguments` returns its arguments.
+A score is its `rule`, a plain function of the logit s and its indices. `apply` maps input logits S to output logits,
+and `pull` maps the gradient of the output back to the input, and adds to those of captured tensors. `device` names the
+kernels' pair in tile/scores.py, and `arguments` returns its arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from ..program import Entries, apply, pull
 from ..program.bounds import limits, rises
-from .function import DECORATE, MADE, Function, as_value
-from .tables import tile_of
-from .value import AS_WIDE, At, Value, check_strided, constant
+from .function import DECORATE, MADE, Function, Ruled, as_value, read
+from .value import AS_WIDE, At, check_strided, constant
 
 
-class Score(Value):
+class Score(Ruled):
     """Every score derives from this class, and `Score.of` makes one of a function."""
+
+    what = "score"
+    align = "first"
 
     @staticmethod
     def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
@@ -49,21 +51,23 @@ class Score(Value):
 
     def apply(self, S: Tensor, at: Entries) -> Tensor:
         """Return the output logits for S (B, H, rows, columns)."""
-        raise NotImplementedError
+        program, tensors, numbers, _ = self.traced
+        return apply(program, S, self.rows(at), tensors, numbers)
 
     def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
         """Return the gradient of the input logits S, from that of the output logits.
 
         sums: of each captured tensor its whole gradient, to which that of these entries is added, or None.
         """
-        return dS
+        program, tensors, numbers, _ = self.traced
+        wanted = {n: total for n, total in enumerate(sums) if total is not None}
+        return pull(program, dS, S, self.rows(at), wanted, tensors, numbers)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreOf(Function, Score):
     """A score that is a function, made by `Score.of`."""
 
-    what = "score"
     device = ""
     learns = True
 
@@ -74,13 +78,6 @@ class ScoreOf(Function, Score):
     def limit(self, numbers: tuple[Any, ...]) -> float | None:  # type: ignore[override]
         found = limits(self.text)
         return found and max(map(abs, found))
-
-    def apply(self, S: Tensor, at: Entries) -> Tensor:
-        return apply(self.program, S, self.rows(at), self.given, self.numbers)
-
-    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
-        wanted = {n: total for n, total in enumerate(sums) if total is not None}
-        return pull(self.program, dS, S, self.rows(at), wanted, self.given, self.numbers)
 
 
 MADE[ScoreOf.__name__] = ScoreOf
@@ -96,6 +93,13 @@ class SoftCap(Score):
     cap: float
     device = "softcap"
 
+    @staticmethod
+    def rule(s, b, h, i, j, cap):
+        return cap * torch.tanh(s / cap)
+
+    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
+        return dS * (1.0 - torch.tanh(S / self.cap) ** 2)  # a program's dS * cap would overflow before it is divided
+
     def __post_init__(self) -> None:
         if isinstance(self.cap, bool) or not isinstance(self.cap, (int, float)):
             raise TypeError(f"SoftCap: cap must be a number > 0, got {self.cap!r}; convert it with float(...)")
@@ -110,18 +114,13 @@ class SoftCap(Score):
     def limit(cls, numbers: tuple[Any, ...]) -> float | None:
         return numbers[0]
 
-    def apply(self, S: Tensor, at: Entries) -> Tensor:
-        return self.cap * torch.tanh(S / self.cap)
-
-    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
-        return dS * (1.0 - torch.tanh(S / self.cap) ** 2)
-
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Score):
     """Subtract a linear penalty on distance: S - slope * abs(i + N - M - j) (Press et al. 2021).
 
-    slopes: (H,) or (B, H), any floating type, without gradient. Raises TypeError or ValueError for anything else.
+    slopes: (H,) or (B, H), any floating type; differentiable on the CPU. Raises TypeError or ValueError for anything
+    else.
     """
 
     slopes: Tensor
@@ -129,6 +128,13 @@ class Alibi(Score):
     captures = ("slopes",)
     shapes = ("BH",)
     unbatched = True
+    learns = True
+    to_learn = frozenset({"gradients of slopes"})
+    align = "last"
+
+    @staticmethod
+    def rule(s, b, h, i, j, slopes):
+        return s - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * abs(i - j)
 
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
@@ -136,10 +142,6 @@ class Alibi(Score):
             raise ValueError(
                 f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}; give each head one"
             )
-
-    def apply(self, S: Tensor, at: Entries) -> Tensor:
-        slopes = self.slopes.to(S.dtype)[..., None, None]  # (H, 1, 1) or (B, H, 1, 1)
-        return S - slopes * (at.aligned - at.j).abs()
 
     def placed(self, place: Any, M: int, N: int) -> Score:
         offset = constant(place.row - place.column - (N - M))
@@ -156,9 +158,6 @@ class AlibiAt(At, Alibi):
 
     offset: int
     device = "alibi_at"
-
-    def apply(self, S: Tensor, at: Entries) -> Tensor:
-        return super().apply(S, at._replace(shift=at.shift + self.offset))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,24 +178,16 @@ class Bias(Score):
     learns = True
     unbounded = True
 
+    @staticmethod
+    def rule(s, b, h, i, j, bias):
+        return s + read(bias, b, h, i, j)
+
     def __post_init__(self) -> None:
         _check_floating("Bias: bias", self.bias)
         if self.bias.ndim > 4:
             raise ValueError(
                 f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions; reshape it to 4 or fewer"
             )
-
-    def apply(self, S: Tensor, at: Entries) -> Tensor:
-        return S + tile_of(self.bias, at.i[:, 0], at.j[0]).to(S.dtype)
-
-    def pull(self, dS: Tensor, S: Tensor, at: Entries, sums: Sequence[Tensor | None]) -> Tensor:
-        (total,) = sums
-        if total is not None and dS.numel():
-            total = total[(None,) * (4 - total.ndim)]
-            own = [slice(int(x.min()), int(x.max()) + 1) for x in at[:4]]
-            part = total[tuple([x if size > 1 else slice(None) for x, size in zip(own, total.shape, strict=True)])]
-            part += dS.sum_to_size(part.shape)
-        return dS
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.bias, *self.bias.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)

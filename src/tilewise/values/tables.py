@@ -1,4 +1,4 @@
-"""Masks that are read from tables: documents, any bool tensor, and lists of tiles."""
+"""Masks that are read from tables: documents, any bool tensor, lists of blocks, and lists of tiles."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Entries
-from .masks import Mask
-from .value import AS_WIDE, INTEGER_TYPES, check_type
+from .function import read
+from .masks import ByHead, Mask
+from .value import AS_WIDE, INTEGER_TYPES, Unsupported, check_type, constant, integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +42,6 @@ class Documents(Mask):
                     "give each batch entry a row of ids"
                 )
 
-    def keep(self, at: Entries) -> Tensor:
-        rows, columns = self.q_ids[:, at.i[:, 0]], self.k_ids[:, at.j[0]]
-        return (rows[:, :, None] == columns[:, None, :])[:, None]
-
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), problem.M, problem.N)
 
@@ -69,8 +65,7 @@ class Dense(Mask):
 
     @staticmethod
     def rule(b, h, i, j, seen):
-        index = zip((b, h, i, j)[4 - seen.ndim :], seen.shape, strict=True)
-        return seen[tuple([x if size > 1 else 0 for x, size in index])] if seen.ndim else seen
+        return read(seen, b, h, i, j)
 
     def __post_init__(self) -> None:
         check_type("Dense: seen", self.seen, (torch.bool,), "bool")
@@ -79,11 +74,99 @@ class Dense(Mask):
                 f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions; reshape it to 4 or fewer"
             )
 
-    def keep(self, at: Entries) -> Tensor:
-        return tile_of(self.seen, at.i[:, 0], at.j[0])
-
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(ByHead):
+    """Show each block of rows the blocks of keys that a list names: sparse attention by block, with lists per head.
+
+    lists: (B or 1, H or 1, ceil(M / rows), width), int32 or int64: the blocks of keys that a block of rows sees, in any
+    order. -1 is none, and so is a block after the last. size: the rows and keys of a block, (rows, keys), or one int
+    for both. In packed sequences blocks count from each one's first row and key. It combines with other masks by `&`.
+    Raises TypeError or ValueError for other types, shapes or sizes.
+    """
+
+    lists: Tensor
+    size: Any
+    captures = ("lists",)
+    shapes = ("BHRW",)
+
+    def __post_init__(self) -> None:
+        check_type("Blocks: lists", self.lists, INTEGER_TYPES, "int32 or int64")
+        if self.lists.ndim != 4:
+            raise ValueError(
+                f"Blocks: lists must have shape (B, H, blocks of rows, width), got {tuple(self.lists.shape)}; "
+                "give each block of rows a list, and B or H of 1 where they are alike"
+            )
+        sizes = self.size if isinstance(self.size, (tuple, list)) else (self.size, self.size)
+        found = tuple([constant(integer("Blocks: size", n, "an int > 0, or two: (rows, keys)")) for n in sizes])
+        if len(found) != 2 or min(found) < 1:
+            raise ValueError(f"Blocks: size must be an int > 0, or two, (rows, keys), got {self.size!r}; pass 64, say")
+        object.__setattr__(self, "size", found)
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return False
+
+    @property
+    def traced(self) -> Any:
+        raise Unsupported(
+            "Blocks: `|` and `~` need its keys, whose number only a call knows; combine it by `&`, list other blocks, "
+            "or make a function of a bool table: seen[b, h, i // rows, j // keys]"
+        )
+
+    def prepared(self, layout: Any, q: Tensor, k: Tensor) -> Mask:
+        if "cache" in layout.needs:
+            raise Unsupported(
+                f"Blocks does not go with Cached: {self.not_cached}; gather the keys and pass them without a layout"
+            )
+        layout.check_ranks({"q": q.shape, "k": k.shape})
+        B, M, N, _ = layout.sizes(q.shape, k.shape, layout.longest())
+        if self.lists.shape[0] not in (1, B) or self.lists.shape[1] not in (1, q.shape[-2]):
+            raise ValueError(
+                f"Blocks: lists must have {B} batch entries or 1, and {q.shape[-2]} heads or 1, got "
+                f"{tuple(self.lists.shape)}; give each head of q its lists"
+            )
+        return self.of_sizes(M, N)
+
+    def of_sizes(self, M: int, N: int) -> Mask:
+        rows, keys = self.size
+        lists, down, across = self.lists, -(-M // rows), -(-N // keys)
+        if lists.shape[2] != down:
+            raise ValueError(
+                f"Blocks: lists must have a list for each of {down} blocks of {rows} rows, got {tuple(lists.shape)}; "
+                "pass (B, H, ceil(M / rows), width)"
+            )
+        inside = torch.where((lists >= 0) & (lists < across), lists, across)
+        table = torch.zeros((*lists.shape[:3], across + 1), dtype=torch.bool, device=lists.device)
+        return BlockTable.rebuild(self.size, (table.scatter(-1, inside.long(), True)[..., :across],))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable(ByHead):
+    """Show what Blocks does, as a table (B, H, blocks of rows, blocks of keys) of which blocks are listed."""
+
+    table: Tensor
+    height: int
+    width: int
+    device = ""
+    captures = ("table",)
+    shapes = ("BHRC",)
+
+    @staticmethod
+    def rule(b, h, i, j, table, height, width):
+        return read(table, b, h, i // height, j // width)
+
+    @classmethod
+    def public_name(cls) -> str:
+        return "Blocks"
+
+    @classmethod
+    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        height, width = numbers
+        return [(problem.B, problem.H, -(-problem.M // height), -(-problem.N // width))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +190,10 @@ class TileList(Mask):
     broadcasts = True
     varlen = False
 
+    @staticmethod
+    def rule(b, h, i, j, tiles, by_key, *sizes):
+        return True
+
     @classmethod
     def public_name(cls) -> str:
         return "listed"
@@ -117,11 +204,3 @@ class TileList(Mask):
         of_rows, of_columns = -(-M // B_r), -(-N // B_c)
         count, across = (of_columns, of_rows) if by_key else (of_rows, of_columns)
         return [(problem.B, problem.H, count, across + 2)]
-
-
-def tile_of(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the given rows and columns of a tensor that broadcasts to (B, H, M, N)."""
-    tensor = tensor[(None,) * (4 - tensor.ndim)]
-    rows = rows if tensor.shape[2] > 1 else torch.zeros_like(rows[:1])
-    columns = columns if tensor.shape[3] > 1 else torch.zeros_like(columns[:1])
-    return tensor[:, :, rows[:, None], columns[None, :]]

@@ -15,6 +15,7 @@ from torch import Tensor
 OPEN = 1 << 30
 """It means "no bound" at either end of an interval; check.py refuses sequences as long as this."""
 
+ALL = slice(None)
 Ends = tuple[Any, Any]
 INTEGER_TYPES = (torch.int32, torch.int64)
 FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -165,13 +166,15 @@ class Value(Frozen):
     needs: ClassVar[frozenset[str]] = frozenset()
     """What a back end must be able to compute, by the names of `call.backend.NEEDS`."""
     learns: ClassVar[bool] = False
-    """Whether captured tensors get gradients. If those of a score do not, one that requires a gradient is refused."""
+    """Whether captured tensors get gradients."""
+    to_learn: ClassVar[frozenset[str]] = frozenset()
+    """What a back end must be able to compute for these gradients, by the names of `call.backend.NEEDS`."""
     unbounded: ClassVar[bool] = False
     """Whether logits may be of any size after it, as after a bias."""
     reads_batch: ClassVar[bool] = False
     """Whether it reads numbers of batch entries other than by tensors with a batch dimension."""
     varlen: ClassVar[bool] = True
-    """Whether the value works where sequences differ in their lengths: packed, or with keys in a cache."""
+    """Whether it has no tables of rows and keys: such a table is of the longest packed sequence, and of no cache."""
     not_cached: ClassVar[str] = "it is for one number of queries and of keys, and a cache's sequences differ in theirs"
     """Why the value does not go with keys in a cache, if it does not."""
 
@@ -263,21 +266,6 @@ class Value(Frozen):
         """Return the value with its tensors on a device; itself if it has none."""
         return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
-    def at(self, b: int, count: int = 1) -> Any:
-        """Return the value for `count` batch entries from b on; its tensors keep their batch dimension."""
-        if not self.captures:
-            return self
-        pairs = zip(self.tensors, self.shapes, strict=True)
-        entries = [t[b : b + count] if t.ndim == len(whole) and t.shape[0] > 1 else t for t, whole in pairs]
-        return self.rebuild(self.plain[1:], tuple(entries))
-
-    def of_heads(self, h: slice) -> Any:
-        """Return the value for some heads only."""
-        if not any(["H" in shape for shape in self.shapes]):
-            return self
-        cut = [_of_heads(t, shape, h) for t, shape in zip(self.tensors, self.shapes, strict=True)]
-        return self.rebuild(self.plain[1:], tuple(cut))
-
     def placed(self, place: Any, M: int, N: int) -> Any:
         """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
 
@@ -292,10 +280,10 @@ class Value(Frozen):
         """
         return self.plain[1:]
 
-    def check_contents(self, N: Any) -> None:
+    def check_contents(self, M: Any, N: Any) -> None:
         """Raise ValueError if the captured tensors hold wrong numbers. This synchronises with a GPU.
 
-        N: the number of keys, or a tensor of one number per batch entry.
+        M, N: the numbers of queries and keys, or tensors of one number per batch entry.
         """
 
 
@@ -305,20 +293,20 @@ class At(Value):
 
     offset: int
 
+    @property
+    def rule_takes(self) -> tuple[Any, ...]:
+        return self._fields[:-1]
+
+    def rows(self, at: Any) -> Any:
+        """Return entries with i as the rule counts it."""
+        return super().rows(at._replace(shift=at.shift + self.offset))  # type: ignore[misc]
+
     @classmethod
     def public_name(cls) -> str:
         return cls.__bases__[-1].__name__
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (*super().arguments(problem), self.offset)
-
-
-def _of_heads(t: Tensor, shape: str, h: slice) -> Tensor:
-    """Return some heads of a tensor that may lack that dimension of its whole shape, or broadcast it."""
-    after = shape[::-1].find("H")  # dimensions after the heads
-    if not 0 <= after < t.ndim or t.shape[-1 - after] == 1:
-        return t
-    return t[(..., h, *[slice(None)] * after)]
 
 
 def per_batch(lengths: Tensor) -> Tensor:

@@ -115,10 +115,10 @@ def _signed_probabilities(q: Tensor, k: Tensor, lse: Tensor, chosen: Options, se
     for entries, rows, keys in layout.groups(sizes):
         of_q, of_k = layout.rows_of(q, entries, rows), layout.rows_of(k, entries, keys)
         M, N = of_q.shape[1], of_k.shape[1]
-        at = Entries.of(entries.stop - entries.start, H, M, N, q.device)
+        at = Entries.at((entries, slice(0, H), slice(0, M), slice(0, N)), N - M, q.device)
         S = torch.einsum("bmhd,bnhd->bhmn", of_q, of_k) * scale
         for change in chosen.score:
-            S = change.at(entries.start, entries.stop - entries.start).apply(S, at)
+            S = change.apply(S, at)
         hidden = ~chosen.mask.dense(M, N).to(q.device)
         own = torch.exp(S - layout.lse_of(lse, entries, rows)[..., None]).masked_fill(hidden, 0.0)
         P[entries, :, :M, :N] = torch.where(
