@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat import diffusers, sdpa, torch_flash
+from tilewise.compat import diffusers, flex, sdpa, torch_flash
 from tilewise.compat import flash_attn_interface as three
 from tilewise.compat.flash_attn import bert_padding, cute, flash_attn_gpu, flash_attn_interface
 from tilewise.compat.flash_attn.layers import rotary
@@ -44,6 +44,7 @@ HINTS = {
     "layer_idx": "it names the layer's keys in inference_params, which are refused",
     "RotaryEmbedding.device": "tables are on the device of what is rotated",
     **dict.fromkeys([f"flash_attn_combine.{n}" for n in ("cu_seqlens", "seqused", "virtual_batch_idx")], BY_ROW),
+    "kernel_options": KERNELS,
     "get_scheduler_metadata": "its result is scheduler_metadata",
     "use_flash_attn": "its layers compute the same, and take more arguments",
     "zero_tensors": "every entry of a result is written",
@@ -252,6 +253,8 @@ def callees() -> Iterator[Callee]:
     for module in (diffusers, transformers):
         run = lambda given, one=module.attend: one(**given)  # noqa: E731
         yield Callee(f"{module.__name__.partition('compat.')[2]}.attend", run, parameters_of(module.attend))
+    run = lambda given: flex.flex_attention(**given)  # noqa: E731
+    yield Callee("flex", run, parameters_of(flex.flex_attention))
     yield Callee("sdpa", of_sdpa, parameters_of(sdpa._route))
     yield Callee("sdpa.use", while_used, parameters_of(sdpa.use))
     yield Callee("sdpa.install", while_installed, parameters_of(sdpa.install))
@@ -332,6 +335,7 @@ LISTED: dict[str, list[Any]] = {
     "aux_scalars aux_tensors block_sparse_tensors block_sparse_tensors_bwd": [[draw(2)]],
     "base": [100.0],
     "block_table page_table": [paged(TABLE), paged(TABLE, seqused_k=ints(3, 6))],
+    "block_mask": [flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, M, N)],
     "cache_batch_idx kv_batch_idx": [ints(1, 0), paged(ints(1, 0))],
     "cache_leftpad leftpad_k": [ints(1, 2), paged(ints(1, 2))],
     "cache_seqlens seqlens_k": [ints(3, 6)],
@@ -357,7 +361,7 @@ LISTED: dict[str, list[Any]] = {
     "key_padding_mask": [torch.arange(N) < torch.tensor([[3], [6]])],
     "kv": [beside(PADDED["kv"], qkv=PADDED["q"])],
     "learnable_sink s_aux": [draw(H), draw(H).half()],
-    "mask_mod score_mod score_mod_bwd": [max],
+    "mask_mod score_mod score_mod_bwd": [lambda s, b, h, i, j: s * j],
     "mixer_subset": [slice(0, 2), beside(slice(0, 2), **{"self.cross_attn": True})],
     "name": ["of-a-test"],
     "num_heads_kv": [1],
@@ -365,6 +369,7 @@ LISTED: dict[str, list[Any]] = {
     "out_dtype": [torch.bfloat16, beside(torch.bfloat16, out=torch.zeros(B, M, H, D))],
     "out_proj_bias qkv_proj_bias": [False],
     "position_bias": [draw(H, M, N)],
+    "return_aux": [flex.AuxRequest(lse=True)],
     "return_attn_probs return_residual return_softmax_lse": [True],
     "return_lse": [True, False],
     "return_softmax": [beside(True, dropout_p=0.5, p_dropout=0.5)],

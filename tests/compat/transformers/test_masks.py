@@ -36,6 +36,13 @@ def packed(function):
 
 FUNCTIONS |= {f"packed {name}": packed(FUNCTIONS[name]) for name in INSIDE[:2]}
 FUNCTIONS["packed chunks"] = packed(hf.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.int64)))
+IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, 1, *[-1] * 11]]).expand(2, -1)
+OTHERS = {
+    "causal, and two keys": lambda b, h, i, j: (j <= i) | (j < 2),
+    "blocks of images": hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(IMAGES)),
+    "a window of none": hf.sliding_window_causal_mask_function(0),
+}
+"""Functions that are not read back by their names: they become programs."""
 REAL = {
     "whole": torch.ones(2, 12, dtype=torch.bool),
     "right": torch.arange(12) < torch.tensor([[7], [12]]),
@@ -50,23 +57,24 @@ PLACES = {  # q_length, kv_length, q_offset, kv_offset
     "static": (5, 20, 7, 0),
     "counted on the device": (5, 20, torch.tensor(7), 0),
 }
-WAYS = [(name, place) for name, place in product(FUNCTIONS, PLACES) if place == "whole" or "packed" not in name]
+EVERY = FUNCTIONS | OTHERS
+WAYS = [(name, place) for name, place in product(EVERY, PLACES) if place == "whole" or "packed" not in name]
 """transformers packs only where there is no cache: queries and keys are the same tokens."""
 
 
 def asked(function, place, real):
     M, N, q_offset, kv_offset = PLACES[place]
-    return mask_of(2, M, N, q_offset, kv_offset, FUNCTIONS[function], REAL[real])
+    return mask_of(2, M, N, q_offset, kv_offset, EVERY[function], REAL[real])
 
 
-@pytest.mark.filterwarnings("ignore:its last query:UserWarning")
 @pytest.mark.parametrize(("function", "place"), WAYS)
 def test_values_say_what_the_drawn_mask_says(function, place):
     for real in ("none",) if function.startswith("packed") else REAL:
         found = asked(function, place, real)
         drawn = found._draw()
         mask, keys, _ = found.values()
-        seen = mask.dense(found.shape[2], keys)
+        assert not any(isinstance(part, tw.Dense) for part in mask.parts)
+        seen = mask.dense(found.shape[2], keys, 2)
         seen = torch.broadcast_to(seen, (2, 1, found.shape[2], keys))
         assert torch.equal(torch.nn.functional.pad(seen, (0, drawn.shape[3] - keys)), drawn), real
 
@@ -92,19 +100,23 @@ def test_a_compiled_mask_has_the_pattern_that_closures_spell(function):
     assert set(known.intervals) - set(wanted.intervals) <= ({tw.Window(4, None)} if chunked else set())
 
 
-def test_functions_that_are_not_known_are_drawn_on_first_use_with_a_warning():
+NEAR = torch.arange(24)[:, None] - torch.arange(3)
+
+
+def any_of_three(b, h, i, j):
+    return (NEAR[i] == j).any()
+
+
+def test_functions_that_no_program_can_be_are_drawn_on_first_use_with_a_warning():
     view._warned.clear()
-
-    def mine(b, h, i, j):
-        return (j <= i) | (j < 2)
-
-    found = mask_of(2, 12, 12, 0, 0, mine, REAL["left"], use_vmap=True)
-    with pytest.warns(UserWarning, match="no value for .*mine") as caught:
+    found = mask_of(2, 12, 12, 0, 0, any_of_three, REAL["left"], use_vmap=True)
+    with pytest.warns(UserWarning, match="no value for .*any_of_three") as caught:
         mask = found.values().mask
     assert isinstance(mask, tw.Dense)
     assert len(caught) == 1
-    assert torch.equal(mask.seen, hf.sdpa_mask(2, 12, 12, 0, 0, mine, REAL["left"], allow_is_causal_skip=False))
-    mask_of(2, 12, 12, 0, 0, mine, use_vmap=True).values()
+    drawn = hf.sdpa_mask(2, 12, 12, 0, 0, any_of_three, REAL["left"], allow_is_causal_skip=False, use_vmap=True)
+    assert torch.equal(mask.seen, drawn)
+    mask_of(2, 12, 12, 0, 0, any_of_three, use_vmap=True).values()
     unused = mask_of(2, 12, 12, 0, 0, hf.sliding_window_causal_mask_function(0))
     assert unused._drawn is None
 

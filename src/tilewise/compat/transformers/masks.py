@@ -102,7 +102,7 @@ class Request(NamedTuple):
         """Return why the mask would have to be drawn, for a warning."""
         if pattern is not None:
             return "its last query is not aligned with its last key"
-        return f"tilewise has no value for {getattr(unknown_part(self.function), '__qualname__', self.function)}"
+        return f"tilewise has no value for {getattr(self.function, '__qualname__', self.function)}"
 
     def of_whole(self) -> MaskView:
         """Return the mask of the whole whose rows are sharded.
@@ -158,31 +158,40 @@ class Request(NamedTuple):
 
     def facts(self, pattern: Pattern | None) -> tuple[Tensor, ...]:
         """Return what `values` needs to know from the device, in its order: the offset, and the kind of padding."""
-        if pattern is None:
-            return ()
-        offset = (self.q_offset,) if isinstance(self.q_offset, Tensor) and pattern != Pattern() else ()
+        offset = (self.q_offset,) if isinstance(self.q_offset, Tensor) and pattern not in (None, Pattern()) else ()
         if self.real is None:
             return offset
         return *offset, *padding_facts(self.real[:, self.kv_offset : self.kv_offset + self.N])
 
     def values(self, pattern: Pattern | None, read: Sequence[int] | None) -> Values | None:
         """Return the mask as values, or None if it has none. `read`: the facts, or None if they cannot be read."""
-        if pattern is None:
-            return None
         keys, facts = self.N, None if read is None else list(read)
-        if pattern != Pattern():  # where the mask looks at positions
+        if pattern is not None and pattern != Pattern():  # where the mask looks at positions
             offset = facts.pop(0) if facts and isinstance(self.q_offset, Tensor) else self.q_offset
             end = offset + self.M - self.kv_offset  # the keys up to the last query's own
             if end > self.N or (end < self.N and Causal() not in pattern.intervals):
-                return None
-            keys = int(end)
-        parts = pattern.intervals
-        if pattern.packed or pattern.chunked:
-            runs = self.runs()
-            parts += (Documents(runs[:, keys - self.M : keys], runs[:, :keys]),)
+                pattern = None
+            else:
+                keys = int(end)
+        if pattern is not None:
+            parts = pattern.intervals
+            if pattern.packed or pattern.chunked:
+                runs = self.runs()
+                parts += (Documents(runs[:, keys - self.M : keys], runs[:, :keys]),)
+        elif read is None or not (parts := self.traced()):  # a graph cannot trace
+            return None
         padding = () if self.real is None else self.padding(self.real, keys, facts)
-        packed = None if pattern.chunked or padding else intersect(pattern.intervals)
+        packed = None if pattern is None or pattern.chunked or padding else intersect(pattern.intervals)
         return Values(intersect(parts + padding), keys, packed)
+
+    def traced(self) -> tuple[Mask, ...]:
+        """Return the function as a mask, which reads positions by the offsets; nothing if no program can be of it."""
+        from transformers.masking_utils import add_offsets_to_mask_function
+
+        try:
+            return (Mask.of(add_offsets_to_mask_function(self.function, self.q_offset, self.kv_offset)),)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return ()
 
     def runs(self) -> Tensor:
         """Number the runs of tokens of which each sees the one before it: int32 (B, N)."""
@@ -241,14 +250,6 @@ def read(function: Any) -> Pattern | None:
             intervals = tuple(each for part in found for each in part.intervals)
             return Pattern(intervals, any(part.packed for part in found), any(part.chunked for part in found))
     return None
-
-
-def unknown_part(function: Any) -> Any:
-    """Return the function within an intersection for which there is no value."""
-    if name_of(function) == "and_masks" and not torch.compiler.is_compiling():
-        unknown = [each for each in held_by(function)["mask_functions"] if read(each) is None]
-        return unknown_part(unknown[0]) if unknown else function
-    return function
 
 
 def pattern_of(function: Any, local: int | None, config: Any, causal_skip: bool, bidirectional: bool) -> Pattern | None:
