@@ -17,8 +17,8 @@ from ..call.options import as_mask, as_scores
 from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
+from ..values.function import Function
 from ..values.masks import Full
-from ..values.score import Bias
 from ..values.value import Value
 from .agree import Facts, of_numbers
 from .exchange import gather
@@ -48,8 +48,6 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
             "rotate q and k by tilewise.rotary at the sharding's positions"
         )
     mask, scores = as_mask(mask), as_scores(score)
-    for value in (*mask.parts, *scores):
-        value.refuse_parts("a parallel call")
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
         q, k, v, mask=Full(), score=scores, sink=options["sink"], layout=None, **own_options
@@ -63,7 +61,12 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
                 "pass all three sharded alike, and no caches of keys"
             )
     N, pieces = sharding.cut_for("q", q.shape[1])
-    own, recipe = Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=())
+    values = *mask.parts, *scores
+    functions = [[one for one in some if isinstance(one, Function)] for some in (mask.parts, scores)]
+    captured = [t for some in functions for one in some for t in one.tensors]
+    own = Operands(*x[:3], (*captured, *x.extra[len(x.extra) - recipe.sink :]))
+    of_mask, of_score = (tuple([one.plain for one in some]) for some in functions)
+    recipe = recipe._replace(mask=of_mask, score=of_score)  # the others' tensors are the whole's, or rows of it
     if torch.compiler.is_compiling():
         pass  # the operators' fake kernels do it
     elif q.numel() == 0 or intercepted(own[:3]):
@@ -71,7 +74,7 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     else:
         p = describe(own, recipe, longest)
         select(p._replace(q=_whole(p.q, N), k=_whole(p.k, N), v=_whole(p.v, N)))  # no part is refused amid messages
-    for value in (*mask.parts, *scores):
+    for value in values:
         _check_tensors(value, q, N)
     rest = own_options | {"seed": options["seed"]}
     return Work(sharding, N, pieces, mask, scores, options["sink"], bool(options["return_lse"]), rest)
@@ -86,7 +89,7 @@ def _whole(spec: TensorSpec, N: int) -> TensorSpec:
 def _check_tensors(value: Value, q: Tensor, N: int) -> None:
     """Check that the tensors of a mask or score are the whole's, and those of Dense and Bias the rank's rows."""
     kind = type(value)
-    if KINDS.get(kind.__name__) is not kind:
+    if isinstance(value, Function) or KINDS.get(kind.__name__) is not kind:
         return
     B, own, H = map(index, q.shape[:3])  # numbers, in a graph too: it is of one size
     shapes = kind.whole_shapes(Sizes(B, H, own if kind.broadcasts else N, N))
@@ -109,8 +112,13 @@ def _check_tensors(value: Value, q: Tensor, N: int) -> None:
 def facts_of(w: Work, q: Tensor, k: Tensor, v: Tensor) -> Facts:
     """Return a call as text, of q, k and v as they are sent: all that messages depend on, and the options."""
     values = *w.mask.parts, *w.score
-    biases = [one.bias for one in w.score if isinstance(one, Bias)]
-    learned = {"q": q, "k": k, "v": v, "the sink": w.sink} | {f"bias {n}": bias for n, bias in enumerate(biases)}
+    captured = {
+        f"{one.public_name()}: {name}, score {n}": t
+        for n, one in enumerate(w.score)
+        if one.learns
+        for name, t in zip(one.captures, one.tensors, strict=True)
+    }
+    learned = {"q": q, "k": k, "v": v, "the sink": w.sink} | captured
     graded = torch.is_grad_enabled()
     wanted = [name for name, t in learned.items() if graded and t is not None and t.requires_grad]
     options = w.options | {"sink": w.sink is not None, "return_lse": w.return_lse, "seed": _shown(w.options["seed"])}

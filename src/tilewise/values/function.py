@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..program import Aligned, Entries, Program, decode, trace
 from ..program.functions import kind_of_type
+from ..program.place import indexed, moved
 from ..program.program import operands
 from ..program.refusals import check_tensor, place
-from .value import Unsupported, Value
+from .value import Value
 
 ALIGNS = "first", "last"
 DECORATE: Any = object()
@@ -129,6 +130,20 @@ class Function(Value):
     def of_heads(self, h: slice) -> Any:
         return self
 
+    def placed(self, place: Any, M: int, N: int) -> Any:
+        return self.moved("first", i=place.row, j=place.column, b=place.batch, h=place.head)
+
+    def of_part(self, place: Any) -> Any:
+        return self.moved(self.align, b=place.batch, h=place.head)
+
+    def moved(self: V, align: str, **by: int) -> V:
+        """Return the function with numbers added to what it reads: the same, at a place of the whole."""
+        text, read = _moved(
+            self.text, len(self.numbers), tuple(by), (type(self).__name__, align, len(self.given)), self.place
+        )
+        numbers = (*self.numbers, *[by[name] for name in read])
+        return type(self)(text, align, self.given, numbers, self.place) if read else self
+
     def rows(self, at: Entries) -> Entries:
         """Return entries with i as the function counts it."""
         return at if self.align == "first" else at._replace(i=at.aligned)
@@ -136,17 +151,25 @@ class Function(Value):
     @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return "B" and "H" for the dimensions of captured tensors that b and h index, "?" for others."""
-        program, found = self.program, ["" for _ in self.given]
-        letters = {("in", "b"): "B", ("in", "h"): "H"}
+        return tuple(["".join([letter for letter, _ in sizes]) for sizes in self._indexed])
+
+    @property
+    def _indexed(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """Return for the dimensions of each captured tensor what `indexed` says of their indices."""
+        program, found = self.program, [[] for _ in self.given]
         for n in program.loads:
             t, index = program.nodes[n][1], operands(program.nodes[n])
-            read = [letters.get(program.nodes[x][:2], "?") for x in index]
-            found[t] = "".join([max(c, old) for c, old in zip(read, found[t] or "?" * len(read), strict=True)])
-        return tuple(found)
+            read = [indexed(program, x) for x in index]
+            read = [one if one[0] else ("?", ()) for one in read]
+            found[t] = [max(pair) for pair in zip(read, found[t] or read, strict=True)]
+        return found
 
     def whole_shapes(self, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:  # type: ignore[override]
-        """Return the least size of each dimension, None for any."""
-        return [tuple([None if c == "?" else getattr(problem, c) for c in shape]) for shape in self.shapes]
+        """Return the least size of each dimension, None for any. At a place, it is that of what the call reads."""
+        return [
+            tuple([None if c == "?" else getattr(problem, c) + sum([numbers[n] for n in at]) for c, at in sizes])
+            for sizes in self._indexed
+        ]
 
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
@@ -174,12 +197,6 @@ class Function(Value):
         from_first = "shift" in self._reads or (self.align == "first" and "i" in self._reads)
         return 'its rows count from the first (align="first"), which a cache does not know' * from_first
 
-    def refuse_parts(self, what: str) -> None:  # type: ignore[override]
-        raise Unsupported(
-            f"{self.place}: {what} does not go with masks and scores that are functions so far; use tilewise's own, "
-            "Dense or Bias"
-        )
-
 
 def program_of(fn: Callable[..., Any], what: str, captured: Sequence[Any], align: str) -> Aligned:
     """Trace a function that counts rows as `align` says."""
@@ -204,6 +221,20 @@ def of_name(name: str) -> Any:
     """Return the function of a recipe's name, with None in place of tensors."""
     kind, align, count, text = name.split(" ", 3)
     return MADE[kind](text, align, (None,) * int(count))
+
+
+def _moved(
+    text: str, count: int, names: tuple[str, ...], name: tuple[Any, ...], where: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return what program.place.moved does. Errors call the function of the new name `where`."""
+    text, read = moved(text, count, names)
+    kind, align, tensors = name
+    object.__setattr__(of_name(f"{kind} {align} {tensors} {text}"), "place", where)
+    return text, read
+
+
+_moved._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result: programs are moved while a call is traced."""
 
 
 def as_value(given: Any, base: type, of: Callable[[Any], Any]) -> Any:

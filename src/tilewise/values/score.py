@@ -7,7 +7,7 @@ back to the input, and adds to those of captured tensors. `device` names the ker
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from .value import AS_WIDE, At, Value, check_strided, constant
 
 class Score(Value):
     """Every score derives from this class, and `Score.of` makes one of a function."""
+
+    positional: ClassVar[bool] = False
+    """Whether it depends on where rows and keys are."""
 
     @staticmethod
     def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
@@ -66,6 +69,10 @@ class ScoreOf(Function, Score):
     device = ""
     learns = True
     unbounded = True
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return not self._reads <= {"s"}
 
     def apply(self, S: Tensor, at: Entries) -> Tensor:
         return apply(self.program, S, self.rows(at), self.given, self.numbers)
@@ -117,6 +124,7 @@ class Alibi(Score):
     captures = ("slopes",)
     shapes = ("BH",)
     unbatched = True
+    positional = True
 
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
@@ -162,6 +170,7 @@ class Bias(Score):
     captures = ("bias",)
     shapes = ("BHMN",)
     broadcasts = True
+    positional = True
     varlen = False
     not_cached = AS_WIDE
     learns = True
