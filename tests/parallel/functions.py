@@ -210,10 +210,21 @@ def dtensors_beside_functions(rank):
         for mesh, at in places:
             own = [distribute_tensor(t.detach(), mesh, at).requires_grad_() for t in whole[:3]]
             learned = table.clone().requires_grad_()
+            if dropout:  # a DTensor, too
+                learned = distribute_tensor(table, mesh, [Replicate()] * mesh.ndim).requires_grad_()
             mine = tw.attention(*own, score=score.with_(learned), **given)
             do = distribute_tensor(x[3], mesh, [Replicate()] * mesh.ndim).redistribute(mesh, mine.placements)
             *grads, of_table = torch.autograd.grad(mine, [*own, learned], do)
             close(mine.full_tensor(), o, 1e-12, f"{at} o")
             for grad, exact in zip(grads, true[:3], strict=True):
                 close(grad.full_tensor(), exact, 1e-12, f"{at} gradient")
-            close(of_table, true[3], 1e-12, f"{at} gradient of the table")
+            whole_grad = of_table.full_tensor() if dropout else of_table
+            close(whole_grad, true[3], 1e-12, f"{at} gradient of the table")
+    learned = distribute_tensor(table, MESH[0], [Replicate(), Replicate()])
+    closed = tw.attention(*own, score=lambda s, b, h, i, j: s + learned[b, h, j], mask=mask)
+    close(closed.full_tensor(), tw.attention(*x[:3], score=score, mask=mask), 1e-12, "a closure")
+    cut = distribute_tensor(table, line, [Shard(1)])
+    with pytest.raises(TypeError, match=r"whole on every rank, got a DTensor of \(Shard\(dim=1\),\); capture .full_"):
+        tw.attention(*own, score=lambda s, b, h, i, j: s + cut[b, h, j])
+    with pytest.raises(TypeError, match="captured tensor 1 must be a plain tensor in a parallel call, got a DTensor"):
+        tp.attention(*x[:3], sharding=tp.Zigzag(everyone()), score=score.with_(learned))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention.api import with_defaults
 from ..call.backend import select
 from ..call.check import check_arguments, describe, describe_fake
-from ..call.dispatch import CHECK, intercepted
+from ..call.dispatch import BY_RANK, CHECK, intercepted
 from ..call.operands import Operands
 from ..call.options import as_mask, as_scores
 from ..call.problem import TensorSpec
@@ -63,7 +63,12 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     N, pieces = sharding.cut_for("q", q.shape[1])
     values = *mask.parts, *scores
     functions = [[one for one in some if isinstance(one, Function)] for some in (mask.parts, scores)]
-    captured = [t for some in functions for one in some for t in one.tensors]
+    captured = [
+        _plain(one, name, t)
+        for some in functions
+        for one in some
+        for name, t in zip(one.captures, one.tensors, strict=True)
+    ]
     own = Operands(*x[:3], (*captured, *x.extra[len(x.extra) - recipe.sink :]))
     of_mask, of_score = (tuple([one.plain for one in some]) for some in functions)
     recipe = recipe._replace(mask=of_mask, score=of_score)  # the others' tensors are the whole's, or rows of it
@@ -78,6 +83,16 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
         _check_tensors(value, q, N)
     rest = own_options | {"seed": options["seed"]}
     return Work(sharding, N, pieces, mask, scores, options["sink"], bool(options["return_lse"]), rest)
+
+
+def _plain(value: Value, name: str, t: Tensor) -> Tensor:
+    """Return a tensor that a function captures; raise TypeError for one that has ranks of its own."""
+    if isinstance(t, tuple(BY_RANK)):
+        raise TypeError(
+            f"{value.public_name()}: {name} must be a plain tensor in a parallel call, got a {type(t).__name__}; "
+            "capture .full_tensor()"
+        )
+    return t
 
 
 def _whole(spec: TensorSpec, N: int) -> TensorSpec:
