@@ -4,9 +4,12 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from program import masks as users
 
 import tilewise as tw
 from tilewise.call.recipe import KINDS
+from tilewise.program.bounds import Grid, tiles
+from tilewise.program.shape import shape
 from tilewise.values.masks import Full
 
 B, N, H, H_K, D = 2, 40, 4, 2, 8
@@ -17,6 +20,7 @@ GATES = torch.randn(B, H, N, generator=DRAW)
 TABLE = torch.randn(H, 2 * N, generator=DRAW)
 TAU = torch.randn((), generator=DRAW)
 NEAR = tw.Mask.of(lambda b, h, i, j, n: (j <= i) & (i - j < n + 4 * h), 9)
+USERS = users.masks(N)
 MASKS = {
     "causal": tw.Mask.of(lambda b, h, i, j: j <= i),
     "last": tw.Mask.of(lambda b, h, i, j: (j <= i) & (i - j < 7), align="last"),
@@ -173,3 +177,18 @@ def test_vmap_goes_on_at_a_place():
         given = {"mask": mask, "score": score, "origin": origin}
         got = torch.vmap(lambda *x: tw.attention(*x, **given))(q, k, v)  # noqa: B023
         torch.testing.assert_close(got, torch.stack([tw.attention(*x, **given) for x in zip(q, k, v, strict=True)]))
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_masks_of_users_at_a_place(name):
+    """Their entries are the whole's, and their class, by which tiles are found, stays."""
+    whole = tw.Mask.of(USERS[name])
+    part = whole.placed(tw.Origin(5, 7, 1, users.H, 1), 20, 24)
+    assert torch.equal(
+        *torch.broadcast_tensors(part.dense(20, 24), whole.dense(N, N, 2, 2).expand(2, 2, N, N)[-1:, -1:, 5:25, 7:31])
+    )
+    assert shape(part.text).name == shape(whole.text).name
+    possible, certain = tiles(part.program, part.given, part.numbers, Grid(1, 1, 20, 24, 4, 8))
+    seen = part.dense(20, 24).expand(1, 1, 20, 24).unflatten(3, (3, 8)).unflatten(2, (5, 4))
+    assert not (seen.any(5).any(3) & ~possible).any()
+    assert not (certain & ~seen.all(5).all(3)).any()
