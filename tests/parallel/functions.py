@@ -176,8 +176,11 @@ def errors_name_the_function_on_every_rank(rank):
         run = partial(tp.attention, *x, sharding=s, plan=plan)
         with pytest.raises(ValueError, match=r"functions.py:\d+\): captured tensor 1 must have a size of at least 4"):
             run(score=lambda s, b, h, i, j: s + small[h, j])
-        with pytest.raises(ValueError, match="mask and score must be alike on every rank"):
+        words = r"mask and score must be alike on every rank, got \[\('MaskOf [0-9a-f]{12}', 30\)\] and"
+        with pytest.raises(ValueError, match=words):
             run(mask=tw.Mask.of(lambda b, h, i, j, n: j < n, 30 + rank))
+        with pytest.raises(ValueError, match="mask and score must be alike on every rank"):
+            run(mask=(lambda b, h, i, j: j < i) if rank else (lambda b, h, i, j: j <= i))
         with pytest.raises(ValueError, match="what requires a gradient must be alike on every rank"):
             run(score=lambda s, b, h, i, j: s + learned[j])
         with pytest.raises(ValueError, match="the numbers of the mask must be alike on every rank"):

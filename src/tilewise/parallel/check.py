@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Mapping
+from hashlib import sha256
 from operator import index
 from typing import Any
 
@@ -145,12 +146,22 @@ def facts_of(w: Work, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         "the length": str(w.N),
         "the sharding": spelt(w.pieces),
         "the plan": str(w.plan),
-        "mask and score": str([one.plain for one in values]),
+        "mask and score": str([(_shortened(one.plain[0]), *one.plain[1:]) for one in values]),
         "the sizes of Dense and Bias": str([(*shape[:-2], *shape[-1:], len(shape) > 1) for shape in rows]),
         "the options": str(options),
         "what requires a gradient": ", ".join(wanted) or "nothing",
         **of_numbers(w.numbers),
     }
+
+
+def _shortened(name: str) -> str:
+    """Return a value's name; of a function, with a digest in place of its text."""
+    kind, _, rest = name.partition(" ")
+    return f"{kind} {sha256(rest.encode()).hexdigest()[:12]}" if rest else kind
+
+
+_shortened._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result."""
 
 
 def _shown(seed: Any) -> Any:

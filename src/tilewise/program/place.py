@@ -30,6 +30,20 @@ def moved(text: str, count: int, names: tuple[str, ...]) -> tuple[str, tuple[str
     return build.done([at[program.outputs[0]]]).text, read
 
 
+@lru_cache(1024)
+def indices(text: str, count: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Return for the dimensions of each of `count` captured tensors "B" or "H", if b or h indexes it, or else "?".
+
+    Beside it, which numbers of the call are added to the index.
+    """
+    program, found = decode(text), [[] for _ in range(count)]
+    for n in program.loads:
+        t, index = program.nodes[n][1], [indexed(program, x) for x in operands(program.nodes[n])]
+        read = [one if one[0] else ("?", ()) for one in index]
+        found[t] = [max(pair) for pair in zip(read, found[t] or read, strict=True)]
+    return found
+
+
 def indexed(program: Program, n: int) -> tuple[str, tuple[int, ...]]:
     """Return "B" if node n is b plus numbers of the call, "H" if it is h plus these, "" of these alone, else "?".
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..program import Aligned, Entries, Program, decode, trace
 from ..program.functions import kind_of_type
-from ..program.place import indexed, moved
-from ..program.program import operands
+from ..program.place import indices, moved
 from ..program.refusals import check_tensor, place
 from .value import Value
 
@@ -151,24 +150,13 @@ class Function(Value):
     @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return "B" and "H" for the dimensions of captured tensors that b and h index, "?" for others."""
-        return tuple(["".join([letter for letter, _ in sizes]) for sizes in self._indexed])
-
-    @property
-    def _indexed(self) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """Return for the dimensions of each captured tensor what `indexed` says of their indices."""
-        program, found = self.program, [[] for _ in self.given]
-        for n in program.loads:
-            t, index = program.nodes[n][1], operands(program.nodes[n])
-            read = [indexed(program, x) for x in index]
-            read = [one if one[0] else ("?", ()) for one in read]
-            found[t] = [max(pair) for pair in zip(read, found[t] or read, strict=True)]
-        return found
+        return tuple(["".join([c for c, _ in sizes]) for sizes in indices(self.text, len(self.given))])
 
     def whole_shapes(self, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:  # type: ignore[override]
         """Return the least size of each dimension, None for any. At a place, it is that of what the call reads."""
         return [
             tuple([None if c == "?" else getattr(problem, c) + sum([numbers[n] for n in at]) for c, at in sizes])
-            for sizes in self._indexed
+            for sizes in indices(self.text, len(self.given))
         ]
 
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
